@@ -1,0 +1,93 @@
+"""Errors that a client may see, each with its gRPC status.
+
+    ServiceError
+    ├── InvalidArgumentError     INVALID_ARGUMENT     names the field and the limit (BadRequest)
+    ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
+    ├── QueueFullError           RESOURCE_EXHAUSTED   says when to come back (RetryInfo)
+    ├── UnavailableError         UNAVAILABLE          no engine is ready
+    ├── DeadlineError            DEADLINE_EXCEEDED
+    └── InternalError            INTERNAL             what happened is in the log, not in the reply
+
+Raise them where the fault is known; `shared.interceptors` is the one place that translates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class ServiceError(Exception):
+    """Base of all errors with a gRPC status; the message is what the client reads."""
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+    def details(self) -> Sequence[Message]:
+        """google.rpc error details to send along."""
+        return ()
+
+    def trailing_metadata(self) -> Metadata:
+        """The standard `grpc-status-details-bin` trailer, or nothing where there are no details."""
+        details = self.details()
+        if not details:
+            return ()
+        status = status_pb2.Status(code=self.code.value[0], message=str(self))
+        for detail in details:
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+class InvalidArgumentError(ServiceError):
+    """A field of the request is wrong; `field` is its path in the message."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.reason = message
+
+    def details(self) -> Sequence[Message]:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=self.field, description=self.reason
+        )
+        return (error_details_pb2.BadRequest(field_violations=[violation]),)
+
+
+class FailedPreconditionError(ServiceError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class QueueFullError(ServiceError):
+    """The waiting queue is full; `retry_after_s` seconds from now it may not be."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def details(self) -> Sequence[Message]:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(self.retry_after_s * 1000))
+        return (error_details_pb2.RetryInfo(retry_delay=delay),)
+
+
+class UnavailableError(ServiceError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineError(ServiceError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class InternalError(ServiceError):
+    code = grpc.StatusCode.INTERNAL

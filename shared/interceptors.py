@@ -1,0 +1,147 @@
+"""The one server interceptor: unreadable messages and exceptions become gRPC statuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf import empty_pb2
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc import aio
+
+from shared.errors import InternalError, InvalidArgumentError, ServiceError
+
+log = structlog.get_logger(__name__)
+
+Deserializer = Callable[[bytes], Any]
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """Stands for a message that could not be read, until the handler's turn to answer comes."""
+
+    error: InvalidArgumentError
+
+
+class StatusInterceptor(aio.ServerInterceptor):
+    """Answers INVALID_ARGUMENT for messages that do not parse, are over `max_message_bytes` or set
+    two fields of a oneof; the status of a `ServiceError`; and INTERNAL, with nothing but that word,
+    for any other exception, which is logged."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler  # an unknown method
+        method = handler_call_details.method
+        kinds = (
+            ("unary_unary", grpc.unary_unary_rpc_method_handler, _guard_unary),
+            ("unary_stream", grpc.unary_stream_rpc_method_handler, _guard_stream),
+            ("stream_unary", grpc.stream_unary_rpc_method_handler, _guard_unary),
+            ("stream_stream", grpc.stream_stream_rpc_method_handler, _guard_stream),
+        )
+        for name, make_handler, guard in kinds:
+            behavior = getattr(handler, name)
+            if behavior is not None:
+                return make_handler(
+                    guard(behavior, method, handler.request_streaming),
+                    request_deserializer=self._readable(handler.request_deserializer),
+                    response_serializer=handler.response_serializer,
+                )
+        return handler
+
+    def _readable(self, deserialize: Deserializer) -> Deserializer:
+        def decode(data: bytes) -> Any:
+            try:
+                return decode_message(data, deserialize, self._max_message_bytes)
+            except InvalidArgumentError as error:
+                return _Unreadable(error)
+
+        return decode
+
+
+def decode_message(data: bytes, deserialize: Deserializer, max_bytes: int) -> Any:
+    """Parses one message.
+
+    Raises:
+        InvalidArgumentError: it is too large, is no such message, holds invalid UTF-8, or sets more
+            than one field of a oneof (protobuf itself would silently keep the last).
+    """
+    if len(data) > max_bytes:
+        raise InvalidArgumentError("message", f"{len(data)} bytes; the limit is {max_bytes}")
+    try:
+        message = deserialize(data)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError("message", "not a readable message of this method") from error
+    if isinstance(message, Message):
+        _check_oneofs(message, data)
+    return message
+
+
+def _check_oneofs(message: Message, data: bytes) -> None:
+    oneofs = [o for o in message.DESCRIPTOR.oneofs if len(o.fields) > 1]
+    if not oneofs:
+        return
+    # Read as a message without fields, every field is unknown: the wire's view of what is set.
+    unread: Any = UnknownFieldSet(empty_pb2.Empty.FromString(data))
+    on_the_wire = {field.field_number for field in unread}
+    for oneof in oneofs:
+        names = [f.name for f in oneof.fields if f.number in on_the_wire]
+        if len(names) > 1:
+            raise InvalidArgumentError(oneof.name, f"{' and '.join(names)} are set; give one")
+
+
+def _guard_unary(behavior: Any, method: str, streaming: bool) -> Any:
+    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(_readable_request(request, streaming), context)
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return guarded
+
+
+def _guard_stream(behavior: Any, method: str, streaming: bool) -> Any:
+    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behavior(_readable_request(request, streaming), context):
+                yield response
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return guarded
+
+
+def _readable_request(request: Any, streaming: bool) -> Any:
+    if streaming:
+        return _readable_requests(request)
+    if isinstance(request, _Unreadable):
+        raise request.error
+    return request
+
+
+async def _readable_requests(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if isinstance(request, _Unreadable):
+            raise request.error
+        yield request
+
+
+async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+    if isinstance(error, aio.AbortError | asyncio.CancelledError):
+        raise error
+    if not isinstance(error, ServiceError):
+        log.error("rpc failed", method=method, exc_info=error)
+        error = InternalError("internal error")
+    await context.abort(error.code, str(error), error.trailing_metadata())
