@@ -71,6 +71,8 @@ class SchedulerSettings(ServiceSettings):
 
     # Prompts arrive here already checked, as ids: room for the longest one that any model takes.
     max_message_bytes: int = Field(64 << 20, gt=0)
+    # Frontends hold the streams and resubmit them: there is nothing to wait for.
+    drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
@@ -78,7 +80,7 @@ class SchedulerSettings(ServiceSettings):
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
     kv_blocks: AutoInt = "auto"
 
-    _split = field_validator("worker_addresses", mode="before")(lambda v: _split_commas(v))
+    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -90,6 +92,7 @@ class WorkerSettings(ServiceSettings):
     """Settings of `python -m worker_svc`, one process per tensor-parallel rank."""
 
     max_message_bytes: int = Field(64 << 20, gt=0)
+    drain_timeout_s: float = Field(0.0, ge=0)
     model: str = Field("models/demo", description="model directory as Hugging Face lays it out")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -107,7 +110,7 @@ class WorkerSettings(ServiceSettings):
     attention: Literal["auto", "torch"] = "auto"
     threads: AutoInt = Field("auto", description="CPU threads of a step")
 
-    _split = field_validator("worker_addresses", mode="before")(lambda v: _split_commas(v))
+    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -142,7 +145,7 @@ def load_settings(cls: type[Settings], args: list[str]) -> Settings:
     cli: Any = {
         "_cli_parse_args": args,
         "_cli_kebab_case": True,
-        "_cli_prog_name": _PROGRAMS[cls],
+        "_cli_prog_name": _PROGRAMS.get(cls, "python -m deploy"),
     }
     try:
         return cls(**cli)
@@ -186,7 +189,8 @@ def _describe(error: Any) -> str:
     return f"{name}: {message}, not {error['input']!r}" if name else message
 
 
-def _split_commas(value: object) -> object:
+def split_commas(value: object) -> object:
+    """`a,b` as a tuple, for settings that are lists; anything else as it is."""
     return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,14 +47,15 @@ class StatusInterceptor(aio.ServerInterceptor):
             return handler  # an unknown method
         method = handler_call_details.method
         kinds = (
-            ("unary_unary", grpc.unary_unary_rpc_method_handler, _guard_unary),
-            ("unary_stream", grpc.unary_stream_rpc_method_handler, _guard_stream),
-            ("stream_unary", grpc.stream_unary_rpc_method_handler, _guard_unary),
-            ("stream_stream", grpc.stream_stream_rpc_method_handler, _guard_stream),
+            ("unary_unary", grpc.unary_unary_rpc_method_handler),
+            ("unary_stream", grpc.unary_stream_rpc_method_handler),
+            ("stream_unary", grpc.stream_unary_rpc_method_handler),
+            ("stream_stream", grpc.stream_stream_rpc_method_handler),
         )
-        for name, make_handler, guard in kinds:
+        for name, make_handler in kinds:
             behavior = getattr(handler, name)
             if behavior is not None:
+                guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard
                 return make_handler(
                     guard(behavior, method, handler.request_streaming),
                     request_deserializer=self._readable(handler.request_deserializer),
@@ -102,7 +104,7 @@ def _check_oneofs(message: Message, data: bytes) -> None:
             raise InvalidArgumentError(oneof.name, f"{' and '.join(names)} are set; give one")
 
 
-def _guard_unary(behavior: Any, method: str, streaming: bool) -> Any:
+def _guard(behavior: Any, method: str, streaming: bool) -> Any:
     async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behavior(_readable_request(request, streaming), context)
@@ -112,7 +114,7 @@ def _guard_unary(behavior: Any, method: str, streaming: bool) -> Any:
     return guarded
 
 
-def _guard_stream(behavior: Any, method: str, streaming: bool) -> Any:
+def _guard_generator(behavior: Any, method: str, streaming: bool) -> Any:
     async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             async for response in behavior(_readable_request(request, streaming), context):

@@ -86,7 +86,11 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        await self._stopping.wait()
+        try:
+            await self._stopping.wait()
+        except asyncio.CancelledError:
+            await self.grpc.stop(None)
+            raise
         log.info("draining", grace_s=self._settings.drain_timeout_s)
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(self._settings.drain_timeout_s)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shared/pb/worker.proto\x12\x12nanovllm.worker.v1\"\x10\n\x0eGetInfoRequest\"\xf0\x01\n\x0fGetInfoResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x05\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x12\n\nvocab_size\x18\n \x01(\x05\x12\x13\n\x0bincarnation\x18\x0b \x01(\t\"k\n\x10\x43onfigureRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\x05\"\x13\n\x11\x43onfigureResponse\"\xfb\x01\n\x0bStepRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x11\n\tinput_ids\x18\x03 \x01(\x0c\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x14\n\x0cslot_mapping\x18\x05 \x01(\x0c\x12\x12\n\nquery_lens\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63ontext_lens\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_table\x18\x08 \x01(\x0c\x12\x1b\n\x13\x62lock_table_offsets\x18\t \x01(\x0c\x12\x0f\n\x07samples\x18\n \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x0b \x01(\x0c\x12\r\n\x05seeds\x18\x0c \x01(\x0c\"G\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x13\n\x0bstep_time_s\x18\x03 \x01(\x01\x32\x8f\x02\n\rWorkerService\x12R\n\x07GetInfo\x12\".nanovllm.worker.v1.GetInfoRequest\x1a#.nanovllm.worker.v1.GetInfoResponse\x12X\n\tConfigure\x12$.nanovllm.worker.v1.ConfigureRequest\x1a%.nanovllm.worker.v1.ConfigureResponse\x12P\n\x07\x45xecute\x12\x1f.nanovllm.worker.v1.StepRequest\x1a .nanovllm.worker.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shared/pb/worker.proto\x12\x12nanovllm.worker.v1\"\x10\n\x0eGetInfoRequest\"\xff\x01\n\x0fGetInfoResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x05\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x12\n\nvocab_size\x18\n \x01(\x05\x12\x13\n\x0bincarnation\x18\x0b \x01(\t\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\"k\n\x10\x43onfigureRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\x05\"\x13\n\x11\x43onfigureResponse\"\xfb\x01\n\x0bStepRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x11\n\tinput_ids\x18\x03 \x01(\x0c\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x14\n\x0cslot_mapping\x18\x05 \x01(\x0c\x12\x12\n\nquery_lens\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63ontext_lens\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_table\x18\x08 \x01(\x0c\x12\x1b\n\x13\x62lock_table_offsets\x18\t \x01(\x0c\x12\x0f\n\x07samples\x18\n \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x0b \x01(\x0c\x12\r\n\x05seeds\x18\x0c \x01(\x0c\"G\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x13\n\x0bstep_time_s\x18\x03 \x01(\x01\x32\x8f\x02\n\rWorkerService\x12R\n\x07GetInfo\x12\".nanovllm.worker.v1.GetInfoRequest\x1a#.nanovllm.worker.v1.GetInfoResponse\x12X\n\tConfigure\x12$.nanovllm.worker.v1.ConfigureRequest\x1a%.nanovllm.worker.v1.ConfigureResponse\x12P\n\x07\x45xecute\x12\x1f.nanovllm.worker.v1.StepRequest\x1a .nanovllm.worker.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=46
   _globals['_GETINFOREQUEST']._serialized_end=62
   _globals['_GETINFORESPONSE']._serialized_start=65
-  _globals['_GETINFORESPONSE']._serialized_end=305
-  _globals['_CONFIGUREREQUEST']._serialized_start=307
-  _globals['_CONFIGUREREQUEST']._serialized_end=414
-  _globals['_CONFIGURERESPONSE']._serialized_start=416
-  _globals['_CONFIGURERESPONSE']._serialized_end=435
-  _globals['_STEPREQUEST']._serialized_start=438
-  _globals['_STEPREQUEST']._serialized_end=689
-  _globals['_STEPRESPONSE']._serialized_start=691
-  _globals['_STEPRESPONSE']._serialized_end=762
-  _globals['_WORKERSERVICE']._serialized_start=765
-  _globals['_WORKERSERVICE']._serialized_end=1036
+  _globals['_GETINFORESPONSE']._serialized_end=320
+  _globals['_CONFIGUREREQUEST']._serialized_start=322
+  _globals['_CONFIGUREREQUEST']._serialized_end=429
+  _globals['_CONFIGURERESPONSE']._serialized_start=431
+  _globals['_CONFIGURERESPONSE']._serialized_end=450
+  _globals['_STEPREQUEST']._serialized_start=453
+  _globals['_STEPREQUEST']._serialized_end=704
+  _globals['_STEPRESPONSE']._serialized_start=706
+  _globals['_STEPRESPONSE']._serialized_end=777
+  _globals['_WORKERSERVICE']._serialized_start=780
+  _globals['_WORKERSERVICE']._serialized_end=1051
 # @@protoc_insertion_point(module_scope)

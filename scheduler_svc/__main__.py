@@ -1,0 +1,93 @@
+"""`python -m scheduler_svc`: one per engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.engine import Engine
+from scheduler_svc.scheduler import Limits, Scheduler
+from scheduler_svc.server import SchedulerServicer
+from scheduler_svc.worker_client import WorkerClient, WorkerMismatchError
+from shared.config import SchedulerSettings, settings_or_exit
+from shared.logging import configure_logging
+from shared.pb import scheduler_pb2
+from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
+from shared.server import Server, exit_with_parent
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(settings: SchedulerSettings) -> None:
+    """Serves until a signal comes.
+
+    Raises:
+        WorkerMismatchError: the workers contradict each other or the settings.
+        OSError: the address cannot be bound.
+    """
+    server = Server(settings, "nanovllm.scheduler.v1.SchedulerService")
+    servicer = SchedulerServicer()
+    add_SchedulerServiceServicer_to_server(servicer, server.grpc)
+    await server.start(settings.scheduler_address)
+    engine = asyncio.create_task(_run_engine(settings, server, servicer))
+    engine.add_done_callback(lambda _: server.stop())  # it only ends by failing
+    try:
+        await server.wait()
+        if engine.done():
+            engine.result()
+    finally:
+        engine.cancel()
+
+
+async def _run_engine(
+    settings: SchedulerSettings, server: Server, servicer: SchedulerServicer
+) -> None:
+    workers = WorkerClient(
+        settings.worker_addresses, settings.max_num_seqs, settings.max_num_batched_tokens
+    )
+    try:
+        group = await workers.connect(None if settings.kv_blocks == "auto" else settings.kv_blocks)
+        limits = Limits(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
+            max_waiting=settings.max_waiting,
+            vocab_size=group.vocab_size,
+        )
+        scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
+        engine = Engine(scheduler, workers, servicer.emit)
+        info = scheduler_pb2.EngineInfo(
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            num_blocks=group.num_blocks,
+            block_size=group.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_waiting=limits.max_waiting,
+            tensor_parallel_size=len(settings.worker_addresses),
+        )
+        servicer.set_engine(engine, info)
+        await server.set_serving(True)
+        await engine.run()
+    finally:
+        await workers.close()
+
+
+def main() -> int:
+    settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
+    configure_logging(settings, "scheduler")
+    if settings.exit_with_parent:
+        exit_with_parent()
+    try:
+        asyncio.run(serve(settings))
+    except (WorkerMismatchError, OSError) as error:
+        log.error("cannot start", reason=str(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

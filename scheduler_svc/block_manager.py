@@ -1,0 +1,153 @@
+"""Paged KV cache bookkeeping: who holds which block, and which free blocks still hold a prefix.
+
+A block is in one of three places:
+
+    free ───allocate───▶ in use (reference count > 0) ──last release──▶ free, if it has no name
+                            ▲                                      └──▶ cached, if published
+    cached ──match_prefix───┤
+    cached ──allocate───────┘ the least recently released first, when no free one is left; its
+                              name is forgotten
+
+Prefix caching after vLLM's automatic prefix caching: a full block is named by a hash of its tokens
+chained with the name of the block before it, so that a name stands for the whole prefix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+
+import xxhash
+
+from scheduler_svc.sequence import Sequence
+
+
+class BlockManager:
+    """Blocks 0 to `num_blocks - 1` of `block_size` tokens each. Every operation takes time
+    proportional to the blocks it hands out or takes back, never to the size of the cache."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._ref_counts = array("i", bytes(4 * num_blocks))
+        self._free = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._block_of: dict[bytes, int] = {}  # name -> block, for published blocks
+        self._name_of: dict[int, bytes] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out: empty ones and those that only cache a prefix."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate_prompt(self, seq: Sequence) -> bool:
+        """Gives a waiting sequence blocks for all its tokens, the longest published prefix shared.
+
+        At least one token is left to compute: the logits of the last one are needed. False, with
+        nothing changed, when there are too few blocks.
+        """
+        shared = self._match_prefix(seq)
+        missing = self.blocks_for(seq.num_tokens) - len(shared)
+        available = self.num_free_blocks - sum(self._ref_counts[b] == 0 for b in shared)
+        if missing > available:
+            return False
+        for block in shared:
+            if self._ref_counts[block] == 0:
+                del self._cached[block]
+            self._ref_counts[block] += 1
+        seq.block_table = array("i", shared)
+        seq.num_published_blocks = len(shared)
+        seq.num_computed_tokens = len(shared) * self.block_size
+        seq.block_table.extend(self._take() for _ in range(missing))
+        return True
+
+    def append_slot(self, seq: Sequence) -> bool:
+        """Makes room for the next token of a running sequence; False when no block is left."""
+        if self.blocks_for(seq.num_computed_tokens + 1) > len(seq.block_table):
+            if not self.num_free_blocks:
+                return False
+            seq.block_table.append(self._take())
+        return True
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the blocks that the computed tokens fill available to other sequences.
+
+        Call it only once the step that wrote them has been answered.
+        """
+        full = seq.num_computed_tokens // self.block_size
+        if full == seq.num_published_blocks:
+            return
+        self._extend_hashes(seq, full)
+        for block, name in zip(
+            seq.block_table[seq.num_published_blocks : full],
+            seq.block_hashes[seq.num_published_blocks : full],
+            strict=True,
+        ):
+            if name not in self._block_of:  # else another sequence computed the same prefix
+                self._block_of[name] = block
+                self._name_of[block] = name
+        seq.num_published_blocks = full
+
+    def free(self, seq: Sequence) -> None:
+        """Takes back a sequence's blocks. What they hold stays findable until they are needed."""
+        # Last block first: a prefix is evicted from its end.
+        for block in reversed(seq.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if block in self._name_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+        seq.block_table = array("i")
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Raises AssertionError unless every block is where it belongs, given all sequences that
+        hold blocks. For tests."""
+        references = array("i", bytes(4 * self.num_blocks))
+        for seq in sequences:
+            assert len(set(seq.block_table)) == len(seq.block_table), "a block twice in a table"
+            for block in seq.block_table:
+                references[block] += 1
+        assert references == self._ref_counts, "reference counts"
+        free = [*self._free, *self._cached]
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert set(free) == {b for b in range(self.num_blocks) if references[b] == 0}, "free blocks"
+        assert all(b in self._name_of for b in self._cached), "a cached block without a name"
+        assert not any(b in self._name_of for b in self._free), "a named block among the empty"
+        assert {n: b for b, n in self._name_of.items()} == self._block_of, "names"
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._name_of.pop(block)]
+        self._ref_counts[block] = 1
+        return block
+
+    def _match_prefix(self, seq: Sequence) -> list[int]:
+        full = (seq.num_tokens - 1) // self.block_size
+        blocks: list[int] = []
+        for i in range(full):
+            self._extend_hashes(seq, i + 1)
+            block = self._block_of.get(seq.block_hashes[i])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
+        """128 bits: a collision between honest prompts is not to be expected in the life of a
+        cluster, so tokens are not compared."""
+        for i in range(len(seq.block_hashes), num_blocks):
+            tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
+            parent = seq.block_hashes[i - 1] if i else b""
+            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + tokens))

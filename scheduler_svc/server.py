@@ -1,0 +1,163 @@
+"""The scheduler's gRPC edge: frontends' streams in, engine outputs out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator
+
+import numpy as np
+import structlog
+from grpc import aio
+
+from scheduler_svc.engine import Engine
+from scheduler_svc.scheduler import Output
+from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
+from shared.errors import InvalidArgumentError
+from shared.pb import scheduler_pb2
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
+
+log = structlog.get_logger(__name__)
+
+_RETRY_AFTER_S = 1.0
+Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
+
+
+class Connection:
+    """What one frontend has not been sent yet. Steps that end while a message is being written join
+    the next one."""
+
+    def __init__(self) -> None:
+        self._requests: list[int] = []
+        self._offsets: list[int] = []
+        self._token_ids: list[int] = []
+        self._finished: list[scheduler_pb2.Finished] = []
+        self._news = asyncio.Event()
+
+    def add(self, output: Output) -> None:
+        if output.token is not None:
+            self._requests.append(output.seq.key[1])
+            self._offsets.append(output.offset)
+            self._token_ids.append(output.token)
+        if output.finished is not None:
+            self._finished.append(_finished(output))
+        self._news.set()
+
+    async def write_to(self, context: Context) -> None:
+        """Writes what there is to say, for ever."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            step_output = scheduler_pb2.StepOutput(
+                requests=np.array(self._requests, "<u8").tobytes(),
+                offsets=np.array(self._offsets, "<i4").tobytes(),
+                token_ids=np.array(self._token_ids, "<i4").tobytes(),
+                finished=self._finished,
+            )
+            self._requests, self._offsets, self._token_ids, self._finished = [], [], [], []
+            await context.write(scheduler_pb2.SchedulerMessage(step_output=step_output))
+
+
+class SchedulerServicer(SchedulerServiceServicer):
+    """Serves `scheduler.proto` for one engine."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._info = scheduler_pb2.EngineInfo()
+        self._ready = asyncio.Event()
+        self._connections: dict[int, Connection] = {}
+        self._numbers = itertools.count()
+
+    def set_engine(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
+        """From now on frontends are answered; until then their streams wait."""
+        self._engine, self._info = engine, info
+        self._ready.set()
+
+    def emit(self, outputs: list[Output]) -> None:
+        """Hands outputs to the connections that their sequences came from."""
+        for output in outputs:
+            connection = self._connections.get(output.seq.key[0])
+            if connection is not None:
+                connection.add(output)
+
+    async def Connect(  # type: ignore[override]  # writes to the context instead of yielding
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.FrontendMessage],
+        context: Context,
+    ) -> None:
+        engine = await self._started_engine()
+        await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
+        number = next(self._numbers)
+        connection = self._connections[number] = Connection()
+        writer = asyncio.create_task(connection.write_to(context))
+        log.info("frontend connected", connection=number)
+        try:
+            async for message in request_iterator:
+                if message.HasField("submit"):
+                    engine.submit(_sequence(number, message.submit, engine.clock()))
+                elif message.HasField("abort"):
+                    engine.abort((number, message.abort.request))
+        finally:
+            writer.cancel()
+            del self._connections[number]
+            engine.abort_connection(number)
+            log.info("frontend gone", connection=number)
+
+    async def GetLoad(
+        self, request: scheduler_pb2.GetLoadRequest, context: object
+    ) -> scheduler_pb2.GetLoadResponse:
+        scheduler = (await self._started_engine()).scheduler
+        cached = scheduler.blocks.num_cached_blocks
+        return scheduler_pb2.GetLoadResponse(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            blocks=scheduler.blocks.num_blocks,
+            blocks_free=scheduler.blocks.num_free_blocks - cached,
+            blocks_cached=cached,
+            **dataclasses.asdict(scheduler.stats),
+        )
+
+    async def _started_engine(self) -> Engine:
+        await self._ready.wait()
+        assert self._engine is not None
+        return self._engine
+
+
+def _sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequence:
+    sampling = submit.sampling
+    return Sequence(
+        (connection, submit.request),
+        _ids(submit.prompt_ids, "submit.prompt_ids"),
+        SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            eos_token_ids=frozenset(sampling.eos_token_ids),
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+        ),
+        generated_ids=_ids(submit.generated_ids, "submit.generated_ids"),
+        arrival=now,
+        deadline=now + submit.timeout_s if submit.timeout_s else None,
+    )
+
+
+def _ids(column: bytes, field: str) -> list[int]:
+    if len(column) % 4:
+        raise InvalidArgumentError(field, f"{len(column)} bytes are no int32 array")
+    ids: list[int] = np.frombuffer(column, "<i4").tolist()
+    return ids
+
+
+def _finished(output: Output) -> scheduler_pb2.Finished:
+    seq = output.seq
+    assert output.finished is not None
+    started = seq.first_scheduled if seq.first_scheduled is not None else seq.arrival
+    return scheduler_pb2.Finished(
+        request=seq.key[1],
+        cause=scheduler_pb2.FinishCause.ValueType(output.finished),
+        message=output.message,
+        cached_prompt_tokens=seq.num_cached_prompt_tokens,
+        queue_s=started - seq.arrival,
+        retry_after_s=_RETRY_AFTER_S if output.finished is FinishCause.QUEUE_FULL else 0.0,
+    )

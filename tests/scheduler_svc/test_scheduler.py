@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import random
+import secrets
+
+import pytest
+
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.scheduler import Limits, Output, Scheduler, Step
+from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, Status
+from tests.fake_worker import VOCAB_SIZE, completion, next_token
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 128,
+    max_waiting: int = 100,
+) -> Scheduler:
+    limits = Limits(
+        max_num_seqs,
+        max_num_batched_tokens,
+        min(max_model_len, num_blocks * block_size),
+        max_waiting,
+        VOCAB_SIZE,
+    )
+    return Scheduler(limits, BlockManager(num_blocks, block_size))
+
+
+def make(
+    number: int,
+    prompt: list[int],
+    max_tokens: int = 5,
+    eos: frozenset[int] = frozenset(),
+    stop: frozenset[int] = frozenset(),
+    deadline: float | None = None,
+    generated: tuple[int, ...] = (),
+) -> Sequence:
+    params = SamplingParams(max_tokens, eos_token_ids=eos, stop_token_ids=stop)
+    return Sequence((0, number), prompt, params, deadline=deadline, generated_ids=generated)
+
+
+def sample(step: Step) -> list[int]:
+    return [next_token(r.seq.tokens) if r.samples else -1 for r in step.rows]
+
+
+def run(scheduler: Scheduler, max_steps: int = 10_000) -> list[Output]:
+    """Runs until nothing is left to do."""
+    outputs: list[Output] = []
+    for _ in range(max_steps):
+        step = scheduler.schedule()
+        if step is None:
+            scheduler.check_integrity()
+            assert scheduler.num_waiting == scheduler.num_running == 0
+            assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+            return outputs
+        check_limits(scheduler, step)
+        outputs += scheduler.apply(step, sample(step))
+        scheduler.check_integrity()
+    raise AssertionError("does not come to an end")
+
+
+def check_limits(scheduler: Scheduler, step: Step) -> None:
+    assert 0 < len(step.rows) <= scheduler.limits.max_num_seqs
+    assert sum(r.num_tokens for r in step.rows) <= scheduler.limits.max_num_batched_tokens
+    assert len({r.seq.key for r in step.rows}) == len(step.rows)
+    for row in step.rows:
+        held = len(row.seq.block_table) * scheduler.blocks.block_size
+        assert row.num_tokens > 0
+        assert row.seq.num_computed_tokens + row.num_tokens <= held
+
+
+def generated(seq: Sequence) -> list[int]:
+    return seq.tokens[seq.num_prompt_tokens :].tolist()
+
+
+def test_decodes_and_prompt_chunks_share_a_step_within_the_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    first, second = make(1, [1] * 4), make(2, list(range(20)))
+    scheduler.add(first)
+    scheduler.apply(step := scheduler.schedule(), sample(step))
+    scheduler.add(second)
+    shapes = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None
+        shapes.append([(r.seq.key[1], r.num_tokens, r.samples) for r in step.rows])
+        scheduler.apply(step, sample(step))
+    assert shapes == [
+        [(1, 1, True), (2, 9, False)],
+        [(1, 1, True), (2, 9, False)],
+        [(1, 1, True), (2, 2, True)],
+    ]
+
+
+def test_first_come_first_served_up_to_max_num_seqs() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for number in range(4):
+        scheduler.add(make(number, [number], max_tokens=2))
+    outputs = run(scheduler)
+    assert [o.seq.key[1] for o in outputs if o.finished] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 7, 8, 9, 16])
+def test_tokens_are_right_around_block_boundaries(prompt_len: int) -> None:
+    scheduler = make_scheduler()
+    seq = make(1, list(range(prompt_len)), max_tokens=9)
+    scheduler.add(seq)
+    outputs = run(scheduler)
+    assert [o.token for o in outputs] == completion(range(prompt_len), 9)
+    assert [o.offset for o in outputs] == list(range(9))
+    assert outputs[-1].finished is FinishCause.LENGTH
+
+
+def test_eos_and_stop_tokens_end_a_sequence_with_the_token_included() -> None:
+    tokens = completion([5, 6], 6)
+    scheduler = make_scheduler()
+    ends, stops = (
+        make(1, [5, 6], 6, eos=frozenset(tokens[2:3])),
+        make(2, [5, 6], 6, stop=frozenset(tokens[3:4])),
+    )
+    scheduler.add(ends)
+    scheduler.add(stops)
+    finished = {o.seq.key[1]: o.finished for o in run(scheduler) if o.finished}
+    assert finished == {1: FinishCause.EOS, 2: FinishCause.STOP_TOKEN}
+    assert generated(ends) == tokens[:3]
+    assert generated(stops) == tokens[:4]
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_the_next_one_served() -> None:
+    scheduler = make_scheduler(num_blocks=4)  # 16 tokens
+    output = scheduler.add(make(1, [1] * 14, max_tokens=3))
+    assert output is not None
+    assert output.finished is FinishCause.INVALID
+    assert "16" in output.message
+    assert "sampling.max_tokens" in output.message
+    fits = make(2, [1] * 14, max_tokens=2)
+    assert scheduler.add(fits) is None
+    run(scheduler)
+    assert generated(fits) == completion([1] * 14, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "word"),
+    [([], 5, "prompt"), ([VOCAB_SIZE], 5, "below 1000"), ([-1], 5, "prompt"), ([1], 0, "max_tok")],
+)
+def test_bad_submissions_are_refused(prompt: list[int], max_tokens: int, word: str) -> None:
+    output = make_scheduler().add(make(1, prompt, max_tokens))
+    assert output is not None
+    assert output.finished is FinishCause.INVALID
+    assert word in output.message
+
+
+def test_a_full_queue_refuses_and_loses_nothing() -> None:
+    scheduler = make_scheduler(max_waiting=3)
+    refused = [scheduler.add(make(n, [n], 2)) for n in range(5)]
+    assert [o and o.finished for o in refused] == [None] * 3 + [FinishCause.QUEUE_FULL] * 2
+    assert {o.seq.key[1] for o in run(scheduler) if o.finished} == {0, 1, 2}
+
+
+def test_preemption_recomputes_and_changes_no_token() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    seqs = [make(n, [n] * 5, max_tokens=14) for n in range(3)]
+    for seq in seqs:
+        scheduler.add(seq)
+    outputs = run(scheduler)
+    assert scheduler.stats.preemptions > 0
+    for seq in seqs:
+        assert generated(seq) == completion([seq.key[1]] * 5, 14)
+        assert [o.offset for o in outputs if o.seq is seq] == list(range(14))
+
+
+def test_the_latest_arrival_is_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make(1, [1] * 7, 8), make(2, [2] * 7, 8)
+    scheduler.add(first)
+    scheduler.add(second)
+    outputs = run(scheduler)
+    assert [o.seq.key[1] for o in outputs if o.finished] == [1, 2]
+
+
+def test_a_preempted_sequence_counts_its_prompt_once() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    for number in (1, 2):
+        scheduler.add(make(number, [number] * 7, 8))
+    run(scheduler)
+    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.prompt_tokens == 14
+    assert scheduler.stats.cached_prompt_tokens == 0
+
+
+def test_generated_text_is_cached_for_the_next_turn() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make(1, [1] * 6, max_tokens=10))
+    run(scheduler)
+    turn = [1] * 6 + completion([1] * 6, 10) + [7]
+    second = make(2, turn, 2)
+    scheduler.add(second)
+    run(scheduler)
+    assert second.num_cached_prompt_tokens == 12  # 15 computed tokens fill three blocks
+    assert generated(second) == completion(turn, 2)
+
+
+def test_abort_frees_blocks_and_a_step_in_flight_fences_them() -> None:
+    scheduler = make_scheduler()
+    waits, runs = make(1, [1] * 9), make(2, [2] * 9)
+    scheduler.add(runs)
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.add(waits)
+    scheduler.abort(waits.key)
+    scheduler.abort(runs.key)
+    scheduler.check_integrity()
+    assert scheduler.blocks.num_free_blocks == 64 - 3  # not before the answer
+    assert scheduler.apply(step, sample(step)) == []
+    assert scheduler.blocks.num_free_blocks == 64
+    assert scheduler.blocks.num_cached_blocks == 0  # nothing of an aborted step is published
+    assert scheduler.schedule() is None
+    scheduler.abort(runs.key)
+
+
+def test_deadlines_end_waiting_and_running_sequences() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make(1, [1], 50, deadline=10.0))
+    scheduler.add(make(2, [2], 50, deadline=5.0))
+    scheduler.apply(step := scheduler.schedule(), sample(step))
+    assert scheduler.expire(4.9) == []
+    assert [o.seq.key[1] for o in scheduler.expire(5.0)] == [2]
+    assert [(o.seq.key[1], o.finished) for o in scheduler.expire(20.0)] == [
+        (1, FinishCause.DEADLINE)
+    ]
+    assert scheduler.schedule() is None
+
+
+def test_resumed_sequences_go_on_after_their_tokens() -> None:
+    scheduler = make_scheduler()
+    tokens = completion([3, 4], 8)
+    seq = make(1, [3, 4], 8, generated=tuple(tokens[:5]))
+    scheduler.add(seq)
+    outputs = run(scheduler)
+    assert [(o.offset, o.token) for o in outputs] == [(i, tokens[i]) for i in (5, 6, 7)]
+    whole = make(2, [3, 4], 8, generated=tuple(tokens))
+    ended = scheduler.add(whole)
+    assert ended is not None
+    assert ended.finished is FinishCause.LENGTH
+
+
+def test_a_lost_cache_is_computed_again() -> None:
+    scheduler = make_scheduler()
+    seqs = [make(n, [n] * 6, 10) for n in range(4)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for _ in range(4):
+        scheduler.apply(step := scheduler.schedule(), sample(step))
+    scheduler.schedule()
+    scheduler.abort(seqs[3].key)
+    scheduler.requeue_all()
+    scheduler.check_integrity()
+    run(scheduler)
+    for seq in seqs[:3]:
+        assert generated(seq) == completion([seq.key[1]] * 6, 10)
+
+
+def test_random_traffic_gives_every_sequence_its_tokens() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(30):
+        scheduler = make_scheduler(
+            num_blocks=rng.randint(8, 30),
+            block_size=rng.choice([1, 2, 4, 8]),
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.randint(6, 20),
+        )
+        limit = scheduler.limits.max_model_len
+        accepted: dict[int, Sequence] = {}
+        aborted: set[int] = set()
+        ended: list[int] = []
+        number = 0
+        for _ in range(300):
+            if number < 40 and rng.random() < 0.3:
+                number += 1
+                length = rng.randint(1, max(1, limit // 2))
+                prompt = [rng.randrange(2) for _ in range(length)]
+                seq = make(number, prompt, rng.randint(1, max(1, limit - length)))
+                if scheduler.add(seq) is None:
+                    accepted[number] = seq
+            step = scheduler.schedule()
+            if accepted and rng.random() < 0.1:
+                victim = rng.choice(list(accepted))
+                if victim not in ended:
+                    aborted.add(victim)
+                    scheduler.abort((0, victim))
+            if step is not None:
+                check_limits(scheduler, step)
+                if rng.random() < 0.05:
+                    scheduler.requeue_all()
+                else:
+                    outputs = scheduler.apply(step, sample(step))
+                    ended += [o.seq.key[1] for o in outputs if o.finished]
+            scheduler.check_integrity()
+        ended += [o.seq.key[1] for o in run(scheduler) if o.finished]
+        assert sorted(ended) == sorted(accepted.keys() - aborted)
+        for key in ended:
+            seq = accepted[key]
+            assert seq.status is Status.FINISHED
+            prompt = seq.tokens[: seq.num_prompt_tokens].tolist()
+            assert generated(seq) == completion(prompt, seq.params.max_tokens)

@@ -1,0 +1,347 @@
+"""The scheduler service over real gRPC, with fake workers below and a raw frontend above."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from scheduler_svc.__main__ import serve
+from scheduler_svc.worker_client import WorkerMismatchError
+from shared.config import SchedulerSettings, load_settings
+from shared.pb import scheduler_pb2
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+from tests.fake_worker import FakeWorker, completion, start_worker
+
+if TYPE_CHECKING:
+    from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+
+class Frontend:
+    """Speaks the frontend's side of one `Connect` stream and collects what comes."""
+
+    def __init__(self, stub: SchedulerServiceAsyncStub) -> None:
+        self._call = stub.Connect()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, scheduler_pb2.Finished] = {}
+        self.info = scheduler_pb2.EngineInfo()
+
+    async def connect(self) -> Frontend:
+        self.info = (await self._call.read()).engine_info
+        return self
+
+    async def submit(
+        self, request: int, prompt: Sequence[int], max_tokens: int = 5, **fields: object
+    ) -> None:
+        sampling = scheduler_pb2.TokenSampling(max_tokens=max_tokens)
+        submit = scheduler_pb2.Submit(
+            request=request,
+            prompt_ids=np.array(prompt, "<i4").tobytes(),
+            sampling=sampling,
+            **fields,  # type: ignore[arg-type]
+        )
+        await self._call.write(scheduler_pb2.FrontendMessage(submit=submit))
+
+    async def abort(self, request: int) -> None:
+        message = scheduler_pb2.FrontendMessage(abort=scheduler_pb2.Abort(request=request))
+        await self._call.write(message)
+
+    async def read(self) -> None:
+        """Takes in the next message; every token must come in its place."""
+        message = await self._call.read()
+        assert isinstance(message, scheduler_pb2.SchedulerMessage), await self._call.details()
+        output = message.step_output
+        columns = (
+            np.frombuffer(output.requests, "<u8").tolist(),
+            np.frombuffer(output.offsets, "<i4").tolist(),
+            np.frombuffer(output.token_ids, "<i4").tolist(),
+        )
+        for request, offset, token in zip(*columns, strict=True):
+            assert offset == len(self.tokens[request])
+            self.tokens[request].append(token)
+        for finished in output.finished:
+            assert finished.request not in self.finished
+            self.finished[finished.request] = finished
+
+    async def read_until_finished(self, *requests: int) -> None:
+        while not self.finished.keys() >= set(requests):
+            await self.read()
+
+    async def failure(self) -> aio.AioRpcError:
+        with pytest.raises(aio.AioRpcError) as raised:
+            await self._call.read()
+        return raised.value
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+class Stack:
+    def __init__(self, address: str) -> None:
+        self.channel = aio.insecure_channel(address)
+        self.stub: SchedulerServiceAsyncStub = SchedulerServiceStub(self.channel)
+
+    async def frontend(self) -> Frontend:
+        return await Frontend(self.stub).connect()
+
+    async def load(self) -> scheduler_pb2.GetLoadResponse:
+        return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest(), wait_for_ready=True)
+
+    async def until(self, condition: Callable[[scheduler_pb2.GetLoadResponse], bool]) -> None:
+        while not condition(await self.load()):
+            pass
+
+
+StartStack = Callable[..., Awaitable[Stack]]
+
+
+@asynccontextmanager
+async def running(settings: SchedulerSettings) -> AsyncIterator[Stack]:
+    task = asyncio.create_task(serve(settings))
+    stack = Stack(settings.scheduler_address)
+    try:
+        yield stack
+    finally:
+        await stack.channel.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def settings_for(tmp_path: Path, addresses: list[str], **values: object) -> SchedulerSettings:
+    flags = {
+        "scheduler_address": f"unix:{tmp_path}/s.sock",
+        "worker_addresses": ",".join(addresses),
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        **values,
+    }
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    return load_settings(SchedulerSettings, args)
+
+
+@asynccontextmanager
+async def stack_of(tmp_path: Path, *workers: FakeWorker, **values: object) -> AsyncIterator[Stack]:
+    servers, addresses = zip(*[await start_worker(w) for w in workers], strict=True)
+    try:
+        async with running(settings_for(tmp_path, list(addresses), **values)) as stack:
+            yield stack
+    finally:
+        for server in servers:
+            await server.stop(None)
+    assert not any(worker.violations for worker in workers)
+
+
+async def test_mixed_requests_get_the_tokens_of_the_oracle(tmp_path: Path) -> None:
+    prompts = {n: [n, *range(n * 3)] for n in range(1, 12)}
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        for number, prompt in prompts.items():
+            await frontend.submit(number, prompt, max_tokens=number + 3)
+        await frontend.read_until_finished(*prompts)
+        for number, prompt in prompts.items():
+            assert frontend.tokens[number] == completion(prompt, number + 3)
+            assert frontend.finished[number].cause == scheduler_pb2.FINISH_CAUSE_LENGTH
+        load = await stack.load()
+        assert load.running == load.waiting == 0
+        assert load.blocks_free + load.blocks_cached == load.blocks == 64
+        assert load.sampled_tokens == sum(n + 3 for n in prompts)
+
+
+async def test_engine_info_comes_first_and_names_the_capacity(tmp_path: Path) -> None:
+    worker = FakeWorker(num_blocks=6, block_size=8, max_model_len=100)
+    async with stack_of(tmp_path, worker, max_waiting=7) as stack:
+        info = (await stack.frontend()).info
+        assert (info.num_blocks, info.block_size, info.max_waiting) == (6, 8, 7)
+        assert info.max_model_len == 48  # the cache holds less than the model could
+        assert info.tensor_parallel_size == 1
+
+
+async def test_all_ranks_get_every_step_and_the_smallest_cache_counts(tmp_path: Path) -> None:
+    ranks = [FakeWorker(num_blocks=20 - r, rank=r, world_size=2) for r in range(2)]
+    async with stack_of(tmp_path, *ranks) as stack:
+        frontend = await stack.frontend()
+        assert frontend.info.num_blocks == 19
+        assert frontend.info.tensor_parallel_size == 2
+        await frontend.submit(1, [1, 2, 3], 6)
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2, 3], 6)
+        assert ranks[0].steps == ranks[1].steps
+
+
+async def test_a_prefix_is_computed_once(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        for request in (1, 2):
+            await frontend.submit(request, range(12), 3)
+            await frontend.read_until_finished(request)
+        assert frontend.finished[1].cached_prompt_tokens == 0
+        assert frontend.finished[2].cached_prompt_tokens == 8
+        assert frontend.tokens[2] == completion(range(12), 3)
+
+
+async def test_abort_and_a_lost_connection_free_the_blocks(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker) as stack:
+        frontend, other = await stack.frontend(), await stack.frontend()
+        worker.gate.clear()
+        await frontend.submit(1, range(9), 100)
+        await frontend.submit(2, range(9), 100)
+        await other.submit(1, range(5), 8)
+        await stack.until(lambda load: load.running + load.waiting == 3)
+        await frontend.abort(1)
+        await stack.until(lambda load: load.running + load.waiting == 2)
+        frontend.close()
+        await stack.until(lambda load: load.running + load.waiting == 1)
+        worker.gate.set()
+        await other.read_until_finished(1)
+        assert other.tokens[1] == completion(range(5), 8)
+        load = await stack.load()
+        assert load.blocks_free + load.blocks_cached == load.blocks
+
+
+async def test_a_failed_step_is_computed_again_in_a_new_epoch(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.fail_steps = {4}
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        for request in (1, 2):
+            await frontend.submit(request, [request] * 6, 10)
+        await frontend.read_until_finished(1, 2)
+        for request in (1, 2):
+            assert frontend.tokens[request] == completion([request] * 6, 10)
+    assert {step.epoch for step in worker.steps} == {1, 2}
+
+
+async def test_a_restarted_worker_is_found_again(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/w.sock"
+    worker = FakeWorker()
+    server, _ = await start_worker(worker, address)
+    async with running(settings_for(tmp_path, [address])) as stack:
+        frontend = await stack.frontend()
+        worker.gate.clear()
+        await frontend.submit(1, [1, 2], 9)
+        await worker.step_arrived.wait()
+        await server.stop(None)
+        server, _ = await start_worker(FakeWorker(), address)
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2], 9)
+    await server.stop(None)
+
+
+async def test_a_step_that_always_fails_ends_its_requests(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        worker.always_fail = True
+        await frontend.submit(1, [1], 3)
+        await frontend.read_until_finished(1)
+        assert frontend.finished[1].cause == scheduler_pb2.FINISH_CAUSE_INTERNAL
+        worker.always_fail = False
+        await frontend.submit(2, [1], 3)
+        await frontend.read_until_finished(2)
+        assert frontend.tokens[2] == completion([1], 3)
+
+
+async def test_refusals_name_the_reason(tmp_path: Path) -> None:
+    worker = FakeWorker(num_blocks=4)
+    async with stack_of(tmp_path, worker, max_waiting=1) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1] * 14, 3)
+        await frontend.read_until_finished(1)
+        assert frontend.finished[1].cause == scheduler_pb2.FINISH_CAUSE_INVALID
+        assert "16" in frontend.finished[1].message
+        worker.gate.clear()
+        await frontend.submit(2, [1] * 14, 2)
+        await worker.step_arrived.wait()
+        await frontend.submit(3, [1] * 14, 2)
+        await frontend.submit(4, [1] * 14, 2)
+        await frontend.read_until_finished(4)
+        assert frontend.finished[4].cause == scheduler_pb2.FINISH_CAUSE_QUEUE_FULL
+        assert frontend.finished[4].retry_after_s > 0
+        worker.gate.set()
+        await frontend.read_until_finished(2, 3)
+        assert frontend.tokens[2] == frontend.tokens[3] == completion([1] * 14, 2)
+
+
+async def test_a_deadline_ends_the_request_and_frees_its_blocks(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1], 100, timeout_s=1e-6)
+        await frontend.read_until_finished(1)
+        assert frontend.finished[1].cause == scheduler_pb2.FINISH_CAUSE_DEADLINE
+        assert (await stack.load()).running == 0
+
+
+async def test_malformed_messages_end_the_stream_and_nothing_else(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        other = await stack.frontend()
+        bad = await stack.frontend()
+        await bad._call.write(
+            scheduler_pb2.FrontendMessage(submit=scheduler_pb2.Submit(prompt_ids=b"abc"))
+        )
+        error = await bad.failure()
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "submit.prompt_ids" in (error.details() or "")
+        garbage = stack.channel.stream_stream("/nanovllm.scheduler.v1.SchedulerService/Connect")()
+        assert await garbage.read()
+        await garbage.write(b"\xff\xff\xff")
+        with pytest.raises(aio.AioRpcError) as raised:
+            await garbage.read()
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await other.submit(1, [1], 3)
+        await other.read_until_finished(1)
+        assert other.tokens[1] == completion([1], 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "word"),
+    [
+        ([(0, 2), (0, 2)], "rank 1 of 2 expected"),
+        ([(0, 1), (1, 1)], "rank 0 of 2 expected"),
+    ],
+)
+async def test_ranks_that_contradict_each_other_stop_the_service(
+    tmp_path: Path, ranks: list[tuple[int, int]], word: str
+) -> None:
+    workers = [FakeWorker(rank=rank, world_size=size) for rank, size in ranks]
+    with pytest.raises(WorkerMismatchError, match=word):
+        await _serve_with(tmp_path, workers)
+
+
+async def test_ranks_with_other_weights_stop_the_service(tmp_path: Path) -> None:
+    workers = [FakeWorker(rank=r, world_size=2, fingerprint=f"f{r}") for r in range(2)]
+    with pytest.raises(WorkerMismatchError, match="model_fingerprint: f0 on rank 0, f1 on rank 1"):
+        await _serve_with(tmp_path, workers)
+
+
+async def _serve_with(tmp_path: Path, workers: list[FakeWorker]) -> None:
+    started = [await start_worker(worker) for worker in workers]
+    try:
+        await serve(settings_for(tmp_path, [address for _, address in started]))
+    finally:
+        for server, _ in started:
+            await server.stop(None)
+
+
+async def test_health_is_serving_only_with_workers(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/w.sock"
+    async with running(settings_for(tmp_path, [address])) as stack:
+        health = health_pb2_grpc.HealthStub(stack.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        status = await watch.read()
+        assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        server, _ = await start_worker(FakeWorker(), address)
+        status = await watch.read()
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    await server.stop(None)
