@@ -1,0 +1,180 @@
+"""`Server`, the interceptor and the errors, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.config import FrontendSettings, load_settings
+from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
+from shared.pb import frontend_pb2
+from shared.pb.frontend_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+from shared.server import Server
+
+SERVICE = "nanovllm.v1.InferenceService"
+LIMIT = 1000
+
+
+class Service(InferenceServiceServicer):
+    """Raises what it is told to; detokenizing answers how many ids came."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    async def Detokenize(
+        self, request: frontend_pb2.DetokenizeRequest, context: object
+    ) -> frontend_pb2.DetokenizeResponse:
+        if self.error:
+            raise self.error
+        return frontend_pb2.DetokenizeResponse(text=str(len(request.token_ids)))
+
+    async def GenerateStream(
+        self, request: frontend_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[frontend_pb2.GenerateStreamResponse]:
+        yield frontend_pb2.GenerateStreamResponse(text=request.text)
+        if self.error:
+            raise self.error
+
+    async def Generate(self, request: object, context: object) -> object: ...
+    async def Tokenize(self, request: object, context: object) -> object: ...
+    async def GetModel(self, request: object, context: object) -> object: ...
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, service: Service) -> AsyncIterator[tuple[aio.Channel, Server]]:
+    settings = load_settings(FrontendSettings, ["--max-message-bytes", str(LIMIT)])
+    server = Server(settings, SERVICE)
+    add_InferenceServiceServicer_to_server(service, server.grpc)
+    address = f"unix:{tmp_path}/s.sock"
+    await server.start(address)
+    async with aio.insecure_channel(address) as channel:
+        yield channel, server
+    await server.grpc.stop(None)
+
+
+async def detokenize(channel: aio.Channel, data: bytes) -> bytes:
+    return await channel.unary_unary(f"/{SERVICE}/Detokenize")(data)
+
+
+async def stream(channel: aio.Channel, data: bytes) -> list[bytes]:
+    return [m async for m in channel.unary_stream(f"/{SERVICE}/GenerateStream")(data)]
+
+
+async def failure(call: object) -> aio.AioRpcError:
+    with pytest.raises(aio.AioRpcError) as raised:
+        await call  # type: ignore[misc]
+    return raised.value
+
+
+def detail(error: aio.AioRpcError, kind: type) -> object:
+    trailers = dict(error.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    message = kind()
+    assert any_pb2.Any.Unpack(status.details[0], message)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"\xff\xff\xff\xff", "not a readable message"),
+        (b"\x0a\x02\xff\xfe", "not a readable message"),  # request_id is not UTF-8
+        (b"\x12\x01a\x1a\x03\x0a\x01\x05", "text and token_ids are set"),
+        (b"\x12" + b"\xd0\x0f" + b"a" * 2000, "2003 bytes; the limit is 1000"),
+    ],
+)
+async def test_unreadable_messages_are_invalid_arguments(
+    tmp_path: Path, data: bytes, word: str
+) -> None:
+    async with serving(tmp_path, Service()) as (channel, _):
+        error = await failure(stream(channel, data))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert word in (error.details() or "")
+        assert await detokenize(channel, b"\x0a\x02\x05\x06")  # the service goes on
+
+
+async def test_an_argument_error_names_the_field(tmp_path: Path) -> None:
+    service = Service()
+    service.error = InvalidArgumentError("sampling.top_p", "2.0 is not in (0, 1]")
+    async with serving(tmp_path, service) as (channel, _):
+        error = await failure(detokenize(channel, b""))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "sampling.top_p: 2.0 is not in (0, 1]"
+        bad_request = detail(error, error_details_pb2.BadRequest)
+        assert [v.field for v in bad_request.field_violations] == ["sampling.top_p"]
+
+
+async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+    service = Service()
+    service.error = QueueFullError("full", retry_after_s=1.25)
+    async with serving(tmp_path, service) as (channel, _):
+        error = await failure(stream(channel, b""))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1250
+
+
+@pytest.mark.parametrize("error", [KeyError("secret"), ServiceError("internal error")])
+async def test_other_exceptions_say_nothing_but_internal(tmp_path: Path, error: Exception) -> None:
+    service = Service()
+    service.error = error
+    async with serving(tmp_path, service) as (channel, _):
+        for call in (detokenize(channel, b""), stream(channel, b"")):
+            raised = await failure(call)
+            assert raised.code() is grpc.StatusCode.INTERNAL
+            assert raised.details() == "internal error"
+
+
+async def test_health_is_what_the_service_says(tmp_path: Path) -> None:
+    async with serving(tmp_path, Service()) as (channel, server):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            await server.set_serving(True)
+            assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+            await server.set_serving(False)
+
+
+async def test_an_address_in_use_is_an_os_error() -> None:
+    settings = load_settings(FrontendSettings, [])
+    first, second = Server(settings, SERVICE), Server(settings, SERVICE)
+    port = first.grpc.add_insecure_port("127.0.0.1:0")
+    await first.grpc.start()
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+        await second.start(f"127.0.0.1:{port}")
+    await first.grpc.stop(None)
+
+
+async def test_a_process_ends_with_its_parent() -> None:
+    child = (
+        "import os, time; from shared.server import exit_with_parent\n"
+        "exit_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=sys.stdout)\n"
+        "sys.stdin.read()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert int(await process.stdout.readline()) > 0
+    process.kill()
+    # The pipe closes when the last process that holds it is gone.
+    assert await process.stdout.read() == b""
+    await process.wait()
