@@ -1,0 +1,136 @@
+"""The same model and scheduler code in one process and one thread, without gRPC or a tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence as Seq
+
+from bench.engine_stats import EngineStats
+from bench.errors import BenchError
+from bench.metrics import Trace, summarize
+from bench.run import Run
+from bench.stack import Received
+from bench.workload import TEMPERATURE, Request
+from frontend.client import ModelInfo
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.engine import Engine
+from scheduler_svc.scheduler import Limits, Output, Scheduler, Step
+from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.worker_client import encode_step
+from shared.config import SettingsError, WorkerSettings, load_settings
+from worker_svc import step as worker_step
+from worker_svc.errors import StartError
+from worker_svc.model_runner import ModelRunner
+
+_EPOCH = 1
+
+
+class InProcessExecutor:
+    """Runs steps on a `ModelRunner` of this process, through the same columns as over gRPC."""
+
+    def __init__(self, runner: ModelRunner, limits: worker_step.StepLimits) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._last: worker_step.Step | None = None
+        self._step_id = 0
+
+    async def execute(self, step: Step) -> Seq[int]:
+        self._step_id += 1
+        request = encode_step(step, self._limits.block_size, _EPOCH, self._step_id)
+        self._last = worker_step.decode_step(request, self._limits, self._last)
+        token_ids: list[int] = self._runner.run(self._last).tolist()
+        return token_ids
+
+    async def recover(self) -> None:
+        """An empty cache, as after the loss of a worker."""
+        self._runner.configure(_EPOCH, self._limits.num_blocks)
+
+
+class InProcessEngine:
+    """An engine with the limits of the server that `model` describes.
+
+    Raises:
+        BenchError: the server runs on more ranks than a process can hold, or the model directory
+            cannot be loaded.
+    """
+
+    def __init__(self, directory: str, model: ModelInfo) -> None:
+        capacity = model.capacity
+        if capacity.tensor_parallel_size > 1:
+            raise BenchError("--in-process: runs one rank; compare it with a stack of TP=1")
+        flags = {
+            "--model": directory,
+            "--max-num-seqs": capacity.max_num_seqs,
+            "--max-num-batched-tokens": capacity.max_num_batched_tokens,
+            "--max-model-len": model.max_model_len,
+            "--kv-blocks": capacity.num_blocks,
+            "--block-size": capacity.block_size,
+        }
+        args = [str(part) for pair in flags.items() for part in pair]
+        try:
+            runner = ModelRunner(load_settings(WorkerSettings, args))
+        except (SettingsError, StartError) as error:
+            raise BenchError(f"--in-process: {error}") from error
+        runner.configure(_EPOCH, capacity.num_blocks)
+        limits = worker_step.StepLimits(
+            vocab_size=model.vocab_size,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_num_seqs=capacity.max_num_seqs,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+        )
+        self._scheduler = Scheduler(
+            Limits(
+                max_num_seqs=capacity.max_num_seqs,
+                max_num_batched_tokens=capacity.max_num_batched_tokens,
+                max_model_len=model.max_model_len,
+                max_waiting=capacity.max_waiting,
+                vocab_size=model.vocab_size,
+            ),
+            BlockManager(capacity.num_blocks, capacity.block_size),
+        )
+        self._engine = Engine(self._scheduler, InProcessExecutor(runner, limits), self._emit)
+        self._traces: dict[int, Trace] = {}
+        self._unfinished = 0
+        self._done = asyncio.Event()
+        self._received: Received = lambda tokens: None
+
+    async def run(self, warm_up: Request, requests: list[Request], received: Received) -> Run:
+        """Runs `warm_up`, then measures `requests`, as `run_stack` does."""
+        loop = asyncio.create_task(self._engine.run())
+        try:
+            await self._run_all([warm_up])
+            before = EngineStats.of(self._scheduler.stats)
+            self._received = received
+            traces = await self._run_all(requests)
+        finally:
+            loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
+        stats = EngineStats.of(self._scheduler.stats).since(before)
+        return Run("in process", traces, summarize(traces), stats)
+
+    async def _run_all(self, requests: list[Request]) -> list[Trace]:
+        self._traces = {}
+        self._unfinished = len(requests)
+        self._done.clear()
+        for number, request in enumerate(requests):
+            self._traces[number] = Trace(len(request.prompt), sent=time.perf_counter())
+            params = SamplingParams(request.output_len, TEMPERATURE, request.seed)
+            self._engine.submit(Sequence((0, number), request.prompt, params))
+        await self._done.wait()
+        return list(self._traces.values())
+
+    def _emit(self, outputs: list[Output]) -> None:
+        now = time.perf_counter()
+        for output in outputs:
+            if output.token is not None:
+                self._traces[output.seq.key[1]].arrivals.append((now, 1))
+                self._received(1)
+            if output.finished is not None:
+                self._unfinished -= 1
+        if not self._unfinished:
+            self._done.set()

@@ -1,0 +1,87 @@
+"""From the arrival times of tokens to the figures of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Trace:
+    """One request as its client saw it; times of one monotonic clock, seconds."""
+
+    prompt_tokens: int
+    sent: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # time, tokens of the chunk
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.arrivals)
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending the request to its first token."""
+        return self.arrivals[0][0] - self.sent
+
+    def inter_token_latencies_s(self) -> list[float]:
+        """One per token after the first chunk: the k tokens of a chunk that came g seconds after
+        the one before it count as k times g/k."""
+        latencies: list[float] = []
+        for (before, _), (now, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
+            latencies += [(now - before) / tokens] * tokens
+        return latencies
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Of one run. Percentiles interpolate linearly; None where there is nothing to measure."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    duration_s: float  # from the first request sent to the last token
+    output_tokens_per_s: float
+    total_tokens_per_s: float  # prompts included
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    itl_p50_s: float | None
+    itl_p99_s: float | None
+
+
+def summarize(traces: Sequence[Trace]) -> Metrics:
+    """Every trace must have ended with at least one token."""
+    start = min(trace.sent for trace in traces)
+    duration = max(trace.arrivals[-1][0] for trace in traces) - start
+    prompt_tokens = sum(trace.prompt_tokens for trace in traces)
+    output_tokens = sum(trace.output_tokens for trace in traces)
+    ttfts = [trace.ttft_s for trace in traces]
+    latencies = [latency for trace in traces for latency in trace.inter_token_latencies_s()]
+    return Metrics(
+        requests=len(traces),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        duration_s=duration,
+        output_tokens_per_s=output_tokens / duration,
+        total_tokens_per_s=(prompt_tokens + output_tokens) / duration,
+        ttft_p50_s=percentile(ttfts, 50),
+        ttft_p99_s=percentile(ttfts, 99),
+        itl_p50_s=percentile(latencies, 50),
+        itl_p99_s=percentile(latencies, 99),
+    )
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+    return float(np.percentile(values, q)) if values else None
+
+
+def tokens_over_time(traces: Sequence[Trace], bins: int) -> tuple[list[float], list[float]]:
+    """Output tokens/s in `bins` equal slices of the run -> (middle of each, s; rate, tokens/s)."""
+    start = min(trace.sent for trace in traces)
+    end = max(trace.arrivals[-1][0] for trace in traces)
+    times = [time - start for trace in traces for time, _ in trace.arrivals]
+    tokens = [count for trace in traces for _, count in trace.arrivals]
+    counts, edges = np.histogram(times, bins, range=(0.0, end - start), weights=tokens)
+    width = (end - start) / bins
+    return ((edges[:-1] + edges[1:]) / 2).tolist(), (counts / width).tolist()

@@ -1,0 +1,68 @@
+"""The reference workload: random prompts, fixed output lengths, the same for every server."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from bench.errors import BenchError
+
+TEMPERATURE = 0.6
+_ID_RANGE = 10_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many requests, and how long, in tokens (bounds included)."""
+
+    num_seqs: int = 256
+    min_input: int = 100
+    max_input: int = 1024
+    min_output: int = 100
+    max_output: int = 1024
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    output_len: int
+    seed: int
+
+
+def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
+    """The requests of nano-vLLM's bench.py: the same random calls in the same order, so that seed 0
+    gives the same lengths and, with a vocabulary over 10,000, the same ids. Smaller vocabularies
+    fold the ids, which leaves the lengths alone."""
+    rng = random.Random(shape.seed)
+    prompts = [
+        [
+            rng.randint(0, _ID_RANGE) % vocab_size
+            for _ in range(rng.randint(shape.min_input, shape.max_input))
+        ]
+        for _ in range(shape.num_seqs)
+    ]
+    return [
+        Request(prompt, rng.randint(shape.min_output, shape.max_output), seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def warm_up_request(shape: Shape, vocab_size: int) -> Request:
+    """A request that shares no prefix with the workload's."""
+    rng = random.Random(f"warm-up {shape.seed}")
+    prompt = [rng.randrange(vocab_size) for _ in range(shape.min_input)]
+    return Request(prompt, min(shape.min_output, 16), seed=0)
+
+
+def check_fits(requests: list[Request], max_model_len: int) -> None:
+    """
+    Raises:
+        BenchError: a request is too long for the model.
+    """
+    longest = max(len(request.prompt) + request.output_len for request in requests)
+    if longest > max_model_len:
+        raise BenchError(
+            f"a request has {longest} tokens, prompt and output together; the server takes "
+            f"{max_model_len}: lower --max-input or --max-output, or raise MAX_MODEL_LEN"
+        )

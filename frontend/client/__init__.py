@@ -1,0 +1,59 @@
+"""The Python client: text, chats or token ids in, completions out.
+
+    from frontend.client import LLM, SamplingParams
+
+    llm = LLM("127.0.0.1:50051")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0]["text"])
+
+Needs grpcio, protobuf and tqdm, nothing of the services.
+"""
+
+from frontend.client.async_llm import AsyncLLM
+from frontend.client.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    LLMError,
+    QueueFullError,
+    RequestCancelledError,
+    ServerError,
+    StackError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from frontend.client.llm import LLM
+from frontend.client.private_stack import PrivateStack
+from frontend.client.types import (
+    Chunk,
+    Completion,
+    EngineCapacity,
+    Message,
+    ModelInfo,
+    Prompt,
+    SamplingParams,
+    Timings,
+    Usage,
+)
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Chunk",
+    "Completion",
+    "DeadlineError",
+    "EngineCapacity",
+    "InvalidRequestError",
+    "LLMError",
+    "Message",
+    "ModelInfo",
+    "PrivateStack",
+    "Prompt",
+    "QueueFullError",
+    "RequestCancelledError",
+    "SamplingParams",
+    "ServerError",
+    "StackError",
+    "Timings",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+]

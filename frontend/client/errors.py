@@ -1,0 +1,122 @@
+"""What the client raises.
+
+    LLMError
+    ├── InvalidRequestError    INVALID_ARGUMENT     `violations`: which field, and why
+    ├── QueueFullError         RESOURCE_EXHAUSTED   `retry_after_s`: when to come back, if known
+    ├── UnavailableError       UNAVAILABLE          no server there, or no engine ready behind it
+    ├── DeadlineError          DEADLINE_EXCEEDED
+    ├── RequestCancelledError  CANCELLED            by the server's side
+    ├── UnauthenticatedError   UNAUTHENTICATED
+    ├── ServerError            any other code
+    └── StackError             no code              a private stack did not start
+
+`code` is the gRPC status code and the message is what the server said.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+
+class LLMError(Exception):
+    """Base of all errors of the client."""
+
+    def __init__(self, message: str, code: grpc.StatusCode | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.message}" if self.code else self.message
+
+
+class InvalidRequestError(LLMError):
+    """The request is wrong; `violations` are pairs of a field's path and what is wrong with it."""
+
+    def __init__(self, message: str, violations: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message, grpc.StatusCode.INVALID_ARGUMENT)
+        self.violations = violations
+
+
+class QueueFullError(LLMError):
+    """The server takes no more for now; None where it did not say when to come back, seconds."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(LLMError):
+    """Nothing listens at the address, or what listens has no engine that is ready."""
+
+
+class DeadlineError(LLMError):
+    """The call's `timeout_s` is over."""
+
+
+class RequestCancelledError(LLMError):
+    """The server, or something on the way, cancelled the request."""
+
+
+class UnauthenticatedError(LLMError):
+    """The server wants credentials."""
+
+
+class ServerError(LLMError):
+    """The server failed; the reason is in its log."""
+
+
+class StackError(LLMError):
+    """A private stack did not start; the message is the launcher's."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[LLMError]] = {
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: RequestCancelledError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+}
+
+
+class _Details:
+    """The google.rpc details of a failed call that the client looks at."""
+
+    KEY: ClassVar[str] = "grpc-status-details-bin"
+
+    def __init__(self, error: aio.AioRpcError) -> None:
+        self.bad_request = error_details_pb2.BadRequest()
+        self.retry_info: error_details_pb2.RetryInfo | None = None
+        status = status_pb2.Status()
+        for key, value in error.trailing_metadata() or ():
+            if key == self.KEY and isinstance(value, bytes):
+                try:
+                    status.ParseFromString(value)
+                except DecodeError:
+                    return  # details are an addition: the code and the message stand without them
+        for detail in status.details:
+            if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+                detail.Unpack(self.bad_request)
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                self.retry_info = error_details_pb2.RetryInfo()
+                detail.Unpack(self.retry_info)
+
+
+def from_rpc_error(error: aio.AioRpcError, address: str) -> LLMError:
+    """The client's exception for a failed call to `address`."""
+    code, message = error.code(), error.details() or "no message"
+    details = _Details(error)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        violations = details.bad_request.field_violations
+        return InvalidRequestError(message, tuple((v.field, v.description) for v in violations))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if details.retry_info is None:
+            return QueueFullError(message)
+        return QueueFullError(message, details.retry_info.retry_delay.ToMilliseconds() / 1000)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        message = f"{address}: {message}"
+    return _BY_CODE.get(code, ServerError)(message, code)

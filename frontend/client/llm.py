@@ -1,0 +1,164 @@
+"""The client for programs without asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Coroutine, Generator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from frontend.client.async_llm import AsyncLLM
+from frontend.client.private_stack import PrivateStack
+from frontend.client.types import Chunk, Completion, Message, ModelInfo, Prompt, SamplingParams
+
+Result = TypeVar("Result")
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class LLM:
+    """A connection to a server, or to a private stack that it starts and stops.
+
+        llm = LLM("127.0.0.1:50051")
+        llm = LLM(model="models/demo", max_num_seqs=64)
+
+    Usable from several threads. Every method raises `frontend.client.errors.LLMError`.
+
+    Args:
+        address: `host:port` or `unix:path` of a frontend; without one, `model` is needed.
+        model: directory of the model to start a private stack with.
+        max_in_flight: requests that `generate` has open at a time; the others wait here.
+        max_retry_wait_s: how long a request may wait, all in all, for a full server that says
+            when to come back.
+        variables: of the private stack, those of `make up` in lower case.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        max_in_flight: int = 512,
+        max_retry_wait_s: float = 300.0,
+        **variables: object,
+    ) -> None:
+        self._stack: PrivateStack | None = None
+        if address is None:
+            if model is None:
+                raise TypeError("LLM needs the address of a server, or a model= to start one with")
+            self._stack = PrivateStack(model, **variables)
+            address = self._stack.address
+        elif model is not None or variables:
+            raise TypeError("model= and variables are for a private stack: give no address")
+        self._llm = AsyncLLM(
+            address, max_in_flight=max_in_flight, max_retry_wait_s=max_retry_wait_s
+        )
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="llm-client", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _close, self._llm, self._loop, thread)
+
+    @property
+    def address(self) -> str:
+        return self._llm.address
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Completion]:
+        """As `AsyncLLM.generate`: completions in the order of the prompts."""
+        return self._run(
+            self._llm.generate(prompts, sampling_params, use_tqdm, timeout_s=timeout_s)
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[Chunk, None, None]:
+        """The completion as it is made. Closing the generator cancels the request."""
+        chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        stream = self._llm.stream(prompt, sampling_params, timeout_s=timeout_s)
+
+        async def pump() -> None:
+            try:
+                async for chunk in stream:
+                    chunks.put(chunk)
+            finally:
+                chunks.put(None)
+
+        pumping = self._submit(pump())
+        try:
+            while (chunk := chunks.get()) is not None:
+                yield chunk
+            pumping.result()
+        finally:
+            pumping.cancel()
+
+    def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of a text, or of a chat as the model's template writes it."""
+        return self._run(self._llm.tokenize(prompt))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._run(self._llm.detokenize(token_ids))
+
+    def get_model(self) -> ModelInfo:
+        """What the server serves, and its limits."""
+        return self._run(self._llm.get_model())
+
+    def close(self) -> None:
+        """Ends the connection, and the private stack if there is one. Also done at exit."""
+        self._finalizer()
+        if self._stack is not None:
+            self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        if not self._finalizer.alive:
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = self._submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after an interrupt of the wait, the requests must not go on
+
+
+def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    async def end() -> None:
+        await llm.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await loop.shutdown_asyncgens()
+
+    if threading.current_thread() is not thread:  # collected there, it cannot wait for itself
+        asyncio.run_coroutine_threadsafe(end(), loop).result(_CLOSE_TIMEOUT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(_CLOSE_TIMEOUT_S)
+    loop.close()

@@ -1,0 +1,97 @@
+"""A stack of one's own: started for a program, gone with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from frontend.client.errors import StackError
+
+_STOP_TIMEOUT_S = 30.0
+_REASON_LINES = 12
+
+
+class PrivateStack:
+    """Runs `python -m deploy run` and stops it with `close`, when collected, or at exit.
+
+    The launcher stops the stack when its stdin closes, so nothing is left even after the program
+    that owns it is killed.
+
+    Args:
+        model: directory of the model.
+        variables: those of `make up` in lower case, such as `tp=2` or `max_num_seqs=64`.
+
+    Raises:
+        StackError: it did not start; the message is the launcher's.
+    """
+
+    address: str
+
+    def __init__(self, model: str | os.PathLike[str], **variables: object) -> None:
+        flags = {"port": 0, "model": Path(model), **variables}
+        command = [sys.executable, "-P", "-m", "deploy", "run"]
+        for name, value in flags.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # a Ctrl-C here is for this program
+            )
+            self._finalizer = weakref.finalize(self, _stop, process)
+            address = _await_ready(process)
+            if address is None:
+                self.close()
+                raise StackError(f"the stack did not start: {_reason(errors)}")
+        self.address = address
+
+    def close(self) -> None:
+        """Stops the stack; safe to call more than once."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _await_ready(process: subprocess.Popen[bytes]) -> str | None:
+    """The address of the `READY host:port` line, None if the launcher ends without one."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        word, _, address = line.decode(errors="replace").strip().partition(" ")
+        if word == "READY":
+            return address
+    return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its children notice
+        process.wait()
+    process.stdout.close()
+
+
+def _reason(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return "\n".join(lines[-_REASON_LINES:]) or "the launcher gave no reason"

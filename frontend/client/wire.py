@@ -1,0 +1,142 @@
+"""Between the client's types and the messages of protos/frontend.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+from frontend.client.errors import InvalidRequestError
+from frontend.client.types import (
+    Chunk,
+    EngineCapacity,
+    FinishReason,
+    Message,
+    ModelInfo,
+    Prompt,
+    SamplingParams,
+    Timings,
+    Usage,
+    is_chat,
+)
+from shared.pb import frontend_pb2 as pb
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_EOS: "eos",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_ABORTED: "aborted",
+}
+_REPEATED = ("stop", "stop_token_ids")
+
+
+def encode_request(prompt: Prompt, params: SamplingParams) -> pb.GenerateRequest:
+    """
+    Raises:
+        InvalidRequestError: a value that its field cannot hold, such as a negative token id.
+    """
+    try:
+        sampling = _encode_sampling(params)
+        if isinstance(prompt, str):
+            return pb.GenerateRequest(text=prompt, sampling=sampling)
+        if is_chat(prompt):
+            return pb.GenerateRequest(chat=_encode_chat(prompt), sampling=sampling)
+        return pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=cast(Sequence[int], prompt)), sampling=sampling
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"cannot be sent: {error}") from error
+
+
+def encode_tokenize(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
+    """
+    Raises:
+        InvalidRequestError: a text that is no valid Unicode, or a message that is no such thing.
+    """
+    try:
+        if isinstance(prompt, str):
+            return pb.TokenizeRequest(text=prompt)
+        return pb.TokenizeRequest(chat=_encode_chat(prompt))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"cannot be sent: {error}") from error
+
+
+def encode_detokenize(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
+    """
+    Raises:
+        InvalidRequestError: an id that is negative or no integer.
+    """
+    try:
+        return pb.DetokenizeRequest(token_ids=token_ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"cannot be sent: {error}") from error
+
+
+def decode_chunk(message: pb.GenerateStreamResponse) -> Chunk:
+    usage, timings = message.usage, message.timings
+    return Chunk(
+        request_id=message.request_id,
+        index=message.index,
+        text=message.text,
+        token_ids=list(message.token_ids),
+        token_offset=message.token_offset,
+        logprobs=[{e.token_id: e.logprob for e in row.entries} for row in message.logprobs],
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        stop_reason=message.stop_reason,
+        usage=Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+        if message.HasField("usage")
+        else None,
+        timings=Timings(
+            queue_s=timings.queue_s,
+            first_token_s=timings.first_token_s,
+            total_s=timings.total_s,
+        )
+        if message.HasField("timings")
+        else None,
+    )
+
+
+def decode_model(message: pb.GetModelResponse) -> ModelInfo:
+    return ModelInfo(
+        model=message.model,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=list(message.eos_token_ids),
+        default_sampling=_decode_sampling(message.default_sampling),
+        capacity=EngineCapacity(
+            **{f.name: getattr(message.capacity, f.name) for f in fields(EngineCapacity)}
+        ),
+    )
+
+
+def _encode_chat(messages: Sequence[Message]) -> pb.Chat:
+    return pb.Chat(messages=[pb.ChatMessage(**message) for message in messages])
+
+
+def _encode_sampling(params: SamplingParams) -> pb.SamplingParams:
+    message = pb.SamplingParams(
+        stop=[params.stop] if isinstance(params.stop, str) else params.stop,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=params.logit_bias,
+    )
+    for each in fields(params):
+        value = getattr(params, each.name)
+        if value is not None and each.name not in (*_REPEATED, "logit_bias"):
+            setattr(message, each.name, value)
+    return message
+
+
+def _decode_sampling(message: pb.SamplingParams) -> SamplingParams:
+    values: dict[str, Any] = {}
+    for each in fields(SamplingParams):
+        if each.name in _REPEATED:
+            values[each.name] = tuple(getattr(message, each.name))
+        elif each.name == "logit_bias":
+            values[each.name] = dict(message.logit_bias)
+        elif message.HasField(cast(Any, each.name)):
+            values[each.name] = getattr(message, each.name)
+    return SamplingParams(**values)

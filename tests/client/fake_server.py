@@ -1,0 +1,167 @@
+"""An InferenceService whose tokens can be worked out by hand, on a real gRPC server.
+
+A token is a character's code. The completion of a prompt is its characters, each one further in the
+alphabet, over and over: "abc" becomes "bcdbcd...". A chat is the prompt of its messages, joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from grpc import aio
+
+from shared.errors import InternalError, InvalidArgumentError, ServiceError
+from shared.interceptors import StatusInterceptor
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+
+Responses = AsyncIterator[pb.GenerateStreamResponse]
+
+DEFAULT_MAX_TOKENS = 8
+MAX_MODEL_LEN = 200
+VOCAB_SIZE = 20_000
+EOS = 0
+ENDLESS_SEED = 99  # a request with this seed streams until it is cancelled
+
+
+class FakeService(InferenceServiceServicer):
+    """Attributes are for tests: what was received, and what is to go wrong."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.refusals: deque[ServiceError] = deque()  # raised by the next requests, one each
+        self.fail_after_first_chunk: ServiceError | None = None
+        self.tokens_per_chunk = 1
+        self.in_flight = 0
+        self.max_in_flight = 0
+        self.streaming = threading.Event()
+        self.cancelled = threading.Event()
+        self.max_model_len = MAX_MODEL_LEN
+        self.start_together = 1  # no request goes on before so many are open
+        self._all_open = asyncio.Event()
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> Responses:
+        self.requests.append(request)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        if self.in_flight >= self.start_together:
+            self._all_open.set()
+        try:
+            await self._all_open.wait()
+            if self.refusals:
+                raise self.refusals.popleft()
+            async for response in self._respond(request):
+                yield response
+                self.streaming.set()
+                if self.fail_after_first_chunk:
+                    raise self.fail_after_first_chunk
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        finally:
+            self.in_flight -= 1
+
+    async def _respond(self, request: pb.GenerateRequest) -> Responses:
+        prompt = _prompt_tokens(request)
+        if not prompt:
+            raise InvalidArgumentError("prompt", "is empty; the limit is 1 token or more")
+        endless = request.sampling.seed == ENDLESS_SEED
+        total = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
+        if len(prompt) + total > self.max_model_len:
+            raise InvalidArgumentError(
+                "sampling.max_tokens", f"{len(prompt)} + {total} exceed {self.max_model_len}"
+            )
+        offset = 0
+        while endless or offset < total:
+            # Lets other requests start, as a model would.
+            await asyncio.sleep(0.005 if endless else 0)
+            count = self.tokens_per_chunk if endless else min(self.tokens_per_chunk, total - offset)
+            ids = [prompt[(offset + i) % len(prompt)] + 1 for i in range(count)]
+            response = pb.GenerateStreamResponse(
+                request_id=request.request_id or "made",
+                text="".join(map(chr, ids)),
+                token_ids=ids,
+                token_offset=offset,
+            )
+            offset += count
+            if not endless and offset == total:
+                response.finish_reason = pb.FINISH_REASON_LENGTH
+                response.usage.prompt_tokens = len(prompt)
+                response.usage.completion_tokens = total
+                response.timings.total_s = 0.5
+            yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=_prompt_tokens(request))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Any
+    ) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        return pb.GetModelResponse(
+            model="fake",
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            default_sampling=pb.SamplingParams(temperature=0.0, max_tokens=DEFAULT_MAX_TOKENS),
+            capacity=pb.EngineCapacity(num_blocks=8, block_size=16, max_num_seqs=4),
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        raise InternalError("the client uses GenerateStream")
+
+
+def _prompt_tokens(request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int]:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return [ord(c) for c in request.text]
+        case "chat":
+            return [ord(c) for m in request.chat.messages for c in m.content]
+        case "token_ids":
+            assert isinstance(request, pb.GenerateRequest)
+            return list(request.token_ids.ids)
+        case _:
+            return []
+
+
+class FakeServer:
+    """The service, and the address it listens at."""
+
+    def __init__(self, service: FakeService, address: str) -> None:
+        self.service = service
+        self.address = address
+
+
+@contextmanager
+def running_server() -> Iterator[FakeServer]:
+    """Serves in a thread of its own, so that tests may block."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    service = FakeService()
+
+    async def start() -> tuple[aio.Server, str]:
+        server = aio.server(interceptors=[StatusInterceptor(1 << 20)])
+        add_InferenceServiceServicer_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, f"127.0.0.1:{port}"
+
+    server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield FakeServer(service, address)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

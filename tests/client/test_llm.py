@@ -1,0 +1,272 @@
+"""The plain client over real gRPC, against a server whose tokens are known."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from frontend.client import (
+    LLM,
+    DeadlineError,
+    InvalidRequestError,
+    LLMError,
+    Prompt,
+    QueueFullError,
+    SamplingParams,
+    ServerError,
+    UnavailableError,
+)
+from shared.errors import InternalError, ServiceError
+from shared.errors import QueueFullError as ServerQueueFullError
+from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
+
+
+@pytest.fixture
+def llm(server: FakeServer) -> Iterator[LLM]:
+    with LLM(server.address) as client:
+        yield client
+
+
+def texts(llm: LLM, prompts: Any, params: SamplingParams | None = None) -> list[str]:
+    return [c["text"] for c in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    # Longest first: completions arrive in another order than they are asked for.
+    prompts = [chr(ord("a") + i) for i in range(20)]
+    params = [SamplingParams(max_tokens=100 - 5 * i) for i in range(20)]
+
+    results = llm.generate(prompts, params, use_tqdm=False)
+
+    assert [c["text"] for c in results] == [chr(ord("b") + i) * (100 - 5 * i) for i in range(20)]
+    assert results[3]["token_ids"] == [ord("e")] * 85
+    assert results[3]["finish_reason"] == "length"
+    assert results[3]["usage"] == {
+        "prompt_tokens": 1,
+        "cached_prompt_tokens": 0,
+        "completion_tokens": 85,
+    }
+    json.dumps(results)
+
+
+CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("ab", ["bcb"]),
+        ([97, 98], ["bcb"]),
+        (CHAT, ["bcd"]),
+        (["ab", "x"], ["bcb", "yyy"]),
+        ([[97, 98], [120]], ["bcb", "yyy"]),
+        ([CHAT, "x", [97]], ["bcd", "yyy", "bbb"]),
+        ([], []),
+    ],
+)
+def test_a_prompt_or_a_list_of_texts_ids_and_chats(
+    llm: LLM, prompts: object, expected: list[str]
+) -> None:
+    assert texts(llm, prompts, SamplingParams(max_tokens=3)) == expected
+
+
+def test_without_sampling_params_the_server_decides(llm: LLM, service: FakeService) -> None:
+    assert texts(llm, "a") == ["b" * 8]
+    assert service.requests[0].sampling.ListFields() == []
+
+
+def test_zero_is_sent_and_none_is_not(llm: LLM, service: FakeService) -> None:
+    llm.generate(
+        "a",
+        SamplingParams(temperature=0, ignore_eos=False, stop="END", logit_bias={3: -1.0}),
+        use_tqdm=False,
+    )
+    sent = service.requests[0].sampling
+    assert {field.name for field, _ in sent.ListFields()} == {
+        "temperature",
+        "ignore_eos",
+        "stop",
+        "logit_bias",
+    }
+    assert list(sent.stop) == ["END"]
+    assert dict(sent.logit_bias) == {3: -1.0}
+
+
+def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
+        llm.generate(["a", "b", "c"], [SamplingParams()] * 2)
+
+
+def test_hundreds_of_requests_are_open_together_up_to_the_cap(
+    server: FakeServer, service: FakeService
+) -> None:
+    service.start_together = 200
+    with LLM(server.address, max_in_flight=200) as llm:
+        results = texts(llm, ["a"] * 500)
+    assert results == ["b" * 8] * 500
+    assert service.max_in_flight == 200
+
+
+def test_progress_bar_shows_prefill_and_decode_rates(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts: list[Prompt] = ["ab", [97] * 5, CHAT]
+    llm.generate(prompts, SamplingParams(max_tokens=20))
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "prefill" in shown
+    assert "decode 0 tok/s" not in shown.rsplit("\r", 1)[-1]
+
+
+def test_no_progress_bar_when_not_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate("a", use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_stream_joined_is_what_generate_returns(llm: LLM, service: FakeService) -> None:
+    service.tokens_per_chunk = 3
+    params = SamplingParams(max_tokens=10)
+    chunks = list(llm.stream("abc", params))
+    whole = llm.generate("abc", params, use_tqdm=False)[0]
+    assert "".join(c.text for c in chunks) == whole["text"]
+    assert [t for c in chunks for t in c.token_ids] == whole["token_ids"]
+    assert [c.token_offset for c in chunks] == [0, 3, 6, 9]
+    assert [c.finish_reason for c in chunks] == [None, None, None, "length"]
+    assert chunks[-1].usage == whole["usage"]
+
+
+def test_closing_a_stream_cancels_the_request(llm: LLM, service: FakeService) -> None:
+    stream = llm.stream("a", SamplingParams(seed=ENDLESS_SEED))
+    assert next(stream).text == "b"
+    assert not service.cancelled.is_set()
+    stream.close()
+    assert service.cancelled.wait(10)
+
+
+def test_closing_the_client_cancels_what_is_open(server: FakeServer, service: FakeService) -> None:
+    llm = LLM(server.address)
+    next(llm.stream("a", SamplingParams(seed=ENDLESS_SEED)))
+    llm.close()
+    assert service.cancelled.wait(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("a")
+
+
+def test_a_client_that_is_dropped_leaves_no_thread(server: FakeServer) -> None:
+    before = threading.active_count()
+    llm = LLM(server.address)
+    llm.generate("a", use_tqdm=False)
+    assert threading.active_count() > before
+    del llm
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name == "llm-client"]
+
+
+def test_one_bad_prompt_cancels_the_others_and_is_raised(llm: LLM, service: FakeService) -> None:
+    service.start_together = 2
+    params = [SamplingParams(seed=ENDLESS_SEED), SamplingParams()]
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(["a", ""], params, use_tqdm=False)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.violations == (("prompt", "is empty; the limit is 1 token or more"),)
+    assert str(caught.value).startswith("INVALID_ARGUMENT: prompt: is empty")
+    assert caught.value.__suppress_context__
+    assert service.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1 << 40], "\ud800", [{"role": "user", "text": "a"}]])
+def test_what_cannot_be_sent_is_an_invalid_request(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        llm.generate(prompt, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (InternalError("internal error"), ServerError),
+        (ServerQueueFullError("full", 0.001), QueueFullError),
+    ],
+)
+def test_a_stream_that_has_begun_is_not_sent_again(
+    llm: LLM, service: FakeService, fault: ServiceError, kind: type[LLMError]
+) -> None:
+    service.fail_after_first_chunk = fault
+    with pytest.raises(kind) as caught:
+        llm.generate("a", use_tqdm=False)
+    assert caught.value.code is fault.code
+    assert len(service.requests) == 1
+
+
+def test_a_full_server_is_asked_again_when_it_said_to(llm: LLM, service: FakeService) -> None:
+    service.refusals.extend(ServerQueueFullError("full", 0.05) for _ in range(3))
+    start = time.perf_counter()
+    assert texts(llm, ["a", "c"], SamplingParams(max_tokens=2)) == ["bb", "dd"]
+    assert time.perf_counter() - start >= 0.05
+    assert len(service.requests) == 5
+
+
+def test_a_full_server_is_not_asked_for_ever(server: FakeServer, service: FakeService) -> None:
+    service.refusals.extend(ServerQueueFullError("full", 0.01) for _ in range(100))
+    with (
+        LLM(server.address, max_retry_wait_s=0.05) as llm,
+        pytest.raises(QueueFullError, match="full") as caught,
+    ):
+        llm.generate("a", use_tqdm=False)
+    assert caught.value.retry_after_s == 0.01
+    assert 1 < len(service.requests) <= 6
+
+
+def test_without_retry_info_nothing_is_asked_again(llm: LLM, service: FakeService) -> None:
+    class TooLargeError(ServiceError):
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    service.refusals.append(TooLargeError("message too large"))
+    with pytest.raises(QueueFullError, match="message too large") as caught:
+        llm.generate("a", use_tqdm=False)
+    assert caught.value.retry_after_s is None
+    assert len(service.requests) == 1
+
+
+def test_a_deadline_ends_the_request(llm: LLM, service: FakeService) -> None:
+    with pytest.raises(DeadlineError):
+        llm.generate("a", SamplingParams(seed=ENDLESS_SEED), use_tqdm=False, timeout_s=0.2)
+    assert service.cancelled.wait(10)
+
+
+def test_nothing_listening_names_the_address() -> None:
+    with LLM("127.0.0.1:1") as llm, pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        llm.get_model()
+
+
+def test_tokenize_detokenize_and_the_model(llm: LLM) -> None:
+    assert llm.tokenize("ab") == [97, 98]
+    assert llm.tokenize([{"role": "user", "content": "xy"}]) == [120, 121]
+    assert llm.detokenize([97, 98]) == "ab"
+    model = llm.get_model()
+    assert (model.model, model.eos_token_ids, model.capacity.block_size) == ("fake", [0], 16)
+    assert model.default_sampling == SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def test_an_address_or_a_model_and_not_both() -> None:
+    with pytest.raises(TypeError, match="address"):
+        LLM()
+    with pytest.raises(TypeError, match="private"):
+        LLM("127.0.0.1:1", tp=2)
+
+
+def test_importing_the_client_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, frontend.client;"
+        "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'structlog'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""
