@@ -1,5 +1,23 @@
+# `make help` lists the targets, docs/operations.md explains the variables. Those that are not set are
+# not passed on, so that the services' own defaults apply.
 PYTHON ?= python3
 BIN := .venv/bin
+
+# HOST only counts when given to make: some shells export one, which names the machine.
+ifeq ($(origin HOST),environment)
+HOST :=
+endif
+
+ENGINE := DEVICE DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS MAX_MODEL_LEN MAX_WAITING KV_BLOCKS \
+	BLOCK_SIZE MEMORY_UTILIZATION ATTENTION
+STACK := MODEL $(ENGINE) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
+ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
+
+# $(call flags,A B_C): --a 'value' --b-c 'value', of those variables that are set;
+# $(call environment,A B_C): the same as NANO_A='value' NANO_B_C='value'.
+quote = '$(subst ','\'',$(1))'
+flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z-) $(call quote,$($(name)))))
+environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down ps logs chat bench test check clean
@@ -7,15 +25,60 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-# The stamp names the Python it was made with, so that a moved or upgraded checkout makes it anew.
-STAMP := .venv/.setup-done
+# The stamp's name holds the checkout's path and the Python, so that one that was moved or upgraded
+# gets a new environment. The lock makes one of several `make`s do the work and the others wait.
+STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@mkdir -p .run && exec 9>.run/setup.lock && flock 9 && \
+	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi && \
+	echo "installing into .venv" && \
+	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		-c constraints.txt -e '.[dev]' && \
+	touch $@
 
-setup: $(STAMP)  ## make .venv with pinned dependencies
+setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: more for pip)
+
+up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
+	@$(BIN)/python -m deploy up $(call flags,$(STACK))
+
+down: $(STAMP)  ## stop the stack
+	@$(BIN)/python -m deploy down $(call flags,PORT RUNTIME)
+
+ps: $(STAMP)  ## a line per process: name, index, pid, address, state
+	@$(BIN)/python -m deploy ps $(call flags,PORT RUNTIME)
+
+logs: $(STAMP)  ## show the logs and follow them (SERVICE: of one service)
+	@$(BIN)/python -m deploy logs $(call flags,PORT RUNTIME SERVICE)
+
+chat: $(STAMP)  ## talk to the model
+	@$(BIN)/python -m frontend.client.chat --address $(call quote,$(ADDRESS)) $(ARGS)
+
+bench: $(STAMP)  ## measure (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)
+	@$(call environment,$(ENGINE)) $(BIN)/python -m bench $(call flags,MODE OUT MODEL) \
+		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
+
+test: $(STAMP)  ## run the tests (ARGS: for pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## linter, formatter, types, import rule, and whether shared/pb is up to date
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@stubs=$$(mktemp -d) && trap 'rm -r "$$stubs"' EXIT && $(call protoc,"$$stubs") && \
+	diff -r --exclude=__init__.py --exclude=__pycache__ shared/pb "$$stubs/shared/pb" && \
+	echo "shared/pb is up to date"
 
 protos: $(STAMP)  ## regenerate shared/pb from protos/
-	PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --python_out=. \
-		--mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. protos/*.proto
+	$(call protoc,.)
+
+protoc = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --python_out=$(1) \
+	--mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
+
+clean:  ## stop all stacks, remove .venv and everything generated
+	@for stack in .run/[0-9]*; do \
+		if [ -d $$stack ]; then $(BIN)/python -m deploy down --port $${stack#.run/}; fi; \
+	done
+	rm -rf .venv .run build *.egg-info .*_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

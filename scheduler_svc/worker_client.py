@@ -76,13 +76,16 @@ class WorkerClient:
         Raises:
             WorkerMismatchError: see there.
         """
+        reason = None
         while True:
             try:
                 group = await self._configure(num_blocks)
             except aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     raise WorkerMismatchError(error.details()) from error
-                log.info("waiting for workers", reason=error.details())
+                if error.details() != reason:
+                    reason = error.details()
+                    log.info("waiting for workers", reason=reason)
                 await asyncio.sleep(_RETRY_S)
             else:
                 log.info("workers ready", epoch=self._epoch, num_blocks=group.num_blocks)

@@ -1,0 +1,209 @@
+"""up, run, down and ps of stacks that run as processes of this host."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+
+from deploy.errors import LaunchError, StartError, SupervisorGoneError
+from deploy.first_tokens import PROMPT, stream_completion
+from deploy.health import SERVING
+from deploy.plan import Environment, Layout, plan_stack, read_settings
+from deploy.ports import reserve_port
+from deploy.progress import show_progress
+from deploy.stack import Stack, run_directory
+from deploy.startup import wait_until_ready
+from deploy.status import format_status, stack_status
+from deploy.supervisor import (
+    stack_members,
+    start_supervisor,
+    stop_stack,
+    supervised_processes,
+)
+from deploy.supervisor_config import stop_timeout_s
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WATCH_S = 0.5
+
+
+def up(environment: Environment, layout: Layout) -> int:
+    """Starts a stack in the background; returns 0 once it has answered a request."""
+    settings = read_settings(environment)
+    directory = run_directory(settings.port)
+    if settings.port == 0:
+        raise LaunchError("PORT: a stack in the background needs a port that can be named later")
+    with _lock(directory):
+        if _is_running(directory):
+            return _already_up(Stack.load(directory))
+        _start_in_background(environment, layout, directory, settings.port)
+    return 0
+
+
+def _start_in_background(
+    environment: Environment, layout: Layout, directory: Path, port: int
+) -> None:
+    stack, shared = plan_stack(environment, layout, directory, port)
+    serves_public = stack.count("frontend") > 0
+    stop_stack(directory, _grace_s(directory), print)  # what a killed supervisor left
+    reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
+    with reservation, _signals_interrupt():
+        supervisor = start_supervisor(stack, shared)
+        try:
+            with show_progress(stack) as report:
+                wait_until_ready(stack, supervisor, report)
+            if serves_public:
+                _greet(stack)
+        except BaseException as error:
+            _ignore_signals()
+            print("stopping the stack", file=sys.stderr)
+            stop_stack(directory, _grace_s(directory), print)
+            if isinstance(error, StartError):
+                raise LaunchError(f"{error} (log: {error.log})") from error
+            raise
+
+
+def run(environment: Environment, layout: Layout) -> int:
+    """Starts a private stack and prints `READY HOST:PORT`; ends it and returns when stdin ends or a
+    stop signal comes. If this process is killed, the stack ends all the same."""
+    settings = read_settings(environment)
+    stop = threading.Event()
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
+
+    def check_stop() -> None:
+        if stop.is_set():
+            raise _StoppedError
+
+    with tempfile.TemporaryDirectory(prefix="nano-", ignore_cleanup_errors=True) as temporary:
+        directory = Path(temporary)
+        with reserve_port(settings.host, settings.port) as reservation:
+            port = int(reservation.getsockname()[1])
+            stack, shared = plan_stack(environment, layout, directory, port)
+            supervisor = start_supervisor(stack, shared, private=True)
+            try:
+                wait_until_ready(stack, supervisor, lambda _: None, check_stop)
+                reservation.close()
+                print(f"READY {stack.address}", flush=True)
+                while not stop.wait(_WATCH_S):
+                    if supervisor.poll() is not None:
+                        raise LaunchError("the stack's supervisor is gone")
+            except _StoppedError:
+                pass
+            finally:
+                stop_stack(directory, _grace_s(directory), lambda _: None)
+    return 0
+
+
+def down(directory: Path) -> int:
+    """Stops the stack of `directory`, if one runs; also what is left of one."""
+    if stack_members(directory):
+        print(f"stopping the stack on port {directory.name}", flush=True)
+    count = stop_stack(directory, _grace_s(directory), print)
+    print(f"stopped {count} processes" if count else f"nothing runs on port {directory.name}")
+    return 0
+
+
+def ps(directory: Path) -> int:
+    """Prints a line per process; returns 1 if no stack runs."""
+    try:
+        print(format_status(stack_status(Stack.load(directory))))
+    except LaunchError:
+        left = len(stack_members(directory))
+        rest = f", but {left} processes of one do; make down ends them" if left else ""
+        print(f"no stack runs on port {directory.name}{rest}")
+        return 1
+    return 0
+
+
+class _StoppedError(Exception):
+    """`run` was told to stop while the stack was starting."""
+
+
+def _already_up(stack: Stack) -> int:
+    if all(status.health == SERVING for status in stack_status(stack)):
+        print(f"the stack on port {stack.port} is already up; make down stops it")
+        return 0
+    raise LaunchError(
+        f"PORT: the stack on port {stack.port} runs already but does not serve; "
+        "make ps and make logs show why, make down stops it"
+    )
+
+
+def _greet(stack: Stack) -> None:
+    """Streams a completion and says how to send more."""
+    print(f"\n{PROMPT}", end="", flush=True)
+    stream_completion(stack.address, lambda text: print(text, end="", flush=True))
+    print(f"""
+
+The stack serves on {stack.address}. Send more:
+
+  make chat PORT={stack.port}
+  grpcurl -plaintext -d '{{"text": "{PROMPT}", "sampling": {{"max_tokens": 32}}}}' \\
+    {stack.address} nanovllm.v1.InferenceService/GenerateStream
+  .venv/bin/python -c 'from frontend.client import LLM
+print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'
+
+make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """One `up` at a time: a second one would take the processes of the first for leftovers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LaunchError("PORT: another make up is starting the stack on it") from error
+        yield
+
+
+def _is_running(directory: Path) -> bool:
+    try:
+        return bool(supervised_processes(directory))
+    except SupervisorGoneError:
+        return False
+
+
+def _grace_s(directory: Path) -> float:
+    """Seconds for all services to stop, one after the other."""
+    try:
+        stack = Stack.load(directory)
+    except LaunchError:
+        return 0.0
+    return len(stack.services) * stop_timeout_s(stack) + 5.0
+
+
+def _wait_for_end_of_input(stop: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
+    stop.set()
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP are as Ctrl-C."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,125 @@
+"""RUNTIME=docker: the same commands, by `docker compose` on docker/compose.yaml."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from deploy.errors import LaunchError
+from deploy.first_tokens import PROMPT, stream_completion
+from deploy.model import resolve_model
+from deploy.plan import Environment, Layout, StackSettings, check_environment, read_settings
+from deploy.stack import bracket_host, dialled_address, run_directory
+from shared.config import PREFIX
+
+DOCKER = Path(__file__).parents[1] / "docker"
+WORKER_PORT = 50053  # within the stack's private network
+
+
+def up(environment: Environment, layout: Layout) -> int:
+    """Builds the images, starts the containers, returns 0 once they have answered a request.
+
+    Raises:
+        SettingsError: a service would refuse a value; the message names it.
+        LaunchError: the reason why the stack cannot start.
+    """
+    settings = read_settings(environment)
+    variables = compose_variables(settings, layout)
+    check_environment(environment | variables)
+    device = environment.get(PREFIX + "DEVICE")
+    profile = "gpu" if device == "cuda" else "cpu"
+    _write_ranks(settings, profile)
+    _compose(
+        settings.port,
+        ["--profile", profile, "up", "--build", "--detach", "--wait"],
+        environment | variables,
+    )
+    address = dialled_address(settings.host, settings.port)
+    print(f"\n{PROMPT}", end="", flush=True)
+    stream_completion(address, lambda text: print(text, end="", flush=True))
+    print(f"\n\nThe stack serves on {address}; make chat PORT={settings.port} talks to it.")
+    return 0
+
+
+def down(environment: Environment) -> int:
+    """Stops and removes the containers."""
+    port = read_settings(environment).port
+    _compose(
+        port, ["--profile", "cpu", "--profile", "gpu", "down", "--remove-orphans"], environment
+    )
+    return 0
+
+
+def ps(environment: Environment) -> int:
+    """Prints a line per container."""
+    _compose(read_settings(environment).port, ["ps"], environment)
+    return 0
+
+
+def logs(environment: Environment, service: str | None) -> int:
+    """Follows the logs, of the containers of `service` or of all."""
+    port = read_settings(environment).port
+    _compose(port, ["logs", "--follow", *service_names(service)], environment)
+    return 0
+
+
+def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]:
+    """What docker/compose.yaml takes from the environment, besides the services' settings."""
+    last_port = settings.port + layout.frontends - 1
+    names = ",".join(f"worker-{rank}:{WORKER_PORT}" for rank in range(settings.tp))
+    return {
+        "MODEL_DIRECTORY": str(resolve_model(settings.model).absolute()),
+        "HOST": bracket_host(settings.host),
+        "PORTS": f"{settings.port}-{last_port}" if layout.frontends > 1 else str(settings.port),
+        "FRONTENDS": str(layout.frontends),
+        f"{PREFIX}WORKER_ADDRESSES": names,
+    }
+
+
+def rank_services(tp: int, profile: str) -> dict[str, object]:
+    """A compose file with the ranks that compose.yaml, which has rank 0, lacks."""
+    return {
+        "services": {
+            f"worker-{rank}": {
+                "extends": {"file": str(DOCKER / "worker.yaml"), "service": profile},
+                "command": ["--rank", str(rank)],
+                "profiles": [profile],
+            }
+            for rank in range(1, tp)
+        }
+    }
+
+
+def service_names(service: str | None) -> list[str]:
+    """What compose.yaml calls a service; all of them are an empty list."""
+    if service == "worker":
+        raise LaunchError(
+            "SERVICE=worker: with docker, see the logs of all, or docker compose logs"
+        )
+    return [service] if service else []
+
+
+def _write_ranks(settings: StackSettings, profile: str) -> None:
+    path = _ranks_file(settings.port)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rank_services(settings.tp, profile), indent=1), encoding="utf-8")
+
+
+def _ranks_file(port: int) -> Path:
+    return run_directory(port) / "compose.ranks.json"
+
+
+def _compose(port: int, arguments: list[str], environment: Mapping[str, str]) -> None:
+    docker = shutil.which("docker")
+    if docker is None:
+        raise LaunchError("RUNTIME=docker needs the docker command, with its compose plugin")
+    files = ["--file", str(DOCKER / "compose.yaml")]
+    if _ranks_file(port).exists():
+        files += ["--file", str(_ranks_file(port))]
+    command = [docker, "compose", "--project-name", f"nano-vllm-{port}", *files, *arguments]
+    status = subprocess.run(command, env=dict(environment), check=False).returncode
+    if status:
+        raise LaunchError(f"{' '.join(command[:2] + arguments)} ended with status {status}")

@@ -1,0 +1,44 @@
+"""One short completion through the public API, so that whoever starts a stack sees tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from deploy.errors import LaunchError
+from deploy.health import CHANNEL_OPTIONS
+from shared.pb import frontend_pb2, frontend_pb2_grpc
+
+PROMPT = "Once upon a time"
+_MAX_TOKENS = 32
+_TIMEOUT_S = 600.0  # minutes for a token are possible: a large model on few cores
+
+
+def stream_completion(address: str, write: Callable[[str], None]) -> int:
+    """Streams a greedy completion of `PROMPT`, giving `write` each piece of text as it comes.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        LaunchError: the request failed, with its status.
+    """
+    request = frontend_pb2.GenerateRequest(text=PROMPT)
+    request.sampling.max_tokens = _MAX_TOKENS
+    request.sampling.temperature = 0
+    tokens = 0
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = frontend_pb2_grpc.InferenceServiceStub(channel)
+        try:
+            for response in stub.GenerateStream(request, timeout=_TIMEOUT_S):
+                tokens += len(response.token_ids)
+                write(response.text)
+        except grpc.RpcError as error:
+            raise LaunchError(f"the first request failed: {describe_error(error)}") from error
+    return tokens
+
+
+def describe_error(error: grpc.RpcError) -> str:
+    """`CODE: details`."""
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,42 @@
+"""Asks a service for its health; `python -m deploy.health ADDRESS` is the containers' probe."""
+
+from __future__ import annotations
+
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVING = "SERVING"
+UNREACHABLE = "UNREACHABLE"
+
+# A connection of its own each time: behind a port that processes share, another may answer next.
+CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+
+
+def check_health(address: str, timeout_s: float = 2.0) -> str:
+    """What `grpc.health.v1.Health` answers at `address` (`host:port` or `unix:path`).
+
+    Returns:
+        `SERVING`, `NOT_SERVING`, or `UNREACHABLE` when nobody answers within `timeout_s` seconds.
+    """
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return UNREACHABLE
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def main() -> None:
+    """Prints the health of the address in the first argument; exit status 0 is SERVING."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m deploy.health ADDRESS")
+    health = check_health(sys.argv[1])
+    print(health)
+    raise SystemExit(health != SERVING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Reads what the services logged: the reason of a failure, the latest event."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from deploy.errors import LaunchError
+
+_TAIL_BYTES = 32 << 10
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last `count` lines of `log` that are not empty; none without a file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def last_event(log: Path) -> str:
+    """What the process did last, in its own words."""
+    lines = last_lines(log, 1)
+    return _describe(lines[0]) if lines else ""
+
+
+def failure_reason(log: Path) -> str:
+    """Why the process ended: what it said of it, else its last line (of a traceback, the error)."""
+    lines = last_lines(log, 50)
+    for line in reversed(lines):
+        entry = _parse(line)
+        if entry.get("event") == "cannot start":
+            return str(entry.get("reason", ""))
+    return _describe(lines[-1]) if lines else "it logged nothing"
+
+
+def follow(directory: Path, service: str | None) -> NoReturn:
+    """Shows the logs in `directory` as they grow, of all services or one: tail(1) in our place.
+
+    Raises:
+        LaunchError: there are none.
+    """
+    logs = sorted(directory.glob(f"{service or '*'}-*.log"))
+    if not logs:
+        raise LaunchError(f"no logs of {service or 'any service'} in {directory}")
+    os.execvp("tail", ["tail", "-n", "50", "-F", *map(str, logs)])
+
+
+def _describe(line: str) -> str:
+    entry = _parse(line)
+    if "event" not in entry:
+        return line.strip()
+    shown = [str(entry["event"])]
+    shown += [
+        f"{key}={value}"
+        for key, value in entry.items()
+        if key not in ("event", "level", "timestamp", "service", "rank", "exception")
+    ]
+    return " ".join(shown)
+
+
+def _parse(line: str) -> dict[str, object]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}

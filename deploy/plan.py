@@ -1,0 +1,154 @@
+"""From variables to a stack: one environment for all processes, checked before any is started."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from deploy.errors import LaunchError
+from deploy.model import resolve_model
+from deploy.ports import free_port
+from deploy.stack import SERVICES, Stack, bracket_host
+from shared.config import (
+    PREFIX,
+    Addresses,
+    FrontendSettings,
+    SchedulerSettings,
+    ServiceSettings,
+    WorkerSettings,
+    load_settings,
+    split_commas,
+)
+
+Environment = dict[str, str]
+
+
+class StackSettings(ServiceSettings):
+    """The part of the services' settings that the launcher decides by, or fills in."""
+
+    model: str = "models/demo"
+    host: str = "127.0.0.1"
+    port: int = Field(50051, ge=0, le=65535)
+    tp: int = Field(1, gt=0)
+    scheduler_address: str = ""
+    worker_addresses: Addresses = ()
+    master_port: int = 0
+
+    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What runs on this host, out of the variables that no service reads.
+
+    `ranks` is `2` or `0-3`, None for all.
+    """
+
+    frontends: int = 1
+    services: tuple[str, ...] = SERVICES
+    ranks: str | None = None
+
+
+def read_settings(environment: Environment) -> StackSettings:
+    """What `environment` says of the stack as a whole.
+
+    Raises:
+        SettingsError: a NANO_ variable is unknown or impossible.
+    """
+    with _environ(environment):
+        return load_settings(StackSettings, [])
+
+
+def plan_stack(
+    environment: Environment, layout: Layout, directory: Path, port: int
+) -> tuple[Stack, Environment]:
+    """Decides where everything listens.
+
+    Args:
+        environment: of this process, with the variables given to it as NANO_<NAME>.
+        port: the public one, of which `environment` may only say 0.
+
+    Returns:
+        The stack, and the environment that all of its processes share.
+
+    Raises:
+        SettingsError: a service would refuse a value; the message names it.
+        LaunchError: a variable of the launcher, or MODEL, is impossible.
+    """
+    settings = read_settings(environment)
+    if unknown := set(layout.services) - set(SERVICES):
+        raise LaunchError(f"SERVICES: {', '.join(sorted(unknown))}; known: {' '.join(SERVICES)}")
+    ranks = _parse_ranks(layout.ranks, settings.tp)
+    sockets = f"unix:{directory}"
+    stack = Stack(
+        directory=directory,
+        host=settings.host,
+        port=port,
+        services=layout.services,
+        first_rank=ranks.start,
+        num_ranks=len(ranks),
+        frontends=layout.frontends,
+        scheduler_address=settings.scheduler_address or f"{sockets}/scheduler.sock",
+        worker_addresses=settings.worker_addresses
+        or tuple(f"{sockets}/worker-{rank}.sock" for rank in range(settings.tp)),
+        drain_timeout_s=settings.drain_timeout_s,
+    )
+    ours = {
+        "HOST": bracket_host(settings.host),
+        "PORT": str(port),
+        "SCHEDULER_ADDRESS": stack.scheduler_address,
+        "WORKER_ADDRESSES": ",".join(stack.worker_addresses),
+        "EXIT_WITH_PARENT": "1",
+    }
+    if {"worker", "frontend"} & set(layout.services):
+        ours["MODEL"] = str(resolve_model(settings.model))
+    if settings.tp > 1 and not settings.master_port:
+        if len(ranks) < settings.tp:
+            raise LaunchError("NANO_MASTER_PORT: give one, as on the hosts of the other ranks")
+        ours["MASTER_PORT"] = str(free_port())
+    shared = environment | {PREFIX + name: value for name, value in ours.items()}
+    check_environment(shared, first_rank=ranks.start)
+    return stack, shared
+
+
+def check_environment(environment: Environment, first_rank: int = 0) -> None:
+    """Reads the settings as each service will, so that a bad value fails before anything starts.
+
+    Raises:
+        SettingsError: a service would refuse a value; the message names it.
+    """
+    with _environ(environment):
+        load_settings(FrontendSettings, [])
+        load_settings(SchedulerSettings, [])
+        load_settings(WorkerSettings, ["--rank", str(first_rank)])
+
+
+def _parse_ranks(text: str | None, tp: int) -> range:
+    if text is None:
+        return range(tp)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match:
+        raise LaunchError(f"RANKS: {text!r} is neither a rank nor FIRST-LAST")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not first <= last < tp:
+        raise LaunchError(f"RANKS: {text!r} is not within 0-{tp - 1}, the ranks of TP={tp}")
+    return range(first, last + 1)
+
+
+@contextmanager
+def _environ(values: Mapping[str, str]) -> Iterator[None]:
+    """os.environ is `values` for a while: settings are read from nowhere else."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)

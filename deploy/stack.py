@@ -1,0 +1,113 @@
+"""A stack: which processes run on this host, where they listen, and where their state is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.errors import LaunchError
+
+# In starting order; they stop in reverse, so that whoever asks goes before whoever answers.
+SERVICES = ("worker", "scheduler", "frontend")
+MODULES = {"worker": "worker_svc", "scheduler": "scheduler_svc", "frontend": "frontend"}
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a stack; `index` is a worker's rank."""
+
+    service: str
+    index: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}-{self.index}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What the commands need to know of a running stack; kept in its directory as stack.json."""
+
+    directory: Path
+    host: str
+    port: int
+    services: tuple[str, ...]
+    first_rank: int
+    num_ranks: int  # on this host
+    frontends: int
+    scheduler_address: str
+    worker_addresses: tuple[str, ...]  # of all ranks, on whatever host
+    drain_timeout_s: float
+
+    @property
+    def address(self) -> str:
+        """The public address, as a client on this host dials it."""
+        return dialled_address(self.host, self.port)
+
+    def count(self, service: str) -> int:
+        """How many processes of `service` run on this host."""
+        if service not in self.services:
+            return 0
+        return {"worker": self.num_ranks, "scheduler": 1, "frontend": self.frontends}[service]
+
+    def first_index(self, service: str) -> int:
+        return self.first_rank if service == "worker" else 0
+
+    def processes(self) -> Iterator[Process]:
+        """The processes of this host in starting order."""
+        for service in SERVICES:
+            first = self.first_index(service)
+            for index in range(first, first + self.count(service)):
+                yield Process(service, index, self._address_of(service, index))
+
+    def log(self, name: str) -> Path:
+        """The log of the process called `name`."""
+        return self.directory / f"{name}.log"
+
+    def _address_of(self, service: str, index: int) -> str:
+        if service == "worker":
+            return self.worker_addresses[index]
+        return self.scheduler_address if service == "scheduler" else self.address
+
+    def save(self) -> None:
+        values = dataclasses.asdict(self) | {"directory": str(self.directory)}
+        (self.directory / "stack.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Stack:
+        """The stack that was started in `directory`.
+
+        Raises:
+            LaunchError: none was.
+        """
+        try:
+            values = json.loads((directory / "stack.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"no stack was started in {directory}") from error
+        values["directory"] = Path(values["directory"])
+        for name in ("services", "worker_addresses"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def run_directory(port: int) -> Path:
+    """Where the stack on `port` keeps its state: relative, because the path of a Unix socket must
+    stay under 108 bytes however deep the checkout lies."""
+    return Path(".run", str(port))
+
+
+def dialled_address(host: str, port: int) -> str:
+    """Where a client on this host finds a server that listens on `host` and `port`."""
+    host = host.strip("[]")
+    return f"{bracket_host(_ANY_HOST.get(host, host))}:{port}"
+
+
+def bracket_host(host: str) -> str:
+    """`host` as it stands before a port: an IPv6 address in brackets."""
+    host = host.strip("[]")
+    return f"[{host}]" if ":" in host else host

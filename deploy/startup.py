@@ -1,0 +1,75 @@
+"""Waits until a started stack would answer a request, or knows why it never will."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+from deploy.errors import StartError, SupervisorGoneError
+from deploy.health import SERVING, check_health
+from deploy.logs import failure_reason
+from deploy.stack import Stack
+from deploy.status import ProcessStatus, stack_status
+from deploy.supervisor_config import CANNOT_START
+
+Report = Callable[[Sequence[ProcessStatus]], None]
+
+_POLL_S = 0.2
+_MAX_RESTARTS = 3
+
+
+def wait_until_ready(
+    stack: Stack,
+    supervisor: subprocess.Popen[bytes],
+    report: Report,
+    check_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Returns once all processes are SERVING.
+
+    There is no time limit, since a large model may take any time to load: what ends the wait is a
+    process that says it cannot start, or one that crashes again and again.
+
+    Args:
+        report: given the state of all processes, several times a second.
+        check_stop: called as often; what it raises ends the wait.
+
+    Raises:
+        StartError: the reason why the stack cannot start.
+    """
+    starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
+    while True:
+        check_stop()
+        if supervisor.poll() is not None:
+            log = stack.log("supervise")
+            raise StartError(f"supervisord ended: {failure_reason(log)}", log)
+        try:
+            statuses = stack_status(stack)
+        except SupervisorGoneError:  # not there yet
+            statuses = []
+        report(statuses)
+        for status in statuses:
+            _check(stack, status, starts[status.process.name])
+        serving = bool(statuses) and all(status.health == SERVING for status in statuses)
+        if serving and _all_answer(stack):
+            return
+        time.sleep(_POLL_S)
+
+
+def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
+    name = status.process.name
+    log = stack.log(name)
+    if status.state == "EXITED" and status.exit_status == CANNOT_START:
+        raise StartError(f"{name} cannot start: {failure_reason(log)}", log)
+    if status.state in ("BACKOFF", "FATAL"):
+        raise StartError(f"{name} cannot be run", stack.log("supervisord"))
+    if status.pid is not None:
+        pids.add(status.pid)
+    if len(pids) > _MAX_RESTARTS:
+        raise StartError(f"{name} crashes again and again: {failure_reason(log)}", log)
+
+
+def _all_answer(stack: Stack) -> bool:
+    """Whether whichever frontend the kernel picks is serving; one that is not would be hit soon."""
+    tries = 4 * stack.count("frontend") if stack.count("frontend") > 1 else 0
+    return all(check_health(stack.address) == SERVING for _ in range(tries))

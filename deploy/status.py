@@ -1,0 +1,77 @@
+"""The state of each process of a stack: what supervisord says, and what the process itself says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil
+
+from deploy.health import UNREACHABLE, check_health
+from deploy.stack import Process, Stack
+from deploy.supervisor import SupervisedProcess, supervised_processes
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """A process, its state as supervisord knows it, and its gRPC health."""
+
+    process: Process
+    pid: int | None
+    state: str
+    health: str
+    exit_status: int | None
+
+    @property
+    def summary(self) -> str:
+        """`RUNNING/SERVING`, `EXITED`, ..."""
+        return f"{self.state}/{self.health}" if self.state == "RUNNING" else self.state
+
+
+def stack_status(stack: Stack) -> list[ProcessStatus]:
+    """Asks supervisord and every process.
+
+    Raises:
+        SupervisorGoneError: the stack is not running.
+    """
+    supervised = {each.name: each for each in supervised_processes(stack.directory)}
+    pairs = [(process, supervised[process.name]) for process in stack.processes()]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda pair: _status(stack, *pair), pairs))
+
+
+def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> ProcessStatus:
+    health = UNREACHABLE
+    # Frontends share an address: one that does not listen yet must not pass for its neighbour.
+    if supervised.pid and (process.service != "frontend" or _listens(supervised.pid, stack.port)):
+        health = check_health(process.address)
+    return ProcessStatus(process, supervised.pid, supervised.state, health, supervised.exit_status)
+
+
+def _listens(pid: int, port: int) -> bool:
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
+
+def format_status(statuses: Iterable[ProcessStatus]) -> str:
+    """A table: name, index, pid, address, state."""
+    rows = [("NAME", "INDEX", "PID", "ADDRESS", "STATE")]
+    rows += [
+        (
+            status.process.service,
+            str(status.process.index),
+            str(status.pid or "-"),
+            status.process.address,
+            status.summary,
+        )
+        for status in statuses
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,151 @@
+"""Starts, asks and stops the supervisord of a stack."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import subprocess
+import sys
+import time
+import xmlrpc.client
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from supervisor.xmlrpc import SupervisorTransport
+
+from deploy.errors import SupervisorGoneError
+from deploy.plan import Environment
+from deploy.stack import Stack
+from deploy.supervisor_config import control_socket, render_config
+
+# In the environment of each process of a stack, so that even those whose supervisor was killed are
+# found. Its value is the stack's directory.
+MARKER = "NANOVLLM_STACK"
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class SupervisedProcess:
+    """What supervisord knows of a process."""
+
+    name: str
+    state: str  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
+    pid: int | None
+    exit_status: int | None  # None: killed by a signal, or still running
+
+
+def start_supervisor(
+    stack: Stack, environment: Environment, *, private: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts supervisord, which starts the services, in the background.
+
+    `private`: it ends when this process does, and removes the stack's directory.
+    """
+    directory = stack.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in (*directory.glob("*.log*"), *directory.glob("*.sock")):
+        old.unlink()
+    stack.save()
+    config = directory / "supervisord.conf"
+    config.write_text(render_config(stack), encoding="utf-8")
+    tie = ["--tied-to", str(os.getpid())] if private else []
+    with (directory / "supervise.log").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "deploy.supervise", str(config), *tie],
+            env=environment | {MARKER: str(directory.absolute())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C in this terminal is not meant for it
+        )
+
+
+def supervised_processes(directory: Path) -> list[SupervisedProcess]:
+    """The processes that supervisord runs, in its order.
+
+    Raises:
+        SupervisorGoneError: there is no supervisord, or not any more.
+    """
+    transport = SupervisorTransport(serverurl=f"unix://{control_socket(directory)}")
+    proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
+    try:
+        infos: Any = proxy.supervisor.getAllProcessInfo()
+    except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
+        raise SupervisorGoneError(f"no supervisord answers in {directory}: {error}") from error
+    finally:
+        transport.close()
+    return [
+        SupervisedProcess(
+            name=info["name"],
+            state=info["statename"],
+            pid=info["pid"] or None,
+            exit_status=info["exitstatus"] if info["statename"] == "EXITED" else None,
+        )
+        for info in infos
+    ]
+
+
+def stack_members(directory: Path) -> list[psutil.Process]:
+    """All living processes of the stack: supervisord, if it lives, and the services."""
+    marker = str(directory.absolute())
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == marker:
+                members.append(process)
+        except (psutil.Error, OSError):  # gone meanwhile, a zombie, or somebody else's
+            continue
+    return members
+
+
+def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -> int:
+    """Ends every process of the stack: supervisord stops them in order; those that it no longer
+    can, and those still there after `grace_s` seconds, are killed. Idempotent.
+
+    Returns:
+        How many processes there were.
+    """
+    members = set(stack_members(directory))
+    pids = {process.pid for process in members}
+    for process in members:
+        if _parent(process) not in pids:  # supervisord, or whoever has lost it
+            _signal(process.terminate)
+    deadline = time.monotonic() + grace_s
+    # Who is ending has no environment to be found by any more, but still its ports.
+    while alive := [process for process in members if _is_alive(process)]:
+        if time.monotonic() > deadline:
+            report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
+            for process in alive:
+                _signal(process.kill)
+            deadline = float("inf")
+        time.sleep(_POLL_S)
+        members |= set(stack_members(directory))
+    for leftover in (directory / "supervisord.pid", directory / "stack.json"):
+        leftover.unlink(missing_ok=True)
+    for socket in directory.glob("*.sock"):
+        socket.unlink(missing_ok=True)
+    return len(members)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return None
+
+
+def _signal(send: Callable[[], None]) -> None:
+    try:
+        send()
+    except psutil.NoSuchProcess:
+        return

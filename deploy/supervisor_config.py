@@ -1,0 +1,90 @@
+"""The configuration file of supervisord for a stack.
+
+Settings travel in supervisord's own environment, which its children inherit, and so need no
+escaping here; what remains are paths and numbers.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from deploy.stack import MODULES, SERVICES, Stack
+
+CANNOT_START = 2  # a service's exit status for settings or a model that cannot work: do not retry
+_KILL_AFTER_S = 5.0  # over a service's own grace
+
+
+def stop_timeout_s(stack: Stack) -> float:
+    """Seconds that a process has to end by itself before it is killed."""
+    return stack.drain_timeout_s + _KILL_AFTER_S
+
+
+def render_config(stack: Stack) -> str:
+    """The text of supervisord.conf."""
+    return "\n".join([_supervisord(stack.directory), *_programs(stack)])
+
+
+def control_socket(directory: Path) -> str:
+    """The path of supervisord's socket, as supervisord needs it.
+
+    It makes relative paths absolute, which may then be longer than a socket's path can be. This
+    one is absolute already and yet as short as the relative one.
+    """
+    return str(Path("/proc/self/cwd", directory, "supervisor.sock"))
+
+
+def _supervisord(directory: Path) -> str:
+    return f"""\
+[supervisord]
+nodaemon = true
+silent = true
+logfile = {_escape(directory / "supervisord.log")}
+logfile_maxbytes = 10MB
+logfile_backups = 1
+pidfile = {_escape(directory / "supervisord.pid")}
+
+[unix_http_server]
+file = {_escape(control_socket(directory))}
+
+[rpcinterface:supervisor]
+supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
+"""
+
+
+def _programs(stack: Stack) -> list[str]:
+    return [
+        _program(stack, service, priority)
+        for priority, service in enumerate(SERVICES, start=1)
+        if stack.count(service)
+    ]
+
+
+def _program(stack: Stack, service: str, priority: int) -> str:
+    rank = " --rank %(process_num)d" if service == "worker" else ""
+    # -P: modules come from the installation, never from the directory that the user is in.
+    command = f"{_escape(shlex.quote(sys.executable))} -P -m {MODULES[service]}{rank}"
+    # startsecs 0: supervisord would count a start that fails sooner as one to try again, whatever
+    # its exit status. So it is RUNNING at once, and health says when it really is.
+    return f"""\
+[program:{service}]
+command = {command}
+process_name = %(program_name)s-%(process_num)d
+numprocs = {stack.count(service)}
+numprocs_start = {stack.first_index(service)}
+priority = {priority}
+startsecs = 0
+autorestart = unexpected
+exitcodes = {CANNOT_START}
+stopwaitsecs = {round(stop_timeout_s(stack))}
+killasgroup = true
+redirect_stderr = true
+stdout_logfile = {_escape(stack.directory)}/%(program_name)s-%(process_num)d.log
+stdout_logfile_maxbytes = 10MB
+stdout_logfile_backups = 2
+"""
+
+
+def _escape(value: object) -> str:
+    return str(value).replace("%", "%%")

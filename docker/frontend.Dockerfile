@@ -1,0 +1,16 @@
+# The public API: tokenizer and stop strings, no torch.
+FROM python:3.12-slim
+
+RUN useradd --create-home --uid 10001 nano
+WORKDIR /app
+
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY shared shared
+COPY frontend frontend
+# The health probe.
+COPY deploy/__init__.py deploy/health.py deploy/
+RUN pip install --no-cache-dir -c constraints.txt ".[frontend]"
+
+USER nano
+ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+ENTRYPOINT ["python", "-m", "frontend"]

@@ -1,0 +1,97 @@
+"""Launchers as users start them, in an empty directory, with stand-ins for the services."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.ports import free_port
+from deploy.stack import run_directory
+from deploy.supervisor import stack_members
+
+ROOT = Path(__file__).parents[2]
+STANDINS = Path(__file__).parent / "standins"
+
+
+class Launcher:
+    """Runs `python -m deploy` in a directory of its own; what it left running is killed at the end.
+
+    By default with stand-ins: services that speak gRPC health and obey signals, without a model.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.started: list[subprocess.Popen[str]] = []
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NANO_")} | {
+            "PYTHONPATH": str(STANDINS),
+            "NANO_MODEL": str(ROOT / "models" / "demo"),
+        }
+
+    def __call__(self, *args: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*args),
+            cwd=self.directory,
+            env=self.environment | environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+
+    def start(self, *args: object, **environment: str) -> subprocess.Popen[str]:
+        """The launcher in the background, with pipes to and from it."""
+        started = subprocess.Popen(
+            self.command(*args),
+            cwd=self.directory,
+            env=self.environment | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(started)
+        return started
+
+    @staticmethod
+    def command(*args: object) -> list[str]:
+        return [sys.executable, "-P", "-m", "deploy", *map(str, args)]
+
+    def members(self, port: int) -> list[psutil.Process]:
+        """The living processes of the stack on `port`."""
+        return stack_members(self.directory / run_directory(port))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    # A path that a Unix socket could not have, and that configuration files might stumble over.
+    directory = tmp_path / ("long " * 12 + "%(here)s ;#") / ("deep-" * 12)
+    directory.mkdir(parents=True)
+    made = Launcher(directory)
+    yield made
+    for started in made.started:
+        started.kill()
+        started.communicate()
+    for run in (directory / ".run").glob("*"):
+        for process in stack_members(run):
+            process.kill()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def gone() -> Callable[[list[psutil.Process]], bool]:
+    """Whether all these processes end, given some time."""
+
+    def check(processes: list[psutil.Process]) -> bool:
+        return not psutil.wait_procs(processes, timeout=30)[1]
+
+    return check

@@ -1,0 +1,5 @@
+from standin import run
+
+from shared.config import SchedulerSettings
+
+run(SchedulerSettings, "scheduler")

@@ -1,0 +1,58 @@
+"""Services without a model: the process model of the real ones, in half a second and 40 MB.
+
+The variable STANDIN says how they behave: nothing, `refuse` (the worker cannot start), `crash` (it
+dies at once, always) or `stuck` (it never gets ready, and ignores SIGTERM).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import structlog
+
+from shared.config import ServiceSettings, settings_or_exit
+from shared.logging import configure_logging
+from shared.pb import frontend_pb2, frontend_pb2_grpc
+from shared.server import Server, exit_with_parent
+
+WORDS = (", there", " was", " a", " fox")
+
+
+class InferenceService(frontend_pb2_grpc.InferenceServiceServicer):
+    async def GenerateStream(self, request: Any, context: Any) -> Any:
+        for index, word in enumerate(WORDS):
+            yield frontend_pb2.GenerateStreamResponse(text=word, token_ids=[index])
+
+
+def run(settings_class: type[ServiceSettings], service: str) -> None:
+    settings: Any = settings_or_exit(settings_class, sys.argv[1:])
+    configure_logging(settings, service)
+    behaviour = os.environ.get("STANDIN") if service == "worker" else None
+    if behaviour == "refuse":
+        structlog.get_logger().error("cannot start", reason="no weights in this model")
+        raise SystemExit(2)
+    if behaviour == "crash":
+        raise RuntimeError("out of memory, say")
+    if settings.exit_with_parent:
+        exit_with_parent()
+    asyncio.run(_serve(settings, service, stuck=behaviour == "stuck"))
+
+
+async def _serve(settings: Any, service: str, stuck: bool) -> None:
+    server = Server(settings, service, reuse_port=service == "frontend")
+    if service == "frontend":
+        frontend_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(), server.grpc)
+        await server.start(f"{settings.host}:{settings.port}")
+    elif service == "scheduler":
+        await server.start(settings.scheduler_address)
+    else:
+        await server.start(settings.worker_addresses[settings.rank])
+    if stuck:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        await asyncio.Event().wait()
+    await server.set_serving(True)
+    await server.wait()

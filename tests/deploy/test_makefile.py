@@ -1,0 +1,57 @@
+"""What the Makefile's targets run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def last_command(*arguments: str, **environment: str) -> list[str]:
+    """The words of the last command that make would run."""
+    result = subprocess.run(
+        ["make", "--dry-run", *arguments],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shlex.split(result.stdout.replace("\\\n", " ").splitlines()[-1])
+
+
+def test_only_variables_that_are_set_are_passed() -> None:
+    assert last_command("up") == [".venv/bin/python", "-m", "deploy", "up"]
+    words = last_command("up", "MODEL=/my 'models'/x", "MAX_NUM_SEQS=4", "RUNTIME=docker")
+    assert words[4:] == [
+        *("--model", "/my 'models'/x"),
+        *("--max-num-seqs", "4"),
+        *("--runtime", "docker"),
+    ]
+
+
+def test_variables_may_come_from_the_environment_except_the_shells_own_host() -> None:
+    assert last_command("up", PORT="6000", HOST="my-laptop")[4:] == ["--port", "6000"]
+    assert last_command("up", "HOST=::1", HOST="my-laptop")[4:] == ["--host", "::1"]
+
+
+def test_chat_and_bench() -> None:
+    chat = last_command("chat", "PORT=6000")
+    assert chat[1:] == ["-m", "frontend.client.chat", "--address", "127.0.0.1:6000"]
+    bench = last_command("bench", "MODE=stack", "OUT=a.json", "TP=2", "ARGS=--num-seqs 4")
+    assert bench[0] == "NANO_TP=2"
+    assert bench[2:] == [
+        *("-m", "bench", "--mode", "stack", "--out", "a.json", "--num-seqs", "4"),
+    ]
+
+
+def test_help_lists_the_targets() -> None:
+    text = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    targets = [line.split()[1] for line in text.splitlines()]
+    expected = "help setup up down ps logs chat bench test check protos clean"
+    assert targets == expected.split()

@@ -1,0 +1,146 @@
+"""From variables to a stack and the environment that its processes share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.errors import LaunchError
+from deploy.plan import Layout, plan_stack
+from deploy.stack import Process, Stack
+from shared.config import SettingsError
+
+DEMO = str(Path(__file__).parents[2] / "models" / "demo")
+DIRECTORY = Path(".run/50051")
+
+
+def plan(layout: Layout | None = None, **variables: str) -> tuple[Stack, dict[str, str]]:
+    environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
+    return plan_stack(environment, layout or Layout(), DIRECTORY, 50051)
+
+
+def test_defaults() -> None:
+    stack, environment = plan()
+    assert list(stack.processes()) == [
+        Process("worker", 0, "unix:.run/50051/worker-0.sock"),
+        Process("scheduler", 0, "unix:.run/50051/scheduler.sock"),
+        Process("frontend", 0, "127.0.0.1:50051"),
+    ]
+    # What nobody asked for is not passed: the services' own defaults apply.
+    assert environment == {
+        "NANO_MODEL": DEMO,
+        "NANO_HOST": "127.0.0.1",
+        "NANO_PORT": "50051",
+        "NANO_SCHEDULER_ADDRESS": "unix:.run/50051/scheduler.sock",
+        "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
+        "NANO_EXIT_WITH_PARENT": "1",
+    }
+
+
+def test_ranks_have_a_meeting_place_of_their_own() -> None:
+    _, first = plan(TP="2")
+    _, second = plan(TP="2")
+    assert first["NANO_WORKER_ADDRESSES"].count("worker-") == 2
+    assert first["NANO_MASTER_PORT"] != second["NANO_MASTER_PORT"]
+    _, fixed = plan(TP="2", MASTER_PORT="4321")
+    assert fixed["NANO_MASTER_PORT"] == "4321"
+
+
+def test_addresses_given_are_kept() -> None:
+    stack, environment = plan(
+        Layout(frontends=3, services=("frontend",)), SCHEDULER_ADDRESS="10.0.0.1:7000"
+    )
+    assert [process.name for process in stack.processes()] == [
+        "frontend-0",
+        "frontend-1",
+        "frontend-2",
+    ]
+    assert environment["NANO_SCHEDULER_ADDRESS"] == "10.0.0.1:7000"
+
+
+def test_some_ranks_of_a_stack() -> None:
+    layout = Layout(services=("worker",), ranks="1-2")
+    stack, _ = plan(layout, TP="4", WORKER_ADDRESSES="a:1,b:2,c:3,d:4", MASTER_PORT="9")
+    assert list(stack.processes()) == [Process("worker", 1, "b:2"), Process("worker", 2, "c:3")]
+    with pytest.raises(LaunchError, match="NANO_MASTER_PORT"):
+        plan(layout, TP="4", WORKER_ADDRESSES="a:1,b:2,c:3,d:4")
+
+
+@pytest.mark.parametrize(
+    ("host", "passed", "dialled"),
+    [
+        ("0.0.0.0", "0.0.0.0", "127.0.0.1:50051"),
+        ("::1", "[::1]", "[::1]:50051"),
+        ("[::]", "[::]", "[::1]:50051"),
+        ("localhost", "localhost", "localhost:50051"),
+    ],
+)
+def test_hosts(host: str, passed: str, dialled: str) -> None:
+    stack, environment = plan(HOST=host)
+    assert environment["NANO_HOST"] == passed
+    assert stack.address == dialled
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"MAX_NUM_SEQS": "many"}, "max_num_seqs"),
+        ({"MAX_WAITING": "0"}, "max_waiting"),
+        ({"DTYPE": "float8"}, "dtype"),
+        ({"MEMORY_UTILIZATION": "1.5"}, "memory_utilization"),
+        ({"TP": "0"}, "tp"),
+        ({"TP": "2", "WORKER_ADDRESSES": "a:1"}, "worker_addresses"),
+        ({"PORT": "70000"}, "port"),
+        ({"MAX_SEQS": "3"}, "NANO_MAX_SEQS"),
+    ],
+)
+def test_an_impossible_setting_is_named(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingsError, match=named):
+        plan(**variables)
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        (Layout(services=("worker", "database")), "SERVICES: database"),
+        (Layout(ranks="1"), "RANKS"),
+        (Layout(ranks="0-x"), "RANKS"),
+    ],
+)
+def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        plan(layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("no/such/directory", "no/such/directory is no directory"),
+        (".", "holds no config.json"),
+        (__file__, "is no directory"),
+    ],
+)
+def test_an_impossible_model_is_named(model: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=f"MODEL: .*{message}"):
+        plan(MODEL=model)
+
+
+def test_a_hub_id_that_cannot_be_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"MODEL: nobody/nothing is no directory, and cannot"):
+        plan(MODEL="nobody/nothing")
+
+
+def test_a_scheduler_alone_needs_no_model() -> None:
+    _, environment = plan(Layout(services=("scheduler",)), MODEL="/not/on/this/host")
+    assert environment["NANO_MODEL"] == "/not/on/this/host"
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    stack, _ = plan_stack({"NANO_MODEL": DEMO, "NANO_TP": "2"}, Layout(), tmp_path, 1234)
+    stack.save()
+    assert Stack.load(tmp_path) == stack

@@ -1,0 +1,41 @@
+"""Who gets a port, and who does not."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from deploy.errors import LaunchError
+from deploy.ports import free_port, reserve_port
+
+
+def test_a_reserved_port_is_ours_to_share_and_nobody_elses_to_take() -> None:
+    with reserve_port("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"PORT: cannot listen on 127.0.0.1:{port}"):
+            reserve_port("127.0.0.1", port)
+        with socket.socket() as frontend:
+            frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            frontend.bind(("127.0.0.1", port))
+            frontend.listen()
+    reserve_port("127.0.0.1", port).close()
+
+
+def test_lingering_connections_of_a_stopped_stack_do_not_keep_its_port() -> None:
+    with socket.socket() as server:  # with the options that gRPC sets
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # first: the TIME_WAIT is on our side
+            assert client.recv(1) == b""
+    reserve_port("127.0.0.1", port).close()
+
+
+def test_a_host_of_another_machine() -> None:
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
+        reserve_port("192.0.2.1", free_port())

@@ -1,0 +1,50 @@
+"""The real services on the demo model, through the launcher."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from deploy.health import CHANNEL_OPTIONS
+from shared.pb import frontend_pb2, frontend_pb2_grpc
+
+from .conftest import Launcher
+from .test_commands import Gone, named
+
+# They load torch and a model, which takes a while where many processes share few cores.
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
+    del launcher.environment["PYTHONPATH"]  # no stand-ins
+    up = launcher("up", "--port", port, "--frontends", 2, "--kv-blocks", 64)
+    assert up.returncode == 0, up.stderr
+    assert "Once upon a time" in up.stdout
+
+    # Every frontend answers: each connection goes to either.
+    for _ in range(8):
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+            stub = frontend_pb2_grpc.InferenceServiceStub(channel)
+            capacity = stub.GetModel(frontend_pb2.GetModelRequest()).capacity
+            assert (capacity.num_blocks, capacity.tensor_parallel_size) == (64, 1)
+
+    ps = launcher("ps", "--port", port)
+    assert ps.stdout.count("RUNNING/SERVING") == 4
+
+    # Nothing outlives the supervisor, however it went.
+    members = launcher.members(port)
+    assert len(members) == 5
+    named(members, "deploy.supervise").kill()
+    assert gone(members)
+
+
+def test_a_broken_model_is_refused_with_its_reason(launcher: Launcher, port: int) -> None:
+    del launcher.environment["PYTHONPATH"]
+    model = launcher.directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    up = launcher("up", "--port", port, "--services", "worker", "--model", "model")
+    assert up.returncode == 1
+    assert "worker-0 cannot start:" in up.stderr
+    assert "LlamaForCausalLM" in up.stderr
+    assert not launcher.members(port)
