@@ -1,0 +1,71 @@
+"""Builds a completion from its tokens: text, stop strings, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from frontend.detokenizer import IncrementalDetokenizer
+from frontend.request import Sampling
+from frontend.stop_strings import StopStringMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a completion grew by; `offset` is the index of the first of `token_ids`."""
+
+    text: str
+    token_ids: Sequence[int]
+    offset: int
+
+
+class CompletionBuilder:
+    """Tokens in, deltas out, the same text however the tokens are grouped.
+
+    A token that ends the completion by itself (end of sequence, a stop token) is among the token
+    ids but its text is not in the text.
+    """
+
+    def __init__(self, table: Mapping[int, bytes], sampling: Sampling) -> None:
+        """`table`: the bytes of each token."""
+        self._detokenizer = IncrementalDetokenizer(table)
+        self._matcher = StopStringMatcher(sampling.stop) if sampling.stop else None
+        self._silent = frozenset((*sampling.eos_token_ids, *sampling.stop_token_ids))
+        self.num_tokens = 0
+        self.stop_string: str | None = None  # the one found; the completion has ended then
+
+    def feed(self, token_ids: Sequence[int]) -> Delta:
+        """Adds the next tokens, up to the one that completes a stop string."""
+        offset = self.num_tokens
+        if self._matcher is None:
+            text = self._decode(token_ids)
+        else:
+            text, token_ids = self._feed_until_stop(self._matcher, token_ids)
+        self.num_tokens += len(token_ids)
+        return Delta(text, token_ids, offset)
+
+    def finish(self) -> str:
+        """The text that was held back, once no more tokens will come."""
+        if self.stop_string is not None:
+            return ""
+        text = self._detokenizer.flush()
+        if self._matcher is None:
+            return text
+        text, self.stop_string = self._matcher.feed(text)
+        return text + self._matcher.flush()
+
+    def _feed_until_stop(
+        self, matcher: StopStringMatcher, token_ids: Sequence[int]
+    ) -> tuple[str, Sequence[int]]:
+        parts = []
+        for count, token_id in enumerate(token_ids, start=1):
+            text, self.stop_string = matcher.feed(self._decode((token_id,)))
+            parts.append(text)
+            if self.stop_string is not None:
+                return "".join(parts), token_ids[:count]
+        return "".join(parts), token_ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._silent.isdisjoint(token_ids):
+            return self._detokenizer.feed(token_ids)
+        return self._detokenizer.feed([t for t in token_ids if t not in self._silent])

@@ -1,0 +1,64 @@
+"""Token ids to text, a few tokens at a time, for byte-level BPE.
+
+In byte-level BPE every token is a string of bytes, so text is decoded by joining bytes and reading
+them as UTF-8: an incremental UTF-8 decoder holds back an unfinished character and nothing else.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary.
+
+    From GPT-2's encoder.py (`bytes_to_unicode`): printable Latin-1 characters stand for themselves,
+    the other bytes for the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    return alphabet
+
+
+def token_bytes(vocabulary: Mapping[str, int], special_ids: Iterable[int]) -> dict[int, bytes]:
+    """The bytes of each token; special tokens, which no text shows, have none.
+
+    Args:
+        vocabulary: token to id, added tokens included.
+    """
+    alphabet = byte_alphabet()
+    special = frozenset(special_ids)
+    table = {}
+    for token, token_id in vocabulary.items():
+        try:
+            spelled = bytes([alphabet[character] for character in token])
+        except KeyError:  # an added token with a character outside the alphabet is plain text
+            spelled = token.encode()
+        table[token_id] = b"" if token_id in special else spelled
+    return table
+
+
+class IncrementalDetokenizer:
+    """The text of one completion as its tokens come.
+
+    Joined, what `feed` and `flush` return equals decoding all tokens at once, with U+FFFD for bytes
+    that are not UTF-8.
+    """
+
+    def __init__(self, table: Mapping[int, bytes]) -> None:
+        self._table = table
+        self._decoder = _UTF8(errors="replace")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The characters that `token_ids` complete; ids that are no token add nothing."""
+        get = self._table.get
+        return self._decoder.decode(b"".join([get(token_id, b"") for token_id in token_ids]))
+
+    def flush(self) -> str:
+        """U+FFFD for a character that was left unfinished, else nothing."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,180 @@
+"""The one stream to the scheduler: requests up, tokens down.
+
+The frontend keeps every open request's prompt and tokens. When the connection is lost the requests
+wait; on the next one they are submitted anew with the tokens they have, and go on from there. A
+token is known by (request, offset): what came already is dropped, so none is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import structlog
+from grpc import aio
+
+from frontend.request import Request
+from frontend.scheduler_messages import abort_message, finish_of, new_tokens, submit_message
+from frontend.token_stream import Finish, TokenStream
+from shared.errors import InternalError, UnavailableError
+from shared.pb import scheduler_pb2 as pb
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+
+if TYPE_CHECKING:
+    from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing will follow
+
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class SchedulerClient:
+    """Submits requests to the scheduler at `address`, over one connection at a time."""
+
+    def __init__(
+        self,
+        address: str,
+        on_ready: Callable[[bool], Awaitable[None]],
+        resume_timeout_s: float = 30.0,
+    ) -> None:
+        """`on_ready` is told at each change whether a request would be taken; open requests outlive
+        a lost connection by `resume_timeout_s`."""
+        self._address = address
+        self._on_ready = on_ready
+        self._resume_timeout_s = resume_timeout_s
+        self._handles = itertools.count(1)
+        self._open: dict[int, TokenStream] = {}
+        self._giving_up: asyncio.TimerHandle | None = None
+        # Both None while there is no connection.
+        self._info: pb.EngineInfo | None = None
+        self._outgoing: Outgoing | None = None
+
+    @property
+    def engine_info(self) -> pb.EngineInfo:
+        """What the connected engine can take.
+
+        Raises:
+            UnavailableError: there is no connection.
+        """
+        if self._info is None:
+            raise UnavailableError("no engine is ready")
+        return self._info
+
+    def submit(self, request: Request) -> TokenStream:
+        """Starts a request, open until it ends or `close` is called.
+
+        Raises:
+            UnavailableError: there is no connection.
+        """
+        if self._outgoing is None:
+            raise UnavailableError("no engine is ready")
+        stream = TokenStream(next(self._handles), request)
+        self._open[stream.handle] = stream
+        self._outgoing.put_nowait(submit_message(stream))
+        return stream
+
+    def close(self, stream: TokenStream) -> None:
+        """Has the scheduler drop the request, if it has not ended."""
+        if self._open.pop(stream.handle, None) is not None and self._outgoing is not None:
+            self._outgoing.put_nowait(abort_message(stream))
+
+    async def run(self) -> None:
+        """Connects, and again whenever the connection is lost. Ends by cancellation only."""
+        backoff_s = _MIN_BACKOFF_S
+        async with aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
+            stub: SchedulerServiceAsyncStub = SchedulerServiceStub(channel)
+            while True:
+                reason = await self._converse(stub)
+                log.warning("no connection to the scheduler", address=self._address, reason=reason)
+                if self._info is not None:
+                    backoff_s = _MIN_BACKOFF_S
+                    await self._on_disconnected()
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
+        """One connection, from its start to its end; returns why it ended."""
+        outgoing: Outgoing = asyncio.Queue()
+        call = stub.Connect(_drain(outgoing), wait_for_ready=True)
+        try:
+            async for message in call:
+                if message.HasField("engine_info"):
+                    await self._on_connected(message.engine_info, outgoing)
+                else:
+                    self._on_step(message.step_output)
+        except aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        finally:
+            call.cancel()
+            outgoing.put_nowait(None)  # grpc.aio leaves the iterator of a call that ended waiting
+        return "the scheduler ended the stream"
+
+    async def _on_connected(self, info: pb.EngineInfo, outgoing: Outgoing) -> None:
+        log.info("connected to the scheduler", address=self._address, resubmitted=len(self._open))
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        for stream in self._open.values():
+            outgoing.put_nowait(submit_message(stream))
+        self._info, self._outgoing = info, outgoing
+        await self._on_ready(True)
+
+    async def _on_disconnected(self) -> None:
+        self._info = self._outgoing = None
+        self._giving_up = asyncio.get_running_loop().call_later(
+            self._resume_timeout_s, self._give_up
+        )
+        await self._on_ready(False)
+
+    def _give_up(self) -> None:
+        for stream in self._open.values():
+            stream.fail(UnavailableError("the engine was lost and did not come back in time"))
+        self._open.clear()
+
+    def _on_step(self, output: pb.StepOutput) -> None:
+        """Hands out the tokens of one engine step, then what ended with it.
+
+        One pass over plain lists and one wake-up per request: no task, no await per token.
+        """
+        grown = set()
+        for handle, offset, token_id in new_tokens(output):
+            stream = self._open.get(handle)
+            if stream is None or offset < len(stream.tokens):
+                continue  # closed meanwhile, or a token that came before
+            if offset > len(stream.tokens):
+                self._fail_on_gap(stream, offset)
+                continue
+            stream.append(token_id)
+            grown.add(stream)
+        for finished in output.finished:
+            stream = self._open.pop(finished.request, None)
+            if stream is not None:
+                end = finish_of(finished, stream.request.request_id)
+                stream.complete(end) if isinstance(end, Finish) else stream.fail(end)
+        for stream in grown:
+            stream.wake()
+
+    def _fail_on_gap(self, stream: TokenStream, offset: int) -> None:
+        log.error(
+            "tokens are missing",
+            request_id=stream.request.request_id,
+            expected_offset=len(stream.tokens),
+            offset=offset,
+        )
+        self.close(stream)
+        stream.fail(InternalError("internal error"))
+
+
+async def _drain(outgoing: Outgoing) -> AsyncIterator[pb.FrontendMessage]:
+    while (message := await outgoing.get()) is not None:
+        yield message

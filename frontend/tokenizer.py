@@ -1,0 +1,142 @@
+"""Text and chats to token ids, on threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import decoders, normalizers
+
+from frontend.detokenizer import IncrementalDetokenizer, token_bytes
+from frontend.model_files import ModelFilesError
+from shared.errors import InvalidArgumentError
+
+Result = TypeVar("Result")
+
+
+class Tokenizer:
+    """A model's own fast tokenizer and chat template, and the bytes of its tokens.
+
+    Special tokens written out in a text or in a chat's content are read as these tokens, as
+    transformers does.
+    """
+
+    def __init__(self, directory: Path, threads: int) -> None:
+        """Loads the tokenizer in `directory`.
+
+        Raises:
+            ModelFilesError: there is none, or it is not byte-level BPE.
+        """
+        self._hf = _load(directory)
+        self._backend = self._hf.backend_tokenizer
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        added = self._backend.get_added_tokens_decoder()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        special_ids = (token_id for token_id, token in added.items() if token.special)
+        self.table: Mapping[int, bytes] = token_bytes(vocabulary, special_ids)
+        longest = max(len(token.encode()) for token in vocabulary)
+        self._max_bytes_per_token = longest * _shrink_bound(self._backend.normalizer)
+
+    async def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """The ids of a plain text, with what the tokenizer puts around it by itself, if anything.
+
+        Args:
+            max_tokens: text that is sure to have more tokens is refused without counting them.
+
+        Raises:
+            InvalidArgumentError: it has.
+        """
+        return await self._on_thread(lambda: self._encode("text", text, max_tokens, special=True))
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
+    ) -> list[int]:
+        """The ids of a chat, up to where the assistant's answer begins.
+
+        Args:
+            messages: `role` and `content` of each.
+            max_tokens: as for `encode_text`.
+
+        Raises:
+            InvalidArgumentError: it is too long, or the chat template refuses it.
+        """
+
+        def encode() -> list[int]:
+            return self._encode("chat", self._render(messages), max_tokens, special=False)
+
+        return await self._on_thread(encode)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens left out, as a completion's text is made."""
+
+        def decode() -> str:
+            detokenizer = IncrementalDetokenizer(self.table)
+            return detokenizer.feed(token_ids) + detokenizer.flush()
+
+        return await self._on_thread(decode)
+
+    def close(self) -> None:
+        """Ends the threads; what is queued is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _encode(self, field: str, text: str, max_tokens: int | None, *, special: bool) -> list[int]:
+        if max_tokens is not None:
+            size = len(text.encode())
+            least = int(size / self._max_bytes_per_token)
+            if least > max_tokens:
+                raise InvalidArgumentError(
+                    field, f"{size} bytes are more than {least} tokens; the limit is {max_tokens}"
+                )
+        # The one call of the tokenizer that releases the interpreter's lock all along.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if not self._hf.chat_template:
+            raise InvalidArgumentError("chat", "this model has no chat template")
+        try:
+            text: str = self._hf.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is code: it may raise anything
+            # A reason that the template spells out is safe to repeat, one made of the chat is not.
+            spelled_out = str(error) and str(error) in str(self._hf.chat_template)
+            reason = str(error) if spelled_out else type(error).__name__
+            raise InvalidArgumentError("chat", f"the model's template fails: {reason}") from error
+        return text
+
+
+def _shrink_bound(normalizer: Any) -> float:
+    """How many times shorter, in bytes, `normalizer` may make a text."""
+    if normalizer is None:
+        return 1
+    # The worst that normalization form C does: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2.
+    return 3.5 if isinstance(normalizer, normalizers.NFC) else math.inf
+
+
+def _load(directory: Path) -> Any:
+    """The transformers tokenizer, found fit for exact incremental decoding."""
+    # Imported late: it takes seconds, and `python -m frontend` hides torch from it first.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # whatever kind of exception a broken file happens to cause
+        raise ModelFilesError(f"{directory}: no tokenizer can be loaded: {error}") from error
+    if not tokenizer.is_fast:
+        raise ModelFilesError(f"{directory}: {type(tokenizer).__name__} is not a fast tokenizer")
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        name = type(backend.decoder).__name__
+        raise ModelFilesError(f"{directory}: decoder {name} is not supported, only ByteLevel is")
+    backend.no_truncation()
+    backend.no_padding()
+    return tokenizer

@@ -1,0 +1,114 @@
+"""The public service in this process, over real gRPC, on a fake scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from transformers import AutoTokenizer
+
+from frontend.server import SERVICE_NAME, serve
+from shared.config import FrontendSettings
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.server import Server
+from tests.frontend.fake_scheduler import FakeScheduler
+
+# On a busy machine an example may take long; a failure prints what reproduces it.
+hypothesis.settings.register_profile("frontend", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("frontend")
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+@dataclass
+class Service:
+    """A running frontend, the fake that it talks to, and a client of both."""
+
+    address: str
+    server: Server
+    scheduler: FakeScheduler
+    channel: aio.Channel
+    stub: Any
+
+    async def wait_for_health(self, serving: bool) -> None:
+        """Returns once the health service says so."""
+        status = health_pb2.HealthCheckResponse
+        wanted = status.SERVING if serving else status.NOT_SERVING
+        watch = health_pb2_grpc.HealthStub(self.channel).Watch(
+            health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        )
+        async for response in watch:
+            if response.status == wanted:
+                watch.cancel()
+                return
+
+    async def collect(self, request: pb.GenerateRequest) -> list[pb.GenerateStreamResponse]:
+        return [response async for response in self.stub.GenerateStream(request)]
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    return DEMO
+
+
+@pytest.fixture(scope="session")
+def hf() -> Any:
+    """transformers' tokenizer of the demo model: the oracle."""
+    return AutoTokenizer.from_pretrained(str(DEMO))
+
+
+@pytest.fixture
+def socket_path() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="nano") as directory:  # short: sockets allow 107 bytes
+        yield f"unix:{directory}/s"
+
+
+@pytest.fixture
+async def scheduler(socket_path: str) -> AsyncIterator[FakeScheduler]:
+    fake = FakeScheduler(socket_path)
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+def settings(scheduler: FakeScheduler) -> FrontendSettings:
+    return FrontendSettings(
+        model=str(DEMO),
+        port=free_port(),
+        scheduler_address=scheduler.address,
+        drain_timeout_s=0.2,
+        max_message_bytes=1 << 20,
+    )
+
+
+@pytest.fixture
+async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> AsyncIterator[Service]:
+    server = Server(settings, SERVICE_NAME, reuse_port=True)
+    serving = asyncio.create_task(serve(server, settings))
+    address = f"{settings.host}:{settings.port}"
+    try_again_soon = [("grpc.initial_reconnect_backoff_ms", 50)]
+    async with aio.insecure_channel(address, options=try_again_soon) as channel:
+        service = Service(address, server, scheduler, channel, InferenceServiceStub(channel))
+        await channel.channel_ready()
+        await service.wait_for_health(True)
+        yield service
+    server.stop()
+    await serving
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

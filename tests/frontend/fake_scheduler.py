@@ -1,0 +1,178 @@
+"""A scheduler whose tokens can be worked out by hand: a completion repeats its prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from grpc import aio
+
+from shared.pb import scheduler_pb2 as pb
+from shared.pb.scheduler_pb2_grpc import (
+    SchedulerServiceServicer,
+    add_SchedulerServiceServicer_to_server,
+)
+
+INFO = pb.EngineInfo(
+    max_model_len=128,
+    vocab_size=1536,
+    num_blocks=64,
+    block_size=16,
+    max_num_seqs=8,
+    max_num_batched_tokens=256,
+    max_waiting=32,
+    tensor_parallel_size=1,
+)
+CACHED_PROMPT_TOKENS, QUEUE_S = 3, 0.25  # what every Finished says
+
+
+def echo(prompt: Sequence[int], offset: int) -> int:
+    return prompt[offset % len(prompt)]
+
+
+@dataclass
+class Live:
+    """A request that the fake is running."""
+
+    submit: pb.Submit
+    prompt: list[int]
+    tokens: list[int]
+
+
+@dataclass
+class Connection:
+    live: dict[int, Live] = field(default_factory=dict)
+    outbox: asyncio.Queue[pb.SchedulerMessage | None] = field(default_factory=asyncio.Queue)
+
+
+class FakeScheduler(SchedulerServiceServicer):
+    """Serves `scheduler.proto` on `address`, several times over if need be."""
+
+    def __init__(self, address: str, info: pb.EngineInfo = INFO) -> None:
+        self.address = address
+        self.info = pb.EngineInfo()
+        self.info.CopyFrom(info)
+        self.next_token: Callable[[Sequence[int], int], int] = echo
+        self.refusal: pb.Finished | None = None  # how every request ends, if set
+        self.automatic = True  # runs every request to its end; else `step` makes a token of each
+        self.ready = asyncio.Event()  # until then connections wait for their EngineInfo
+        self.ready.set()
+        self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
+        self.aborts: asyncio.Queue[int] = asyncio.Queue()
+        self._connection: Connection | None = None
+        self._server: aio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = aio.server(options=[("grpc.max_receive_message_length", -1)])
+        add_SchedulerServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def drop_connection(self) -> None:
+        """Ends the connection after what is on its way."""
+        self.connection.outbox.put_nowait(None)
+        self._connection = None
+
+    @property
+    def connection(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def step(self) -> None:
+        """Makes one token of every request of the latest connection, in one message."""
+        self._step(self.connection)
+
+    def _step(self, connection: Connection) -> None:
+        rows = []
+        finished = []
+        for handle, live in list(connection.live.items()):
+            token = self.next_token(live.prompt, len(live.tokens))
+            rows.append((handle, len(live.tokens), token))
+            live.tokens.append(token)
+            cause = _cause(live, token)
+            if cause is not None:
+                del connection.live[handle]
+                finished.append(
+                    pb.Finished(
+                        request=handle,
+                        cause=cause,
+                        cached_prompt_tokens=CACHED_PROMPT_TOKENS,
+                        queue_s=QUEUE_S,
+                    )
+                )
+        connection.outbox.put_nowait(_output(rows, finished))
+
+    def send(
+        self, rows: Sequence[tuple[int, int, int]], finished: Sequence[pb.Finished] = ()
+    ) -> None:
+        """Sends (handle, offset, token id) rows as they are."""
+        self.connection.outbox.put_nowait(_output(rows, finished))
+
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.FrontendMessage], context: object
+    ) -> AsyncIterator[pb.SchedulerMessage]:
+        await self.ready.wait()
+        connection = self._connection = Connection()
+        reader = asyncio.create_task(self._read(request_iterator, connection))
+        try:
+            yield pb.SchedulerMessage(engine_info=self.info)
+            while (message := await connection.outbox.get()) is not None:
+                yield message
+                connection.outbox.task_done()
+        finally:
+            reader.cancel()
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: object) -> pb.GetLoadResponse:
+        raise NotImplementedError
+
+    async def _read(
+        self, messages: AsyncIterator[pb.FrontendMessage], connection: Connection
+    ) -> None:
+        async for message in messages:
+            if message.HasField("abort"):
+                connection.live.pop(message.abort.request, None)
+                self.aborts.put_nowait(message.abort.request)
+                continue
+            submit = message.submit
+            prompt = np.frombuffer(submit.prompt_ids, "<i4").tolist()
+            tokens = np.frombuffer(submit.generated_ids, "<i4").tolist()
+            connection.live[submit.request] = Live(submit, prompt, tokens)
+            self.submits.put_nowait(submit)
+            if self.refusal is not None:
+                del connection.live[submit.request]
+                refusal = pb.Finished(request=submit.request)
+                refusal.MergeFrom(self.refusal)
+                self.send((), [refusal])
+            while self.automatic and connection.live:
+                self._step(connection)
+
+
+def _output(
+    rows: Sequence[tuple[int, int, int]], finished: Sequence[pb.Finished]
+) -> pb.SchedulerMessage:
+    handles, offsets, token_ids = zip(*rows, strict=True) if rows else ((), (), ())
+    output = pb.StepOutput(
+        requests=np.array(handles, "<u8").tobytes(),
+        offsets=np.array(offsets, "<i4").tobytes(),
+        token_ids=np.array(token_ids, "<i4").tobytes(),
+        finished=finished,
+    )
+    return pb.SchedulerMessage(step_output=output)
+
+
+def _cause(live: Live, token: int) -> pb.FinishCause.ValueType | None:
+    sampling = live.submit.sampling
+    if token in sampling.eos_token_ids:
+        return pb.FINISH_CAUSE_EOS
+    if token in sampling.stop_token_ids:
+        return pb.FINISH_CAUSE_STOP_TOKEN
+    if len(live.tokens) == sampling.max_tokens:
+        return pb.FINISH_CAUSE_LENGTH
+    return None

@@ -1,0 +1,97 @@
+"""Completions from tokens: what their text shows and where they end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.completion import CompletionBuilder
+from frontend.request import Sampling
+
+# Tokens 0-255 are bytes; then a few words, an end of sequence that has text, and a special token.
+TABLE = {i: bytes([i]) for i in range(256)}
+TABLE |= {256: b"stop", 257: b"</s>", 258: b""}
+
+
+def builder(
+    stop: Sequence[str] = (), eos: Sequence[int] = (), stop_ids: Sequence[int] = ()
+) -> CompletionBuilder:
+    return CompletionBuilder(
+        TABLE,
+        Sampling(
+            temperature=0,
+            seed=0,
+            max_tokens=100,
+            eos_token_ids=tuple(eos),
+            stop_token_ids=tuple(stop_ids),
+            stop=tuple(stop),
+        ),
+    )
+
+
+def test_offsets_count_tokens() -> None:
+    completion = builder()
+    deltas = [completion.feed(list(b"ab")), completion.feed(list(b"c")), completion.feed([])]
+    assert [(d.text, d.offset) for d in deltas] == [("ab", 0), ("c", 2), ("", 3)]
+    assert completion.num_tokens == 3
+
+
+def test_tokens_after_the_stop_string_are_dropped() -> None:
+    completion = builder(stop=["stop"])
+    delta = completion.feed([*b"a s", *b"top", *b"xyz"])
+    assert (delta.text, list(delta.token_ids)) == ("a ", [*b"a stop"])
+    assert completion.stop_string == "stop"
+    assert completion.finish() == ""
+
+
+def test_stop_string_inside_a_token_keeps_that_token() -> None:
+    completion = builder(stop=["to"])
+    delta = completion.feed([*b"a", 256, *b"b"])
+    assert (delta.text, list(delta.token_ids)) == ("as", [*b"a", 256])
+
+
+def test_held_back_text_comes_at_the_end() -> None:
+    completion = builder(stop=["stop"])
+    assert completion.feed(list(b"a sto")).text == "a "
+    assert completion.finish() == "sto"
+    assert completion.stop_string is None
+
+
+def test_half_a_character_at_the_end_is_replaced() -> None:
+    completion = builder(stop=["stop"])
+    assert completion.feed([*b"a", *"é".encode()[:1]]).text == "a"
+    assert completion.finish() == "\ufffd"
+
+
+def test_ending_tokens_are_kept_without_their_text() -> None:
+    for completion in (builder(eos=[257]), builder(stop_ids=[257])):
+        delta = completion.feed([*b"a", 257])
+        assert (delta.text, list(delta.token_ids)) == ("a", [*b"a", 257])
+    assert builder().feed([*b"a", 257]).text == "a</s>"  # not an end where nobody says so
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 258), max_size=30),
+    stop=st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    cuts=st.sets(st.integers(0, 30)),
+)
+def test_grouping_changes_nothing(token_ids: list[int], stop: list[str], cuts: set[int]) -> None:
+    def run(groups: list[list[int]]) -> tuple[str, list[int], str | None]:
+        completion = builder(stop=stop)
+        text, kept = "", []
+        for group in groups:
+            delta = completion.feed(group)
+            assert delta.offset == len(kept)
+            text += delta.text
+            kept += delta.token_ids
+            if completion.stop_string is not None:
+                break
+        text += completion.finish()
+        return text, kept, completion.stop_string
+
+    bounds = sorted({0, len(token_ids), *(c for c in cuts if c <= len(token_ids))})
+    groups = [token_ids[a:b] for a, b in itertools.pairwise(bounds)]
+    assert run(groups) == run([[t] for t in token_ids]) == run([token_ids])

@@ -1,0 +1,59 @@
+"""`python -m frontend` as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.frontend.conftest import free_port
+from tests.frontend.fake_scheduler import FakeScheduler
+
+
+async def start(*flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "frontend", *flags, stderr=asyncio.subprocess.PIPE
+    )
+
+
+def mapped_files(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_processes_share_a_port_without_torch_and_stop_when_told(
+    demo: Path, scheduler: FakeScheduler
+) -> None:
+    port = free_port()
+    flags = ["--model", str(demo), "--port", str(port)]
+    flags += ["--scheduler-address", scheduler.address, "--log-format", "json"]
+    processes = [await start(*flags) for _ in range(2)]
+    for process in processes:
+        assert process.stderr is not None
+        async for line in process.stderr:
+            if json.loads(line)["event"] == "connected to the scheduler":
+                break
+        assert "torch" not in mapped_files(process.pid)
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        message = pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=1))
+        await InferenceServiceStub(channel).Generate(message)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+
+
+async def test_a_known_reason_not_to_start_is_one_line_and_status_2(tmp_path: Path) -> None:
+    process = await start("--model", str(tmp_path / "nowhere"), "--log-format", "json")
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    (line,) = errors.decode().splitlines()
+    assert json.loads(line)["event"] == "cannot start"
+    assert "nowhere" in json.loads(line)["reason"]

@@ -1,0 +1,142 @@
+"""Tokenizing against transformers, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.model_files import ModelFilesError
+from frontend.tokenizer import Tokenizer
+from shared.errors import InvalidArgumentError
+
+CHAT = [
+    {"role": "system", "content": "You are kind."},
+    {"role": "user", "content": "What is 17 + 25? 你好 👍"},
+    {"role": "assistant", "content": "42"},
+    {"role": "user", "content": "And <|im_end|> in between?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: Path) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(demo, threads=2)
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.fixture
+def copy(demo: Path, tmp_path: Path) -> Path:
+    """A copy of the demo model's tokenizer, to be spoilt."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(demo / name, tmp_path)
+    return tmp_path
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Once upon a time", "你好 👍🏽 é", "a<|im_start|>b<|endoftext|>", " \n\n\t x "]
+)
+async def test_text_is_tokenized_as_by_transformers(
+    text: str, tokenizer: Tokenizer, hf: Any
+) -> None:
+    assert await tokenizer.encode_text(text) == hf(text).input_ids
+
+
+async def test_chat_is_rendered_as_by_transformers(tokenizer: Tokenizer, hf: Any) -> None:
+    expected = hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert await tokenizer.encode_chat(CHAT) == expected
+
+
+async def test_decode_leaves_special_tokens_out(tokenizer: Tokenizer, hf: Any) -> None:
+    ids = hf("<|im_start|>user\nnaïve 👍<|im_end|>").input_ids
+    assert await tokenizer.decode(ids) == "user\nnaïve 👍"
+
+
+async def test_event_loop_goes_on_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    work = asyncio.create_task(tokenizer.encode_text("a quick brown fox " * 20_000))
+    turns = 0
+    while not work.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10  # on the loop's own thread it would be done after one or two
+
+
+async def test_several_threads_do_not_disturb_each_other(tokenizer: Tokenizer, hf: Any) -> None:
+    texts = [f"story {i} " * (i + 1) for i in range(64)]
+    encoded = await asyncio.gather(*(tokenizer.encode_text(text) for text in texts))
+    assert encoded == [hf(text).input_ids for text in texts]
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(tokenizer, "_backend", unreachable)
+    with pytest.raises(InvalidArgumentError, match=r"^text: 4000000 bytes .* limit is 100"):
+        await tokenizer.encode_text("x" * 4_000_000, max_tokens=100)
+    with pytest.raises(InvalidArgumentError, match=r"^chat: "):
+        await tokenizer.encode_chat([{"role": "user", "content": "x" * 4_000_000}], max_tokens=100)
+
+
+async def test_text_that_just_fits_is_never_refused(tokenizer: Tokenizer, hf: Any) -> None:
+    longest = max(hf.get_vocab(), key=len)
+    word = hf.convert_tokens_to_string([longest])
+    for text in (word * 50, "\u1fbe\u0308\u0301" * 50):  # the second shrinks when normalized
+        expected = hf(text).input_ids
+        assert await tokenizer.encode_text(text, max_tokens=len(expected)) == expected
+
+
+async def test_a_reason_that_the_template_spells_out_is_repeated(copy: Path) -> None:
+    edit(
+        copy / "tokenizer_config.json",
+        chat_template="{{ raise_exception('roles must alternate') }}",
+    )
+    tokenizer = Tokenizer(copy, threads=1)
+    with pytest.raises(InvalidArgumentError, match="roles must alternate"):
+        await tokenizer.encode_chat(CHAT)
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception(messages[0].content) }}", "{{ messages[0].content / 0 }}"]
+)
+async def test_a_failing_template_never_quotes_the_chat(copy: Path, template: str) -> None:
+    edit(copy / "tokenizer_config.json", chat_template=template)
+    tokenizer = Tokenizer(copy, threads=1)
+    with pytest.raises(InvalidArgumentError, match=r"^chat: ") as caught:
+        await tokenizer.encode_chat(CHAT)
+    assert "kind" not in str(caught.value)
+    tokenizer.close()
+
+
+async def test_a_model_without_template_takes_no_chat(copy: Path) -> None:
+    edit(copy / "tokenizer_config.json", chat_template=None)
+    tokenizer = Tokenizer(copy, threads=1)
+    with pytest.raises(InvalidArgumentError, match="no chat template"):
+        await tokenizer.encode_chat(CHAT)
+    tokenizer.close()
+
+
+def test_a_decoder_that_is_not_byte_level_is_refused_by_name(copy: Path) -> None:
+    edit(copy / "tokenizer.json", decoder={"type": "Fuse"})
+    edit(copy / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    edit(copy / "config.json", model_type="unheard-of")
+    with pytest.raises(ModelFilesError, match="Fuse"):
+        Tokenizer(copy, threads=1)
+
+
+def test_a_broken_tokenizer_file_is_refused(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFilesError, match="no tokenizer can be loaded"):
+        Tokenizer(copy, threads=1)
