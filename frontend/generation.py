@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 
 from frontend.completion import CompletionBuilder, Delta
-from frontend.token_stream import FinishReason, TokenStream
+from frontend.token_stream import FinishReason, Start, TokenStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,22 @@ class Generation:
 
     def _make_ending(self) -> Ending:
         stream, builder = self.stream, self._builder
-        finish = stream.finish
+        # A request that was given all its tokens anew has none that could bring its start.
+        start = stream.start or Start(cached_prompt_tokens=0, queue_s=0.0)
         if builder.stop_string is not None:
             reason, stop_reason = FinishReason.STOP, builder.stop_string
         else:
-            assert finish is not None
-            reason = finish.reason
+            assert stream.finish is not None
+            reason = stream.finish
             stop_reason = str(stream.tokens[-1]) if reason is FinishReason.STOP else ""
         first_token_at = stream.first_token_at
         return Ending(
             reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=len(stream.request.prompt_ids),
-            # Not known of a completion that a stop string ended before the scheduler did.
-            cached_prompt_tokens=finish.cached_prompt_tokens if finish else 0,
+            cached_prompt_tokens=start.cached_prompt_tokens,
             completion_tokens=builder.num_tokens,
-            queue_s=finish.queue_s if finish else 0.0,
+            queue_s=start.queue_s,
             first_token_s=first_token_at - self._received_at if first_token_at else 0.0,
             total_s=self.elapsed_s(),
         )

@@ -17,7 +17,7 @@ from grpc import aio
 
 from frontend.request import Request
 from frontend.scheduler_messages import abort_message, finish_of, new_tokens, submit_message
-from frontend.token_stream import Finish, TokenStream
+from frontend.token_stream import FinishReason, Start, TokenStream
 from shared.errors import InternalError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
@@ -156,11 +156,15 @@ class SchedulerClient:
                 continue
             stream.append(token_id)
             grown.add(stream)
+        for started in output.started:
+            stream = self._open.get(started.request)
+            if stream is not None and stream.start is None:
+                stream.start = Start(started.cached_prompt_tokens, started.queue_s)
         for finished in output.finished:
             stream = self._open.pop(finished.request, None)
             if stream is not None:
                 end = finish_of(finished, stream.request.request_id)
-                stream.complete(end) if isinstance(end, Finish) else stream.fail(end)
+                stream.complete(end) if isinstance(end, FinishReason) else stream.fail(end)
         for stream in grown:
             stream.wake()
 

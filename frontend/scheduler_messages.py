@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import structlog
 
-from frontend.token_stream import Finish, FinishReason, TokenStream
+from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import (
     DeadlineError,
     InternalError,
@@ -73,11 +73,11 @@ def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:
     )
 
 
-def finish_of(finished: pb.Finished, request_id: str) -> Finish | ServiceError:
+def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceError:
     """How a request ended: complete, or with an error for the client."""
     reason = _REASONS.get(finished.cause)
     if reason is not None:
-        return Finish(reason, finished.cached_prompt_tokens, finished.queue_s)
+        return reason
     if finished.cause == pb.FINISH_CAUSE_DEADLINE:
         return DeadlineError("the deadline passed before the completion was complete")
     if finished.cause == pb.FINISH_CAUSE_QUEUE_FULL:

@@ -21,10 +21,9 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """What the scheduler says when a completion is complete; `queue_s` in seconds."""
+class Start:
+    """What the scheduler says with a request's first token; `queue_s` in seconds."""
 
-    reason: FinishReason
     cached_prompt_tokens: int
     queue_s: float
 
@@ -38,7 +37,8 @@ class TokenStream:
         self.request = request
         self.tokens: list[int] = []
         self.first_token_at: float | None = None  # time.monotonic
-        self.finish: Finish | None = None
+        self.start: Start | None = None
+        self.finish: FinishReason | None = None  # set once the completion is complete
         self.error: ServiceError | None = None
         self._changed = asyncio.Event()
 
@@ -69,9 +69,9 @@ class TokenStream:
         """Tells the reader that there is more."""
         self._changed.set()
 
-    def complete(self, finish: Finish) -> None:
+    def complete(self, reason: FinishReason) -> None:
         """The scheduler says that no token follows."""
-        self.finish = finish
+        self.finish = reason
         self.wake()
 
     def fail(self, error: ServiceError) -> None:

@@ -59,6 +59,7 @@ class Sequence:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_resumed_tokens",
         "params",
         "status",
         "tokens",
@@ -79,6 +80,7 @@ class Sequence:
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.tokens.extend(generated_ids)
+        self.num_resumed_tokens = self.num_generated_tokens  # that it came with
         self.arrival = arrival  # seconds, the engine's clock
         self.deadline = deadline
         self.first_scheduled: float | None = None

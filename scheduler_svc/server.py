@@ -32,6 +32,7 @@ class Connection:
         self._requests: list[int] = []
         self._offsets: list[int] = []
         self._token_ids: list[int] = []
+        self._started: list[scheduler_pb2.Started] = []
         self._finished: list[scheduler_pb2.Finished] = []
         self._news = asyncio.Event()
 
@@ -40,6 +41,8 @@ class Connection:
             self._requests.append(output.seq.key[1])
             self._offsets.append(output.offset)
             self._token_ids.append(output.token)
+            if output.offset == output.seq.num_resumed_tokens:
+                self._started.append(_started(output.seq))
         if output.finished is not None:
             self._finished.append(_finished(output))
         self._news.set()
@@ -53,9 +56,11 @@ class Connection:
                 requests=np.array(self._requests, "<u8").tobytes(),
                 offsets=np.array(self._offsets, "<i4").tobytes(),
                 token_ids=np.array(self._token_ids, "<i4").tobytes(),
+                started=self._started,
                 finished=self._finished,
             )
-            self._requests, self._offsets, self._token_ids, self._finished = [], [], [], []
+            self._requests, self._offsets, self._token_ids = [], [], []
+            self._started, self._finished = [], []
             await context.write(scheduler_pb2.SchedulerMessage(step_output=step_output))
 
 
@@ -149,15 +154,20 @@ def _ids(column: bytes, field: str) -> list[int]:
     return ids
 
 
-def _finished(output: Output) -> scheduler_pb2.Finished:
-    seq = output.seq
-    assert output.finished is not None
-    started = seq.first_scheduled if seq.first_scheduled is not None else seq.arrival
-    return scheduler_pb2.Finished(
+def _started(seq: Sequence) -> scheduler_pb2.Started:
+    assert seq.first_scheduled is not None
+    return scheduler_pb2.Started(
         request=seq.key[1],
+        cached_prompt_tokens=seq.num_cached_prompt_tokens,
+        queue_s=seq.first_scheduled - seq.arrival,
+    )
+
+
+def _finished(output: Output) -> scheduler_pb2.Finished:
+    assert output.finished is not None
+    return scheduler_pb2.Finished(
+        request=output.seq.key[1],
         cause=scheduler_pb2.FinishCause.ValueType(output.finished),
         message=output.message,
-        cached_prompt_tokens=seq.num_cached_prompt_tokens,
-        queue_s=started - seq.arrival,
         retry_after_s=_RETRY_AFTER_S if output.finished is FinishCause.QUEUE_FULL else 0.0,
     )

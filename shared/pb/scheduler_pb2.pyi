@@ -246,13 +246,14 @@ Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """New tokens as parallel columns, one row per token; then what ended."""
+    """What began, new tokens as parallel columns, one row per token, and what ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     requests: _builtins.bytes
     """uint64[N]"""
@@ -261,6 +262,8 @@ class StepOutput(_message.Message):
     token_ids: _builtins.bytes
     """int32[N]"""
     @_builtins.property
+    def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___Started]: ...
+    @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
     def __init__(
         self,
@@ -268,15 +271,44 @@ class StepOutput(_message.Message):
         requests: _builtins.bytes = ...,
         offsets: _builtins.bytes = ...,
         token_ids: _builtins.bytes = ...,
+        started: _abc.Iterable[Global___Started] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "offsets", b"offsets", "requests", b"requests", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class Started(_message.Message):
+    """Comes with a request's first token on a connection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    cached_prompt_tokens: _builtins.int
+    queue_s: _builtins.float
+    """from Submit to the first step, seconds"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "queue_s", b"queue_s", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
@@ -285,16 +317,11 @@ class Finished(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    QUEUE_S_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     cause: Global___FinishCause.ValueType
     message: _builtins.str
     """for the last three causes, what to tell the client"""
-    cached_prompt_tokens: _builtins.int
-    queue_s: _builtins.float
-    """from Submit to the first step, seconds"""
     retry_after_s: _builtins.float
     """with QUEUE_FULL"""
     def __init__(
@@ -303,13 +330,11 @@ class Finished(_message.Message):
         request: _builtins.int = ...,
         cause: Global___FinishCause.ValueType = ...,
         message: _builtins.str = ...,
-        cached_prompt_tokens: _builtins.int = ...,
-        queue_s: _builtins.float = ...,
         retry_after_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "cause", b"cause", "message", b"message", "queue_s", b"queue_s", "request", b"request", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "message", b"message", "request", b"request", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

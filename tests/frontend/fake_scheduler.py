@@ -99,14 +99,7 @@ class FakeScheduler(SchedulerServiceServicer):
             cause = _cause(live, token)
             if cause is not None:
                 del connection.live[handle]
-                finished.append(
-                    pb.Finished(
-                        request=handle,
-                        cause=cause,
-                        cached_prompt_tokens=CACHED_PROMPT_TOKENS,
-                        queue_s=QUEUE_S,
-                    )
-                )
+                finished.append(pb.Finished(request=handle, cause=cause))
         connection.outbox.put_nowait(_output(rows, finished))
 
     def send(
@@ -162,6 +155,11 @@ def _output(
         requests=np.array(handles, "<u8").tobytes(),
         offsets=np.array(offsets, "<i4").tobytes(),
         token_ids=np.array(token_ids, "<i4").tobytes(),
+        started=[
+            pb.Started(request=handle, cached_prompt_tokens=CACHED_PROMPT_TOKENS, queue_s=QUEUE_S)
+            for handle, offset, _ in rows
+            if offset == 0
+        ],
         finished=finished,
     )
     return pb.SchedulerMessage(step_output=output)

@@ -104,10 +104,9 @@ async def test_tokens_and_finish_arrive(client: SchedulerClient) -> None:
     streams = [client.submit(request(max_tokens=n)) for n in (5, 1, 3)]
     assert [await rest(s) for s in streams] == [[11, 12, 13, 11, 12], [11], [11, 12, 13]]
     for stream in streams:
-        assert stream.finish is not None
-        assert stream.finish.reason is FinishReason.LENGTH
-        assert stream.finish.cached_prompt_tokens == 3
-        assert stream.finish.queue_s == 0.25
+        assert stream.finish is FinishReason.LENGTH
+        assert stream.start.cached_prompt_tokens == 3
+        assert stream.start.queue_s == 0.25
 
 
 async def test_tokens_that_came_meanwhile_are_read_together(

@@ -476,3 +476,10 @@ def _offsets(responses: list[pb.GenerateStreamResponse]) -> list[int]:
         offsets.append(count)
         count += len(response.token_ids)
     return offsets
+
+
+async def test_a_stop_string_does_not_hide_what_the_engine_said(service: Service) -> None:
+    response = await service.stub.Generate(request(stop=["time"]))
+    assert response.completions[0].stop_reason == "time"
+    assert response.usage.cached_prompt_tokens == 3
+    assert response.timings.queue_s == 0.25

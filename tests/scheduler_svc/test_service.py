@@ -32,6 +32,7 @@ class Frontend:
     def __init__(self, stub: SchedulerServiceAsyncStub) -> None:
         self._call = stub.Connect()
         self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.started: dict[int, scheduler_pb2.Started] = {}
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
 
@@ -68,6 +69,10 @@ class Frontend:
         for request, offset, token in zip(*columns, strict=True):
             assert offset == len(self.tokens[request])
             self.tokens[request].append(token)
+        for started in output.started:
+            assert started.request not in self.started
+            assert self.tokens[started.request]
+            self.started[started.request] = started
         for finished in output.finished:
             assert finished.request not in self.finished
             self.finished[finished.request] = finished
@@ -183,8 +188,8 @@ async def test_a_prefix_is_computed_once(tmp_path: Path) -> None:
         for request in (1, 2):
             await frontend.submit(request, range(12), 3)
             await frontend.read_until_finished(request)
-        assert frontend.finished[1].cached_prompt_tokens == 0
-        assert frontend.finished[2].cached_prompt_tokens == 8
+        assert frontend.started[1].cached_prompt_tokens == 0
+        assert frontend.started[2].cached_prompt_tokens == 8
         assert frontend.tokens[2] == completion(range(12), 3)
 
 
