@@ -1,0 +1,225 @@
+"""The whole system through its public API, against transformers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.pb.frontend_pb2 import (
+    FINISH_REASON_EOS,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_UNSPECIFIED,
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    GetModelRequest,
+    SamplingParams,
+    TokenIds,
+)
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.e2e.conftest import running_stack
+
+TIMEOUT_S = 60
+
+# The stack under test has the other cores; spinning for one more slows both.
+torch.set_num_threads(1)
+
+
+class Oracle:
+    """transformers on the same directory, float32, greedy."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def greedy(self, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool) -> list[int]:
+        config = self.model.generation_config
+        output = self.model.generate(
+            torch.tensor([prompt_ids]),
+            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+            do_sample=False,
+            temperature=None,
+            max_new_tokens=max_tokens,
+            eos_token_id=None if ignore_eos else config.eos_token_id,
+            pad_token_id=0,
+        )
+        ids: list[int] = output[0, len(prompt_ids) :].tolist()
+        return ids
+
+
+@pytest.fixture(scope="module")
+def oracle(demo_model: Path) -> Oracle:
+    return Oracle(demo_model)
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
+
+
+def token_prompts(vocab_size: int, count: int) -> list[list[int]]:
+    """Of lengths from one token to several chunks, no two alike, some sharing a prefix."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = []
+    for number in range(count):
+        length = 1 + number * number % 211
+        prompts.append(torch.randint(3, vocab_size, (length,), generator=generator).tolist())
+    for number in range(1, count, 3):
+        prompts[number] = prompts[count - 1][:40] + prompts[number]
+    return prompts
+
+
+def generate_all(address: str, requests: list[GenerateRequest]) -> list[list[int]]:
+    """All at once; the token ids of each."""
+    with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(len(requests)) as pool:
+        stub = InferenceServiceStub(channel)
+        answers = pool.map(lambda r: stub.Generate(r, timeout=TIMEOUT_S), requests)
+        return [list(answer.completions[0].token_ids) for answer in answers]
+
+
+def requests_for(prompts: list[list[int]], max_tokens: int) -> list[GenerateRequest]:
+    sampling = greedy(max_tokens, ignore_eos=True)
+    return [GenerateRequest(token_ids=TokenIds(ids=p), sampling=sampling) for p in prompts]
+
+
+def test_concurrent_greedy_completions_equal_transformers(demo_stack: str, oracle: Oracle) -> None:
+    prompts = token_prompts(len(oracle.tokenizer), 20)
+    expected = [oracle.greedy(p, 64, ignore_eos=True) for p in prompts]
+    assert generate_all(demo_stack, requests_for(prompts, 64)) == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"tp": 2, "frontends": 2},
+        {"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8},
+    ],
+    ids=["two ranks", "a cache so small that sequences are preempted, short chunks"],
+)
+def test_no_configuration_changes_a_token(
+    variables: dict[str, object], demo_model: Path, oracle: Oracle
+) -> None:
+    prompts = token_prompts(len(oracle.tokenizer), 12)
+    expected = [oracle.greedy(p, 40, ignore_eos=True) for p in prompts]
+    with running_stack(demo_model, dtype="float32", **variables) as address:
+        assert generate_all(address, requests_for(prompts, 40)) == expected
+
+
+def test_a_chat_is_rendered_and_ends_by_itself(demo_channel: grpc.Channel, oracle: Oracle) -> None:
+    messages = [{"role": "user", "content": "What is 17 + 25?"}]
+    rendered = oracle.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    prompt_ids = oracle.tokenizer(rendered)["input_ids"]
+    expected = oracle.greedy(prompt_ids, 200, ignore_eos=False)
+    chat = Chat(messages=[ChatMessage(**m) for m in messages])
+    answer = InferenceServiceStub(demo_channel).Generate(
+        GenerateRequest(chat=chat, sampling=greedy(200)), timeout=TIMEOUT_S
+    )
+    completion = answer.completions[0]
+    assert completion.finish_reason == FINISH_REASON_EOS
+    assert list(completion.token_ids) == expected
+    assert completion.text == oracle.tokenizer.decode(expected, skip_special_tokens=True)
+    assert "42" in completion.text
+    assert answer.usage.prompt_tokens == len(prompt_ids)
+
+
+def test_a_stream_joined_is_the_unary_answer(demo_channel: grpc.Channel) -> None:
+    stub = InferenceServiceStub(demo_channel)
+    sampling = SamplingParams(temperature=0.8, seed=7, max_tokens=80)
+    request = GenerateRequest(text="Once upon a time", sampling=sampling, request_id="mine")
+    whole = stub.Generate(request, timeout=TIMEOUT_S)
+    chunks = list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+    assert "".join(c.text for c in chunks) == whole.completions[0].text
+    ids: list[int] = []
+    for chunk in chunks:
+        assert chunk.request_id == "mine"
+        assert chunk.token_offset == len(ids)
+        ids += chunk.token_ids
+    assert ids == list(whole.completions[0].token_ids)
+    reasons = [c.finish_reason for c in chunks]
+    assert reasons[-1] == whole.completions[0].finish_reason
+    assert set(reasons[:-1]) <= {FINISH_REASON_UNSPECIFIED}
+    assert chunks[-1].usage.completion_tokens == len(ids)
+
+
+def test_seeds_repeat_whatever_shares_the_batch(demo_stack: str) -> None:
+    request = GenerateRequest(
+        text="Once upon a time",
+        sampling=SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True),
+    )
+    (alone,) = generate_all(demo_stack, [request])
+    others = [
+        GenerateRequest(
+            text="Once", sampling=SamplingParams(temperature=1.0, seed=s, max_tokens=30)
+        )
+        for s in range(8)
+    ]
+    assert generate_all(demo_stack, [*others, request])[-1] == alone
+    unseeded = GenerateRequest(
+        text="Once upon a time",
+        sampling=SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True),
+    )
+    first, second = generate_all(demo_stack, [unseeded, unseeded])
+    assert first != second
+
+
+def test_a_repeated_prompt_comes_from_the_prefix_cache(demo_channel: grpc.Channel) -> None:
+    stub = InferenceServiceStub(demo_channel)
+    request = GenerateRequest(
+        text="The quick brown fox meets another. " * 20, sampling=greedy(8, ignore_eos=True)
+    )
+    first = stub.Generate(request, timeout=TIMEOUT_S)
+    second = stub.Generate(request, timeout=TIMEOUT_S)
+    assert second.usage.cached_prompt_tokens > first.usage.cached_prompt_tokens
+    assert second.completions[0].token_ids == first.completions[0].token_ids
+
+
+@pytest.mark.parametrize("text", ["🦊🌍 日本語 naïve", "\u0000\ufffd ends with 👩‍👩‍👧", "a" * 500])
+def test_any_text_is_a_prompt(demo_channel: grpc.Channel, text: str) -> None:
+    stub = InferenceServiceStub(demo_channel)
+    request = GenerateRequest(
+        text=text, sampling=SamplingParams(temperature=2, seed=1, max_tokens=50, ignore_eos=True)
+    )
+    whole = stub.Generate(request, timeout=TIMEOUT_S).completions[0]
+    chunks = list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+    assert "".join(c.text for c in chunks) == whole.text
+    assert whole.finish_reason == FINISH_REASON_LENGTH
+
+
+def test_cancelled_streams_leave_room_for_others(demo_channel: grpc.Channel) -> None:
+    stub = InferenceServiceStub(demo_channel)
+    long = GenerateRequest(
+        text="Once", sampling=SamplingParams(max_tokens=1500, ignore_eos=True, temperature=1)
+    )
+    for _ in range(5):
+        stream = stub.GenerateStream(long, timeout=TIMEOUT_S)
+        next(stream)
+        stream.cancel()
+    answer = stub.Generate(
+        GenerateRequest(text="Once", sampling=greedy(5, ignore_eos=True)), timeout=TIMEOUT_S
+    )
+    assert len(answer.completions[0].token_ids) == 5
+
+
+def test_a_deadline_ends_a_request(demo_channel: grpc.Channel) -> None:
+    stub = InferenceServiceStub(demo_channel)
+    request = GenerateRequest(
+        text="Once", sampling=SamplingParams(max_tokens=1900, ignore_eos=True)
+    )
+    with pytest.raises(grpc.RpcError) as raised:
+        stub.Generate(request, timeout=0.2)
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_the_model_is_described(demo_channel: grpc.Channel, oracle: Oracle) -> None:
+    model = InferenceServiceStub(demo_channel).GetModel(GetModelRequest(), timeout=TIMEOUT_S)
+    assert model.model == "demo"
+    assert model.vocab_size == oracle.model.config.vocab_size
+    assert list(model.eos_token_ids) == oracle.model.generation_config.eos_token_id
+    assert model.capacity.num_blocks * model.capacity.block_size >= model.max_model_len
