@@ -19,8 +19,11 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
     console = settings.log_format == "console" or (
         settings.log_format == "auto" and sys.stderr.isatty()
     )
+    # Tracebacks without local variables: those hold prompts.
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
     )
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -28,7 +31,8 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         structlog.processors.TimeStamper(fmt="iso", utc=not console),
     ]
     if not console:
-        processors.append(structlog.processors.dict_tracebacks)
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        processors.append(structlog.processors.ExceptionRenderer(tracebacks))
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(

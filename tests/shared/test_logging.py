@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from shared.config import FrontendSettings, load_settings
+from shared.logging import configure_logging
+
+
+@pytest.fixture(autouse=True)
+def _defaults_afterwards() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def fail() -> None:
+    prompt = "a " + "secret"
+    assert prompt
+    raise ValueError("why")
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_tracebacks_hold_no_local_variables(
+    log_format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = load_settings(FrontendSettings, ["--log-format", log_format])
+    configure_logging(settings, "test")
+    try:
+        fail()
+    except ValueError as error:
+        structlog.get_logger().error("failed", exc_info=error)
+    line = capsys.readouterr().err
+    assert "ValueError" in line
+    assert "why" in line
+    assert "a secret" not in line
+
+
+def test_json_lines_hold_what_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(load_settings(FrontendSettings, []), "test", rank=3)
+    with structlog.contextvars.bound_contextvars(request_id="r"):
+        structlog.get_logger().info("event")
+        structlog.get_logger().debug("unseen")
+    (line,) = capsys.readouterr().err.splitlines()
+    values = json.loads(line)
+    assert values.pop("timestamp")
+    assert values == {
+        "service": "test",
+        "rank": 3,
+        "request_id": "r",
+        "event": "event",
+        "level": "info",
+    }

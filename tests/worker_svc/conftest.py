@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from tests.worker_svc.harness import save_model
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a small float32 model."""
+    path = tmp_path_factory.mktemp("tiny")
+    save_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_dir: Path) -> Qwen3ForCausalLM:
+    """The same model in transformers."""
+    return Qwen3ForCausalLM.from_pretrained(tiny_dir).eval()

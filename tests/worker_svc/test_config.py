@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker_svc.harness import TINY
+from worker_svc.config import find_model_dir, load_model_config
+from worker_svc.errors import ModelError
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def write_config(path: Path, **overrides: Any) -> Path:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
+        **TINY,
+        **overrides,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
+    config = load_model_config(write_config(tmp_path))
+    assert (config.hidden_size, config.num_kv_heads, config.head_dim) == (64, 2, 16)
+    assert config.dtype == torch.bfloat16
+    assert config.max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {**YARN, "beta_fast": 16.0}},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5, "beta_fast": 16.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN, "beta_fast": 16.0}},
+    ],
+    ids=["rope_scaling", "rope_parameters", "legacy type key"],
+)
+def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None:
+    config = load_model_config(write_config(tmp_path, **rope))
+    assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("yarn", 4.0, 5e5)
+    assert config.rope.beta_fast == 16.0
+    assert config.max_model_len == 2048  # yarn's four times 512, though max_position says 512
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures: LlamaForCausalLM"),
+        ({"architectures": None}, "architectures: none"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
+        ({"hidden_act": "gelu"}, "hidden_act: gelu"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_refuses_by_name(tmp_path: Path, overrides: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError) as error:
+        load_model_config(write_config(tmp_path, **overrides))
+    assert str(error.value).startswith(reason)
+
+
+def test_names_an_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_neither_directory_nor_hub_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such/dir here"):
+        find_model_dir("no such/dir here")

@@ -1,0 +1,218 @@
+"""Logits and tokens against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
+from worker_svc.errors import ModelError, StartError
+from worker_svc.model_runner import ModelRunner
+
+NUM_BLOCKS = 256
+SHAPES: dict[str, dict[str, Any]] = {
+    "tied, GQA 2": {},
+    "untied, GQA 1": {"tie_word_embeddings": False, "num_key_value_heads": 4},
+    "GQA 8, head_dim 24": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
+    "bias, head_dim 40": {"attention_bias": True, "head_dim": 40},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e4,
+        },
+        "max_position_embeddings": 256,
+    },
+    "linear rope, sharded files": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e5},
+        "max_shard_size": "60KB",
+    },
+    "wide, eps, theta": {
+        "vocab_size": 1000,
+        "hidden_size": 96,
+        "intermediate_size": 40,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    },
+}
+
+
+def make_runner(path: Path, **overrides: Any) -> tuple[ModelRunner, Batch]:
+    runner = ModelRunner(worker_settings(path, **overrides))
+    runner.configure(1, NUM_BLOCKS)
+    info = runner.info
+    return runner, Batch(
+        limits(
+            vocab_size=info.vocab_size,
+            num_blocks=NUM_BLOCKS,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+        )
+    )
+
+
+def prompts(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(vocab_size, size=n).tolist() for n in lengths]
+
+
+def oracle_logits(model: Qwen3ForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), vocab]"""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0].float()
+    return logits
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_size: int) -> None:
+    """Prompts whole and in chunks, decodes, and all of them in one step."""
+    oracle = save_model(tmp_path, **shape)
+    vocab = oracle.config.vocab_size
+    runner, batch = make_runner(tmp_path, block_size=block_size)
+    texts = prompts(vocab, [1, 37, 100, 16])
+    worst = 0.0
+
+    def run(chunks: list[tuple[int, int]], silent: tuple[int, ...] = ()) -> None:
+        """Each (sequence, number of its next tokens)."""
+        nonlocal worst
+        starts = {seq: batch.contexts.get(seq, 0) for seq, _ in chunks}
+        parts = [(seq, texts[seq][starts[seq] : starts[seq] + n]) for seq, n in chunks]
+        logits = runner.logits(batch.step(parts, silent=silent))[:, :vocab]
+        sampling = [seq for seq, _ in chunks if seq not in silent]
+        for row, seq in zip(logits, sampling, strict=True):
+            expected = oracle_logits(oracle, texts[seq][: batch.contexts[seq]])[-1]
+            worst = max(worst, (row - expected).abs().max().item())
+
+    run([(0, 1), (1, 20), (2, 33)], silent=(1,))
+    run([(2, 33), (3, 16), (1, 16)], silent=(2,))
+    texts[0] += prompts(vocab, [3], seed=1)[0]
+    texts[3] += prompts(vocab, [2], seed=2)[0]
+    run([(3, 1), (1, 1), (2, 33), (0, 2)])
+    run([(0, 1), (2, 1), (3, 1)])
+    print(f"largest difference {worst:.1e}")
+    assert worst < 1e-4
+
+
+def test_greedy_tokens_match_transformers(tmp_path: Path) -> None:
+    """20 sequences of mixed lengths, 64 tokens each, sampled tokens fed back on the device."""
+    oracle = save_model(tmp_path)
+    runner, batch = make_runner(tmp_path)
+    texts = prompts(301, [1 + 5 * i for i in range(20)])
+    rows = list(range(20))
+    tokens = [runner.run(batch.step([(i, texts[i]) for i in rows]))]
+    for _ in range(63):
+        tokens.append(runner.run(batch.step([(i, [-1 - i]) for i in rows])))
+    for i, completion in enumerate(np.array(tokens).T.tolist()):
+        # If each token is the oracle's after those before it, all of them are.
+        expected = oracle_logits(oracle, texts[i] + completion)[len(texts[i]) - 1 : -1].argmax(1)
+        assert completion == expected.tolist()
+
+
+def test_bfloat16_is_as_close_as_transformers_own(tmp_path: Path) -> None:
+    """Both round differently; ours may not be further from float32 than theirs."""
+    rounded = save_model(tmp_path, dtype=torch.bfloat16, attention_bias=True)
+    runner, batch = make_runner(tmp_path)
+    assert runner.info.dtype == "bfloat16"
+    text = prompts(301, [50])[0]
+    whole = runner.logits(batch.step([(0, text[:49])]))  # through the prompt's attention
+    decoded = runner.logits(batch.step([(0, text[49:])]))  # and the decode kernel
+    ours = torch.cat((whole, decoded))[:, :301].float()
+    theirs = oracle_logits(rounded, text)[-2:]
+    exact = oracle_logits(rounded.float(), text)[-2:]
+    assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_composition_does_not_change_tokens(tiny_dir: Path, dtype: str) -> None:
+    """The same sequence alone, and among others that come and go."""
+    text, *others = prompts(301, [30, 7, 45, 3])
+
+    def generate(crowded: bool) -> list[int]:
+        runner, batch = make_runner(tiny_dir, dtype=dtype)
+        completion: list[int] = []
+        for index in range(24):
+            chunks = [(0, text if index == 0 else completion[-1:])]
+            if crowded and index % 3:
+                chunks.insert(index % 2, (100 + index, others[index % 3]))
+            row = [seq for seq, _ in chunks].index(0)
+            tokens = runner.run(
+                batch.step(chunks, temperatures=[0.8] * len(chunks), seeds=[7] * len(chunks))
+            )
+            completion.append(int(tokens[row]))
+        return completion
+
+    assert generate(crowded=False) == generate(crowded=True)
+
+
+def test_rows_that_sample_nothing(tiny_dir: Path) -> None:
+    runner, batch = make_runner(tiny_dir)
+    text = prompts(301, [12])[0]
+    tokens = runner.run(batch.step([(0, text[:5]), (1, text), (2, text[:3])], silent=[0, 2]))
+    assert tokens[0] == tokens[2] == -1
+    assert runner.run(batch.step([(0, text[5:]), (1, [-2])]))[0] == tokens[1]
+    assert runner.run(batch.step([(2, text[3:6])], silent=[2])).tolist() == [-1]
+
+
+def test_configure_starts_afresh(tiny_dir: Path) -> None:
+    runner, batch = make_runner(tiny_dir)
+    text = prompts(301, [40])[0]
+    first = runner.run(batch.step([(0, text)]))
+    runner.configure(2, NUM_BLOCKS)
+    assert runner.run(Batch(batch.limits).step([(0, text)])) == first
+
+
+def test_kv_blocks(tiny_dir: Path) -> None:
+    # No more than max_num_seqs sequences of 512 tokens can use.
+    assert ModelRunner(worker_settings(tiny_dir, max_num_seqs=3)).info.num_blocks == 3 * 32
+    assert ModelRunner(worker_settings(tiny_dir, kv_blocks=7)).info.num_blocks == 7
+    few = ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-4)).info.num_blocks
+    assert few < 256 * 32
+    with pytest.raises(StartError, match="memory: "):
+        ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-12))
+
+
+def test_max_model_len(tiny_dir: Path) -> None:
+    assert ModelRunner(worker_settings(tiny_dir)).info.max_model_len == 512
+    assert ModelRunner(worker_settings(tiny_dir, max_model_len=99)).info.max_model_len == 99
+    with pytest.raises(StartError, match="max_model_len: 513 "):
+        ModelRunner(worker_settings(tiny_dir, max_model_len=513))
+
+
+def test_cuda_is_refused_by_name(tiny_dir: Path) -> None:
+    settings = worker_settings(tiny_dir).model_copy(update={"device": "cuda"})
+    with pytest.raises(StartError, match="device: cuda"):
+        ModelRunner(settings)
+
+
+def test_float16_is_refused_on_a_cpu(tiny_dir: Path) -> None:
+    with pytest.raises(ModelError, match="dtype: float16 is not served on cpu"):
+        ModelRunner(worker_settings(tiny_dir, dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "reason"),
+    [
+        ({}, 3, "num_attention_heads: 4 cannot be cut over tp = 3"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            2,
+            "num_key_value_heads: 3 cannot be cut or copied over tp = 2",
+        ),
+        ({"intermediate_size": 111}, 2, "intermediate_size: 111 cannot be cut over tp = 2"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(
+    tmp_path: Path, shape: dict[str, Any], tp: int, reason: str
+) -> None:
+    save_model(tmp_path, **shape)
+    addresses = tuple(f"unix:{i}" for i in range(tp))
+    with pytest.raises(ModelError) as error:
+        ModelRunner(worker_settings(tmp_path, tp=tp, worker_addresses=addresses))
+    assert str(error.value).startswith(reason)

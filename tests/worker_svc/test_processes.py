@@ -1,0 +1,164 @@
+"""`python -m worker_svc` as processes: start failures, and two ranks over Gloo."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
+from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from tests.worker_svc.harness import Batch, limits, save_model
+
+NUM_BLOCKS = 64
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(model: Path, *args: str) -> list[str]:
+    flags = ["--model", str(model), "--threads", "1", "--device", "cpu", *args]
+    return [sys.executable, "-m", "worker_svc", *flags]
+
+
+class Ranks:
+    """The ranks of one model, each a process."""
+
+    def __init__(self, model: Path, tp: int, directory: Path) -> None:
+        self._addresses = [f"unix:{directory}/{rank}.sock" for rank in range(tp)]
+        self._args = ["--tp", str(tp), "--master-port", str(free_port())]
+        self._args += ["--worker-addresses", ",".join(self._addresses)]
+        self._model = model
+        self._channels = ExitStack()
+        self.processes = [self._spawn(rank) for rank in range(tp)]
+        self.stubs = [self._dial(rank) for rank in range(tp)]
+
+    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command(self._model, "--rank", str(rank), *self._args))
+
+    def _dial(self, rank: int) -> WorkerServiceStub:
+        """A client of a rank that has loaded."""
+        channel = self._channels.enter_context(grpc.insecure_channel(self._addresses[rank]))
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60
+        )
+        next(a for a in watch if a.status == health_pb2.HealthCheckResponse.SERVING)
+        watch.cancel()
+        return WorkerServiceStub(channel)
+
+    def restart(self, rank: int) -> None:
+        self.processes[rank] = self._spawn(rank)
+        self.stubs[rank] = self._dial(rank)
+
+    def configure(self, epoch: int) -> None:
+        request = ConfigureRequest(
+            epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
+        )
+        for future in [stub.Configure.future(request) for stub in self.stubs]:
+            future.result(timeout=60)
+
+    def run(self, requests: list[Any]) -> list[list[int]]:
+        """Rank 0's tokens; the others must answer with none."""
+
+        def execute(stub: WorkerServiceStub) -> list[list[int]]:
+            answers = stub.Execute(iter(requests), timeout=60)
+            return [np.frombuffer(a.token_ids, "<i4").tolist() for a in answers]
+
+        with ThreadPoolExecutor(len(self.stubs)) as pool:
+            first, *others = pool.map(execute, self.stubs)
+        assert all(tokens == [] for other in others for tokens in other)
+        return first
+
+    def close(self) -> None:
+        self._channels.close()
+        for process in self.processes:
+            process.terminate()
+        assert all(process.wait(timeout=30) == 0 for process in self.processes)
+
+
+@contextmanager
+def ranks(model: Path, tp: int, directory: Path) -> Iterator[Ranks]:
+    directory.mkdir()
+    started = Ranks(model, tp, directory)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def workload(epoch: int, vocab: int) -> list[Any]:
+    """Prompts in chunks beside decodes, half of them sampled with a temperature."""
+    batch = Batch(limits(num_blocks=NUM_BLOCKS, vocab_size=vocab), epoch=epoch)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(vocab, size=n).tolist() for n in (5, 40, 17, 64)]
+    sampling = {"temperatures": [0.0, 0.8, 0.0, 1.2], "seeds": [1, 2, 3, 4]}
+    steps = [
+        batch.request([(i, text[:3]) for i, text in enumerate(texts)], silent=range(4)),
+        batch.request([(i, text[3:]) for i, text in enumerate(texts)], **sampling),
+    ]
+    steps += [batch.request([(i, [-1 - i]) for i in range(4)], **sampling) for _ in range(30)]
+    return steps
+
+
+@pytest.fixture(scope="module")
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One key-value head for two ranks, biases, and a vocabulary that no chunk divides."""
+    path = tmp_path_factory.mktemp("odd")
+    save_model(path, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False)
+    return path
+
+
+def test_two_ranks_give_the_tokens_of_one(odd_model: Path, tmp_path: Path) -> None:
+    with ranks(odd_model, 1, tmp_path / "1") as one:
+        one.configure(1)
+        expected = one.run(workload(1, 301))
+    with ranks(odd_model, 2, tmp_path / "2") as two:
+        two.configure(1)
+        assert two.run(workload(1, 301)) == expected
+
+
+def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path) -> None:
+    with ranks(odd_model, 2, tmp_path / "2") as two:
+        two.configure(1)
+        expected = two.run(workload(1, 301)[:3])
+        survivor = two.stubs[0].GetInfo(GetInfoRequest()).incarnation
+        two.processes[1].kill()
+        two.processes[1].wait()
+        with pytest.raises(grpc.RpcError) as error:
+            list(two.stubs[0].Execute(iter(workload(1, 301)[3:4]), timeout=60))
+        assert error.value.code() == grpc.StatusCode.INTERNAL
+        two.restart(1)
+        two.configure(2)
+        assert two.run(workload(2, 301)[:3]) == expected
+        assert two.stubs[0].GetInfo(GetInfoRequest()).incarnation == survivor
+
+
+def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel"))
+    process = subprocess.run(
+        command(tmp_path, "--worker-addresses", f"unix:{tmp_path}/w.sock", "--log-format", "json"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 2
+    last = json.loads(process.stderr.splitlines()[-1])
+    assert (last["level"], last["event"]) == ("error", "cannot start")
+    assert "Traceback" not in process.stderr
+    assert last["reason"].startswith("architectures: GPT2LMHeadModel")

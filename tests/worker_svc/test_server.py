@@ -1,0 +1,299 @@
+"""WorkerService over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
+from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
+from shared.server import Server
+from tests.worker_svc.harness import Batch, limits, worker_settings
+from worker_svc.model_runner import ModelRunner
+from worker_svc.server import WorkerService
+from worker_svc.step import Int32s, Step
+
+NUM_BLOCKS = 64
+
+
+@dataclass
+class Worker:
+    """A worker in this process and a client of it."""
+
+    stub: WorkerServiceStub
+    health: health_pb2_grpc.HealthStub
+    server: Server
+    service: WorkerService
+
+    async def configure(self, epoch: int, **overrides: int) -> Batch:
+        values = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+        await self.stub.Configure(ConfigureRequest(epoch=epoch, **{**values, **overrides}))
+        return Batch(limits(num_blocks=NUM_BLOCKS), epoch=epoch)
+
+    async def is_serving(self) -> bool:
+        answer = await self.health.Check(health_pb2.HealthCheckRequest())
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def execute(self) -> Any:
+        return self.stub.Execute()
+
+
+@asynccontextmanager
+async def running(model: Path, tmp_path: Path) -> AsyncIterator[Worker]:
+    settings = worker_settings(model, max_num_seqs=8, max_num_batched_tokens=128)
+    server = Server(settings, "nanovllm.worker.v1.WorkerService")
+    service = WorkerService(settings)
+    add_WorkerServiceServicer_to_server(service, server.grpc)
+    address = f"unix:{tmp_path}/w.sock"
+    await server.start(address)
+    async with aio.insecure_channel(address) as channel:
+        yield Worker(
+            WorkerServiceStub(channel), health_pb2_grpc.HealthStub(channel), server, service
+        )
+    await server.grpc.stop(0)
+    service.close()
+
+
+@pytest.fixture
+async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
+    async with running(tiny_dir, tmp_path) as started:
+        await started.service.load()
+        await started.server.set_serving(True)
+        yield started
+
+
+class Gate:
+    """Replaces `ModelRunner.run`: holds steps until `open`, and tells when the first has begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.begun = threading.Event()
+        self.step_ids: list[int] = []
+        run = ModelRunner.run
+
+        def held(runner: ModelRunner, step: Step) -> Int32s:
+            self.step_ids.append(step.step_id)
+            self.begun.set()
+            assert self.open.wait(30)
+            return run(runner, step)
+
+        monkeypatch.setattr(ModelRunner, "run", held)
+
+
+def tokens(response: StepResponse) -> list[int]:
+    return list(np.frombuffer(response.token_ids, "<i4").tolist())
+
+
+async def refused(call: Any, code: grpc.StatusCode) -> str:
+    """The details of the status that ends `call`, which must have this code."""
+
+    async def read_to_end() -> None:
+        while await call.read() is not aio.EOF:
+            pass
+
+    with pytest.raises(aio.AioRpcError) as error:
+        await read_to_end()
+    assert error.value.code() == code
+    return str(error.value.details())
+
+
+async def test_steps_are_answered_in_order(worker: Worker, tiny_dir: Path) -> None:
+    batch = await worker.configure(5)
+    requests = [batch.request([(0, [1, 2, 3]), (1, [4])], silent=[1])]
+    requests += [batch.request([(0, [-1]), (1, [5])]) for _ in range(3)]
+
+    call = worker.execute()
+    for request in requests:  # all are sent before an answer is read
+        await call.write(request)
+    responses = [await call.read() for _ in requests]
+
+    runner = ModelRunner(worker_settings(tiny_dir))
+    runner.configure(1, NUM_BLOCKS)
+    alone = Batch(limits(num_blocks=NUM_BLOCKS))
+    expected = [runner.run(alone.step([(0, [1, 2, 3]), (1, [4])], silent=[1])).tolist()]
+    expected += [runner.run(alone.step([(0, [-1]), (1, [5])])).tolist() for _ in range(3)]
+    assert [r.step_id for r in responses] == [1, 2, 3, 4]
+    assert [tokens(r) for r in responses] == expected
+    assert all(r.step_time_s > 0 for r in responses)
+    await call.done_writing()
+    assert await call.read() is aio.EOF
+
+
+async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -> None:
+    async with running(tiny_dir, tmp_path) as worker:
+        assert not await worker.is_serving()
+        with pytest.raises(aio.AioRpcError) as error:
+            await worker.stub.GetInfo(GetInfoRequest())
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        await worker.service.load()
+        info = await worker.stub.GetInfo(GetInfoRequest())
+        await worker.configure(7)
+        assert (await worker.stub.GetInfo(GetInfoRequest())).epoch == 7
+    assert (info.rank, info.world_size, info.device, info.dtype) == (0, 1, "cpu", "float32")
+    assert (info.max_model_len, info.vocab_size, info.block_size) == (512, 301, 16)
+    assert info.num_blocks == 8 * 512 // 16
+    assert info.attention_backend == "torch"
+    assert info.model_fingerprint
+    assert info.incarnation
+    assert info.epoch == 0
+
+
+async def test_answers_while_a_step_runs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1, 2])]))
+    assert await asyncio.to_thread(gate.begun.wait, 30)
+
+    assert await worker.is_serving()
+    assert (await worker.stub.GetInfo(GetInfoRequest())).world_size == 1
+    assert not gate.open.is_set()
+
+    gate.open.set()
+    assert (await call.read()).step_id == 1
+    call.cancel()
+
+
+async def test_a_malformed_step_ends_the_stream_only(worker: Worker) -> None:
+    batch = await worker.configure(1)
+    good = batch.request([(0, [1, 2])])
+    bad = batch.request([(0, [301])])
+    call = worker.execute()
+    await call.write(good)
+    await call.write(bad)
+    assert (await call.read()).step_id == 1  # what came before is answered first
+    details = await refused(call, grpc.StatusCode.INVALID_ARGUMENT)
+    assert details.startswith("input_ids: 301")
+
+    batch = await worker.configure(2)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1, 2])]))
+    assert (await call.read()).step_id == 1
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "step_id", "reason"),
+    [(6, 1, "epoch: 6"), (8, 1, "epoch: 8"), (7, 2, "step_id: 2"), (7, 0, "step_id: 0")],
+)
+async def test_stale_steps(worker: Worker, epoch: int, step_id: int, reason: str) -> None:
+    batch = await worker.configure(7)
+    request = batch.request([(0, [1])])
+    request.epoch, request.step_id = epoch, step_id
+    call = worker.execute()
+    await call.write(request)
+    details = await refused(call, grpc.StatusCode.FAILED_PRECONDITION)
+    assert details.startswith(reason)
+
+
+async def test_steps_before_configure(worker: Worker) -> None:
+    call = worker.execute()
+    await call.write(StepRequest(epoch=1, step_id=1))
+    assert "none is configured" in await refused(call, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+async def test_bytes_that_are_no_step(worker: Worker) -> None:
+    await worker.configure(1)
+    call = worker.stub.Execute()
+    await call.write(StepRequest(epoch=1, step_id=1, input_ids=b"abc"))
+    details = await refused(call, grpc.StatusCode.INVALID_ARGUMENT)
+    assert details.startswith("input_ids: 3 bytes")
+
+
+async def test_a_new_epoch_drops_waiting_steps(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that comes back is served at once, not after what the lost one had sent."""
+    gate = Gate(monkeypatch)
+    old = await worker.configure(1)
+    lost = worker.execute()
+    for _ in range(4):
+        await lost.write(old.request([(0, [1])]))
+    assert await asyncio.to_thread(gate.begun.wait, 30)
+
+    configuring = asyncio.create_task(worker.configure(2))
+    newest = ""
+    while "above 2" not in newest:  # the request is in, and the old epoch over
+        with pytest.raises(aio.AioRpcError) as error:
+            await worker.configure(1)
+        newest = str(error.value.details())
+    gate.open.set()
+    new = await configuring
+    call = worker.execute()
+    await call.write(new.request([(0, [1])]))
+    assert (await call.read()).step_id == 1
+    assert gate.step_ids == [1, 1]  # of the old epoch only the step that was running
+    assert "epoch" in await refused(lost, grpc.StatusCode.FAILED_PRECONDITION)
+    call.cancel()
+
+
+async def test_a_cancelled_stream_leaves_the_worker_usable(worker: Worker) -> None:
+    for epoch in (1, 2, 3):
+        batch = await worker.configure(epoch)
+        call = worker.execute()
+        for _ in range(3):
+            await call.write(batch.request([(0, [1])]))
+        assert (await call.read()).step_id == 1
+        call.cancel()
+
+
+async def test_a_step_that_fails_is_internal(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(runner: ModelRunner, step: Step) -> Int32s:
+        raise ZeroDivisionError("of the device")
+
+    batch = await worker.configure(1)
+    first, second = batch.request([(0, [1])]), batch.request([(0, [1])])
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "run", fail)
+        call = worker.execute()
+        await call.write(first)
+        details = await refused(call, grpc.StatusCode.INTERNAL)
+    assert details == "step 1 failed"
+    # The epoch is over: its cache may be half written.
+    call = worker.execute()
+    await call.write(second)
+    assert "has ended" in await refused(call, grpc.StatusCode.FAILED_PRECONDITION)
+
+    batch = await worker.configure(2)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1])]))
+    assert (await call.read()).step_id == 1
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "reason"),
+    [
+        ({"epoch": 3}, grpc.StatusCode.FAILED_PRECONDITION, "epoch: 3"),
+        ({"epoch": 2}, grpc.StatusCode.FAILED_PRECONDITION, "epoch: 2"),
+        ({"num_blocks": 0}, grpc.StatusCode.INVALID_ARGUMENT, "num_blocks: 0"),
+        ({"num_blocks": 1 << 30}, grpc.StatusCode.INVALID_ARGUMENT, f"num_blocks: {1 << 30}"),
+        ({"max_num_seqs": 9}, grpc.StatusCode.INVALID_ARGUMENT, "max_num_seqs: 9"),
+        (
+            {"max_num_batched_tokens": 129},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "max_num_batched_tokens: 129",
+        ),
+    ],
+)
+async def test_configure_refuses(
+    worker: Worker, fields: dict[str, int], code: grpc.StatusCode, reason: str
+) -> None:
+    await worker.configure(3)
+    with pytest.raises(aio.AioRpcError) as error:
+        await worker.configure(**{"epoch": 4, **fields})
+    assert error.value.code() == code
+    assert str(error.value.details()).startswith(reason)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.worker_svc.harness import save_model, worker_settings
+from worker_svc.errors import ModelError
+from worker_svc.model_runner import ModelRunner
+from worker_svc.weights import WeightReader, model_fingerprint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    save_model(tmp_path)
+    return tmp_path
+
+
+def edit(model_dir: Path, **changes: torch.Tensor | None) -> None:
+    """Replaces tensors, or removes them where None is given; `__` stands for a dot."""
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in changes.items():
+        name = name.replace("__", ".")
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path)
+
+
+def test_missing_weight_is_named(model_dir: Path) -> None:
+    edit(model_dir, model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(ModelError, match=r"missing weight: model\.layers\.1\.mlp\.up_proj\.weight"):
+        ModelRunner(worker_settings(model_dir))
+
+
+def test_unknown_weight_is_named(model_dir: Path) -> None:
+    edit(model_dir, model__layers__3__extra=torch.zeros(2))
+    with pytest.raises(ModelError, match=r"unknown weight: model\.layers\.3\.extra"):
+        ModelRunner(worker_settings(model_dir))
+
+
+def test_wrong_shape_is_named(model_dir: Path) -> None:
+    edit(model_dir, model__norm__weight=torch.zeros(63))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight: shape \[63\].*\[64\]"):
+        ModelRunner(worker_settings(model_dir))
+
+
+def test_wrong_shape_of_a_sharded_weight_is_named(model_dir: Path) -> None:
+    edit(model_dir, model__layers__0__mlp__gate_proj__weight=torch.zeros(111, 64))
+    with pytest.raises(ModelError, match=r"gate_proj\.weight: shape \[111, 64\]"):
+        ModelRunner(worker_settings(model_dir))
+
+
+def test_tied_model_may_carry_its_head(model_dir: Path) -> None:
+    edit(model_dir, lm_head__weight=torch.zeros(301, 64))
+    ModelRunner(worker_settings(model_dir))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        ModelRunner(worker_settings(tmp_path))
+
+
+def test_file_that_is_no_safetensors_is_named(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").write_bytes(b"\x80\x04" * 20)
+    with pytest.raises(ModelError, match=r"model\.safetensors: not a safetensors file"):
+        ModelRunner(worker_settings(model_dir))
+
+
+def test_reads_only_the_slice(model_dir: Path) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    whole = load_file(model_dir / "model.safetensors")[name]
+    with WeightReader(model_dir, torch.float32, CPU) as reader:
+        rows, columns = torch.empty(5, 64), torch.empty(64, 7)
+        reader.read_into(rows, name, start=3)
+        reader.read_into(columns, name, dim=1, start=20)
+    assert torch.equal(rows, whole[3:8])
+    assert torch.equal(columns, whole[:, 20:27])
+
+
+def test_fingerprint_tells_models_apart(model_dir: Path, tmp_path_factory: object) -> None:
+    first = model_fingerprint(model_dir)
+    assert model_fingerprint(model_dir) == first
+    edit(model_dir, model__layers__3__extra=torch.zeros(2))
+    assert model_fingerprint(model_dir) != first
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch
+from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.config import load_model_config
+from worker_svc.distributed import TensorParallel
+from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.weights import WeightReader
+torch.set_num_threads(1)
+path, cpu = Path(sys.argv[1]), torch.device("cpu")
+config = load_model_config(path)
+backend = TorchBackend(attention_shape(config, 1, cpu), 16)
+torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64), 32)  # oneDNN's own start
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with WeightReader(path, config.dtype, cpu) as reader:
+    model = Qwen3ForCausalLM(reader, config, 64, TensorParallel(), backend)
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+def test_peak_memory_of_loading(tmp_path: Path) -> None:
+    """Mapped pages of the file count too: a loader that kept the file open would take twice the
+    model."""
+    save_model(
+        tmp_path,
+        vocab_size=16384,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        tie_word_embeddings=False,
+    )
+    size = (tmp_path / "model.safetensors").stat().st_size
+    largest = 16384 * 512 * 4
+
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], check=True, capture_output=True, text=True
+    ).stdout
+
+    print(f"model {size}, largest tensor {largest}, peak {output}")
+    assert int(output) < size + largest + (16 << 20)

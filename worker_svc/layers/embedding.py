@@ -1,0 +1,100 @@
+"""Token embedding and output head, cut over the ranks by vocabulary."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from worker_svc.distributed import TensorParallel
+from worker_svc.layers.packed_weight import PackedWeight, pack
+from worker_svc.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class VocabPartition:
+    """The vocabulary in chunks of equal size, the last one padded, dealt to ranks in order.
+
+    The chunks depend on the vocabulary alone, never on the number of ranks: the sampler's two
+    levels are the chunks and the tokens in one, so it draws the same token however many ranks there
+    are. About as many chunks as tokens in one makes both levels cheap.
+    """
+
+    vocab_size: int
+    rank: int
+    ranks: int
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens: the power of two next to the square root of the vocabulary."""
+        return int(2 ** round(math.log2(max(self.vocab_size, 2)) / 2))
+
+    @property
+    def num_chunks(self) -> int:
+        """Of this rank; the same on every rank."""
+        return math.ceil(math.ceil(self.vocab_size / self.chunk_size) / self.ranks)
+
+    @property
+    def shard_size(self) -> int:
+        """Rows of this rank's matrices, padding included."""
+        return self.num_chunks * self.chunk_size
+
+    @property
+    def start(self) -> int:
+        """This rank's first token id."""
+        return self.rank * self.shard_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank, padding excluded."""
+        return min(max(self.vocab_size - self.start, 0), self.shard_size)
+
+
+class VocabParallelEmbedding:
+    """Token ids [T] -> hidden states [T, hidden], equal on all ranks."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        tp: TensorParallel,
+        vocab: VocabPartition,
+        name: str,
+        hidden_size: int,
+    ) -> None:
+        self.weight = read_vocab_shard(reader, vocab, name, hidden_size)
+        self._vocab = vocab
+        self._tp = tp
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._tp.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self._vocab.start
+        elsewhere = (local < 0) | (local >= self._vocab.num_tokens)
+        hidden = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+
+class VocabParallelHead:
+    """Hidden states [S, hidden] -> this rank's logits [S, shard_size], padding at -inf."""
+
+    def __init__(self, weight: torch.Tensor, vocab: VocabPartition) -> None:
+        self._weight: PackedWeight = pack(weight)
+        self._vocab = vocab
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._weight.matmul(hidden, None, None)
+        logits[:, self._vocab.num_tokens :] = -torch.inf
+        return logits
+
+
+def read_vocab_shard(
+    reader: WeightReader, vocab: VocabPartition, name: str, hidden_size: int
+) -> torch.Tensor:
+    """-> [shard_size, hidden], rows past the vocabulary zero."""
+    weight = torch.empty(vocab.shard_size, hidden_size, dtype=reader.dtype, device=reader.device)
+    weight[vocab.num_tokens :] = 0
+    start = vocab.start if vocab.num_tokens else 0
+    reader.read_into(weight[: vocab.num_tokens], name, start=start)
+    return weight

@@ -1,0 +1,206 @@
+"""WorkerService over gRPC: the RPC loop here, everything that computes on the execution thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+from grpc import aio
+
+from shared.config import WorkerSettings
+from shared.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from shared.pb.worker_pb2 import (
+    ConfigureRequest,
+    ConfigureResponse,
+    GetInfoRequest,
+    GetInfoResponse,
+    StepRequest,
+    StepResponse,
+)
+from shared.pb.worker_pb2_grpc import WorkerServiceServicer
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step import Int32s, Step, StepLimits, decode_step
+
+log = structlog.get_logger(__name__)
+
+Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass
+class Epoch:
+    """The current configuration and how far its steps have come."""
+
+    number: int
+    limits: StepLimits
+    last_step: Step | None = None  # received, maybe not run yet
+    ended: bool = False  # by a newer epoch or a failed step
+
+
+class WorkerService(WorkerServiceServicer):
+    """One rank. Steps run one after another on a thread of their own, so that health and GetInfo
+    are answered while one runs."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution")
+        self._incarnation = uuid.uuid4().hex
+        self._runner: ModelRunner | None = None
+        self._newest_epoch = 0  # asked for, maybe not reached
+        self._epoch: Epoch | None = None
+
+    async def load(self) -> None:
+        """Loads the model and warms it up.
+
+        Raises:
+            StartError: the model or the settings cannot be served.
+        """
+        loop = asyncio.get_running_loop()
+        self._runner = await loop.run_in_executor(self._thread, ModelRunner, self._settings)
+
+    def close(self) -> None:
+        """Drops the steps that wait; returns when the one that runs has ended."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
+        info = self._loaded().info
+        return GetInfoResponse(
+            rank=self._settings.rank,
+            world_size=self._settings.tp,
+            device=info.device,
+            dtype=info.dtype,
+            model_fingerprint=info.fingerprint,
+            attention_backend=info.attention_backend,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            incarnation=self._incarnation,
+            epoch=self._newest_epoch,
+        )
+
+    async def Configure(self, request: ConfigureRequest, context: Context) -> ConfigureResponse:
+        runner = self._loaded()
+        limits = self._limits(request, runner)
+        if request.epoch <= self._newest_epoch:
+            raise FailedPreconditionError(
+                f"epoch: {request.epoch} is not above {self._newest_epoch}, the newest so far"
+            )
+        self._newest_epoch = request.epoch
+        if self._epoch:
+            self._epoch.ended = True
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(
+                self._thread, runner.configure, request.epoch, request.num_blocks
+            )
+        except RuntimeError as error:
+            log.error("configure failed", epoch=request.epoch, exc_info=error)
+            raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
+        if request.epoch == self._newest_epoch:
+            self._epoch = Epoch(request.epoch, limits)
+        log.info("configured", epoch=request.epoch, num_blocks=request.num_blocks)
+        return ConfigureResponse()
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[StepRequest], context: Context
+    ) -> AsyncIterator[StepResponse]:
+        # Steps wait here in order while earlier ones run, then whatever ended the stream.
+        running: asyncio.Queue[asyncio.Future[StepResponse] | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read_steps(request_iterator, running))
+        try:
+            while (future := await running.get()) is not None:
+                yield await future
+            await reader
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            while not running.empty():
+                if pending := running.get_nowait():
+                    _drop(pending)
+
+    async def _read_steps(
+        self,
+        requests: AsyncIterator[StepRequest],
+        running: asyncio.Queue[asyncio.Future[StepResponse] | None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async for request in requests:
+                epoch = self._current_epoch(request.epoch)
+                step = decode_step(request, epoch.limits, epoch.last_step)
+                epoch.last_step = step
+                running.put_nowait(
+                    loop.run_in_executor(self._thread, self._run, self._loaded(), epoch, step)
+                )
+        finally:
+            running.put_nowait(None)
+
+    def _run(self, runner: ModelRunner, epoch: Epoch, step: Step) -> StepResponse:
+        """On the execution thread."""
+        if epoch.ended:
+            raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
+        started = time.perf_counter()
+        try:
+            tokens: Int32s = runner.run(step)
+        except Exception as error:
+            epoch.ended = True  # what the cache holds is no longer known
+            log.error("step failed", epoch=epoch.number, step_id=step.step_id, exc_info=error)
+            raise InternalError(f"step {step.step_id} failed") from error
+        return StepResponse(
+            step_id=step.step_id,
+            token_ids=tokens.tobytes() if self._settings.rank == 0 else b"",
+            step_time_s=time.perf_counter() - started,
+        )
+
+    def _current_epoch(self, number: int) -> Epoch:
+        if self._epoch is None:
+            raise FailedPreconditionError("epoch: none is configured")
+        if number != self._epoch.number:
+            raise FailedPreconditionError(f"epoch: {number}, the current is {self._epoch.number}")
+        if self._epoch.ended:
+            raise FailedPreconditionError(f"epoch: {number} has ended")
+        return self._epoch
+
+    def _loaded(self) -> ModelRunner:
+        if self._runner is None:
+            raise UnavailableError("the model is still loading")
+        return self._runner
+
+    def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
+        most = {
+            # Not what fits: that is an estimate, lower at one start than at another, and an engine
+            # that lost a worker wants the cache it had. Slots must fit their column.
+            "num_blocks": np.iinfo(np.int32).max // runner.info.block_size,
+            "max_num_seqs": self._settings.max_num_seqs,
+            "max_num_batched_tokens": self._settings.max_num_batched_tokens,
+        }
+        for field, limit in most.items():
+            value = getattr(request, field)
+            if not 1 <= value <= limit:
+                raise InvalidArgumentError(field, f"{value} is not in 1..{limit}")
+        return StepLimits(
+            vocab_size=runner.info.vocab_size,
+            num_blocks=request.num_blocks,
+            block_size=runner.info.block_size,
+            max_num_seqs=request.max_num_seqs,
+            max_num_batched_tokens=request.max_num_batched_tokens,
+            max_model_len=runner.info.max_model_len,
+        )
+
+
+def _drop(step: asyncio.Future[StepResponse]) -> None:
+    """Nobody will read the answer, whatever it is."""
+    if not step.cancel() and not step.cancelled():
+        step.exception()

@@ -1,0 +1,144 @@
+"""Weights from *.safetensors: one tensor at a time, each rank reading its own slice only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from worker_svc.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+
+
+class WeightReader:
+    """Hands out the tensors of a checkpoint by name and notices what was left over.
+
+    Files are mapped for one tensor at a time: pages that were read would otherwise count as memory
+    of this process until the end of the load.
+    """
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._files = dict(_locate(model_dir))
+        self._unread = set(self._files)
+        # disable=None: no bar where stderr is no terminal.
+        self._progress = tqdm(
+            total=len(self._files), desc="loading weights", unit="tensor", disable=None
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.close()
+
+    def read_into(
+        self, out: torch.Tensor, name: str, *, dim: int = 0, start: int | None = None
+    ) -> None:
+        """Copies tensor `name` into `out`, converting its dtype.
+
+        With `start`, only the slice [start, start + out.shape[dim]) along `dim` is read.
+
+        Raises:
+            ModelError: there is no such tensor, or its shape is another.
+        """
+        with self._open(name) as tensor:
+            shape, expected = list(tensor.get_shape()), list(out.shape)
+            if start is not None and len(shape) == len(expected):
+                if shape[dim] < start + expected[dim]:
+                    raise ModelError(f"{name}: shape {shape}, too short in dimension {dim}")
+                expected[dim] = shape[dim]
+            if shape != expected:
+                raise ModelError(f"{name}: shape {shape}, the configuration says {expected}")
+            if start is None:
+                out.copy_(tensor[:])
+            elif dim == 0:
+                out.copy_(tensor[start : start + out.shape[0]])
+            else:
+                out.copy_(tensor[:, start : start + out.shape[1]])
+
+    def skip(self, name: str) -> None:
+        """`name` may be there, and is not needed."""
+        if name in self._unread:
+            self._unread.remove(name)
+            self._progress.update()
+
+    def check_all_read(self) -> None:
+        """
+        Raises:
+            ModelError: the checkpoint has tensors that the model does not.
+        """
+        if self._unread:
+            names = sorted(self._unread)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"unknown weight: {', '.join(names[:3])}{more}")
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"missing weight: {name}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file.get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path.name}: cannot read {name}: {error}") from error
+        self.skip(name)
+
+
+def model_fingerprint(model_dir: Path) -> str:
+    """Hex digest of the configuration and of every weight file's name, size and header (names,
+    shapes, dtypes, offsets): cheap, and equal on ranks that loaded the same files."""
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in sorted(set(dict(_locate(model_dir)).values())):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        digest.update(_read_header(path))
+    return digest.hexdigest()[:32]
+
+
+def _locate(model_dir: Path) -> Iterator[tuple[str, Path]]:
+    """(tensor name, file) of a checkpoint with or without an index."""
+    index = model_dir / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{INDEX}: cannot be read: {error!r}") from error
+        paths = {model_dir / file_name for file_name in weight_map.values()}
+    else:
+        paths = set(model_dir.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"model: no *.safetensors in {model_dir}")
+    for path in sorted(paths):
+        if not path.is_file():
+            raise ModelError(f"{INDEX}: names {path.name}, which does not exist")
+        for name in json.loads(_read_header(path)):
+            if name != "__metadata__":
+                yield name, path
+
+
+def _read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file: 8 bytes of length, then that many of JSON."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else sys.maxsize
+        if size > path.stat().st_size:
+            raise ModelError(f"{path.name}: not a safetensors file")
+        return file.read(size)
