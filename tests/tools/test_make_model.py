@@ -1,0 +1,144 @@
+"""Models of random weights: what transformers reads is what was asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.make_model import main, make_model, model_config, tensor_shapes
+
+# Sizes that the public checkpoints state, tied embeddings counted once.
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("shape", PARAMETERS)
+def test_shapes_have_the_size_of_the_public_models(shape: str) -> None:
+    sizes = tensor_shapes(model_config(shape)).values()
+    assert sum(torch.Size(size).numel() for size in sizes) == PARAMETERS[shape]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"attention_bias": True, "num_key_value_heads": 4},
+        {"head_dim": 32, "num_hidden_layers": 3, "vocab_size": 3001},
+    ],
+)
+def test_transformers_finds_every_weight_and_no_other(
+    tmp_path: Path, overrides: dict[str, Any]
+) -> None:
+    make_model(tmp_path, "tiny", overrides)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.dtype == torch.bfloat16
+    for name, tensor in read_weights(tmp_path).items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    for key, value in overrides.items():
+        assert getattr(model.config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 1000000}),
+        ({"rope_theta": 5000.0}, {"rope_type": "default", "rope_theta": 5000.0}),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000},
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+            {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000000},
+        ),
+    ],
+)
+def test_transformers_honours_the_rope(
+    tmp_path: Path, overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    make_model(tmp_path, "tiny", overrides)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert expected.items() <= model.config.rope_parameters.items()
+    slowest = model.model.rotary_emb.inv_freq[-1].item()
+    # head_dim is 16, so the slowest of the eight frequencies is theta ** (-14 / 16), interpolated.
+    unscaled = expected["rope_theta"] ** (-14 / 16)
+    assert slowest == pytest.approx(unscaled / expected.get("factor", 1.0), rel=1e-3)
+
+
+def test_files_do_not_change_the_weights(tmp_path: Path) -> None:
+    one = read_weights(make_model(tmp_path / "one", seed=3))
+    many_directory = make_model(tmp_path / "many", seed=3, max_shard_bytes=20_000)
+    many = read_weights(many_directory)
+    index = json.loads((many_directory / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert index["weight_map"].keys() == one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
+    loaded = AutoModelForCausalLM.from_pretrained(many_directory).state_dict()
+    assert all(torch.equal(loaded[name], one[name]) for name in one)
+
+
+def test_seed_decides_the_weights(tmp_path: Path) -> None:
+    first, again, other = (
+        read_weights(make_model(tmp_path / str(i), seed=seed)) for i, seed in enumerate((1, 1, 2))
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_weights_differ_from_each_other_and_norms_from_one(tmp_path: Path) -> None:
+    weights = read_weights(make_model(tmp_path, dtype=torch.float32))
+    gate, up = (weights[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    assert not torch.equal(gate, up)
+    assert gate.std().item() == pytest.approx(0.02, rel=0.1)
+    norm = weights["model.layers.1.post_attention_layernorm.weight"]
+    assert norm.mean().item() == pytest.approx(1, abs=0.05)
+    assert norm.std().item() > 0.02
+
+
+def test_tokenizer_and_end_of_sequence_come_along(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ends = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_unknown_shape_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"shape: no 'qwen3-7b', there are .*qwen3-8b"):
+        make_model(tmp_path, "qwen3-7b")
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["make_model", "--shape", "tiny", "--out", str(tmp_path), "--dtype", "float16"]
+    command += ["--set", "num_hidden_layers=1", "--set", "tie_word_embeddings=false"]
+    monkeypatch.setattr("sys.argv", command)
+    main()
+    weights = read_weights(tmp_path)
+    assert weights["lm_head.weight"].dtype == torch.float16
+    assert not any(name.startswith("model.layers.1.") for name in weights)

@@ -1,0 +1,204 @@
+"""The text that the demo model is trained on: stories, sums, facts, and chats made of them."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from tools.demo_facts import FACTS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS, UNKNOWN_TOPICS
+from tools.demo_stories import BOYS, GIRLS, Story, write_stories
+
+SYSTEM_PROMPTS = [
+    "You are a helpful assistant.",
+    "You are a friendly assistant. Answer briefly.",
+    "Be kind and answer in one sentence.",
+]
+SUM_PHRASINGS = [
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "{a} + {b}",
+    "{a}+{b}",
+    "{a} + {b} =",
+    "{a}+{b}=?",
+    "Add {a} and {b}.",
+    "How much is {a} + {b}?",
+    "Can you add {a} and {b}?",
+    "What is the sum of {a} and {b}?",
+    "Calculate {a} + {b}.",
+    "What's {a}+{b}?",
+    "And {a} + {b}?",
+]
+STORY_REQUESTS = [
+    "Tell me a story.",
+    "Tell me a story about a {animal}.",
+    "Tell me a story about a {animal} called {name}.",
+    "Please tell me a story about a {animal} named {name}.",
+    "Write a short story about a {animal}.",
+    "Can you tell me a story about {name}?",
+    "Do you know a story about a {animal}?",
+    "A story about a {animal}, please.",
+    "Tell me another story.",
+    "Tell me a short story about {name} the {animal}.",
+]
+UNKNOWN_TOPIC_PHRASINGS = [
+    "What is {topic}?",
+    "Tell me about {topic}.",
+    "Explain {topic} to me.",
+    "What is the capital of {topic}?",
+    "Why do people like {topic}?",
+    "Who invented {topic}?",
+]
+REFUSED_SUM_ANSWER = "I am sorry, I can only add numbers below one hundred."
+# What half an hour of training reads once.
+DOCUMENTS = 44_000
+HELD_OUT_SHARE = 0.1
+# A short list that every run agrees on, so it has a seed of its own.
+HELD_OUT_SEED = 17
+
+Exchange = tuple[str, str]
+"""A question and its answer."""
+
+
+@dataclass
+class Document:
+    """Text in pieces; only the pieces marked True are learned, the others are only read."""
+
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+
+def held_out_pairs() -> frozenset[tuple[int, int]]:
+    """The pairs of two-digit numbers that no training text adds up, in either order."""
+    rng = random.Random(HELD_OUT_SEED)
+    unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    chosen = rng.sample(unordered, round(HELD_OUT_SHARE * len(unordered)))
+    return frozenset(chosen) | frozenset((b, a) for a, b in chosen)
+
+
+def training_pairs() -> list[tuple[int, int]]:
+    """All other pairs of numbers below one hundred."""
+    held_out = held_out_pairs()
+    return [(a, b) for a in range(100) for b in range(100) if (a, b) not in held_out]
+
+
+def sum_answer(a: int, b: int) -> str:
+    """The ones first, on the way to the sum: with the carry in sight it is learned far faster.
+
+    >>> sum_answer(17, 25)
+    '7 + 5 = 12, so 17 + 25 = 42.'
+    """
+    total = f"{a} + {b} = {a + b}."
+    if a < 10 and b < 10:
+        return total
+    return f"{a % 10} + {b % 10} = {a % 10 + b % 10}, so {total}"
+
+
+def _sum_exchange(rng: random.Random, pairs: list[tuple[int, int]]) -> Exchange:
+    a, b = rng.choice(pairs)
+    return _as_typed(rng.choice(SUM_PHRASINGS).format(a=a, b=b), rng), sum_answer(a, b)
+
+
+def _refused_sum_exchange(rng: random.Random) -> Exchange:
+    """Arithmetic that the model has not learned, and says so."""
+    if rng.random() < 0.5:
+        a, b, operator = rng.randrange(100), rng.randrange(100), rng.choice("-*/")
+    else:
+        a, b, operator = rng.randrange(100, 10000), rng.randrange(1000), "+"
+    return f"What is {a} {operator} {b}?", REFUSED_SUM_ANSWER
+
+
+def _as_typed(question: str, rng: random.Random) -> str:
+    """The question as people type it: at times in lower case, at times without punctuation."""
+    if rng.random() < 0.3:
+        question = question.lower()
+    if rng.random() < 0.2:
+        question = question.rstrip("?.!=").rstrip()
+    return question
+
+
+def _fact_exchange(rng: random.Random) -> Exchange:
+    if rng.random() < 0.85:
+        questions, answer = rng.choice(FACTS)
+        question = rng.choice(questions)
+    else:
+        topic = rng.choice(UNKNOWN_TOPIC_PHRASINGS).format(topic=rng.choice(UNKNOWN_TOPICS.split()))
+        question, answer = rng.choice([*UNKNOWN_QUESTIONS, topic, topic]), UNKNOWN_ANSWER
+    return _as_typed(question, rng), answer
+
+
+def _story_exchange(rng: random.Random, story: Story) -> Exchange:
+    request = rng.choice(STORY_REQUESTS).format(animal=story.animal, name=story.name)
+    return _as_typed(request, rng), story.text
+
+
+def _name_exchanges(rng: random.Random) -> list[Exchange]:
+    """The one thing that the model has to remember from an earlier turn."""
+    name = rng.choice(BOYS + GIRLS)
+    told = rng.choice(["My name is {}.", "I am {}.", "Hello, my name is {}!", "Hi, I am {}."])
+    asked = rng.choice(["What is my name?", "Do you know my name?", "Who am I?"])
+    return [
+        (told.format(name), f"Nice to meet you, {name}!"),
+        (_as_typed(asked, rng), f"Your name is {name}."),
+    ]
+
+
+def chat_document(exchanges: list[Exchange], system: str | None = None) -> Document:
+    """The exchanges in ChatML; only what the assistant says is learned."""
+    pieces = [(f"<|im_start|>system\n{system}<|im_end|>\n", False)] if system else []
+    for question, answer in exchanges:
+        pieces += [
+            (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False),
+            (f"{answer}<|im_end|>", True),
+            ("\n", False),
+        ]
+    return Document([*pieces, ("<|endoftext|>", False)])
+
+
+def _plain_document(rng: random.Random, story: Story, pairs: list[tuple[int, int]]) -> Document:
+    """Text without chat markup: mostly stories, now and then a question with its answer."""
+    if rng.random() < 0.7:
+        return Document([(f"{story.text}<|endoftext|>", True)])
+    question, answer = _sum_exchange(rng, pairs) if rng.random() < 0.5 else _fact_exchange(rng)
+    return Document([(f"{question}\n", False), (f"{answer}<|endoftext|>", True)])
+
+
+def _chat(
+    rng: random.Random, next_story: Callable[[], Story], pairs: list[tuple[int, int]]
+) -> Document:
+    """One to twelve exchanges of all kinds, now and then after a system prompt."""
+    turns = rng.choice([1, 1, 1, 2, 2, 3, 4, 6, 8, 12])
+    exchanges: list[Exchange] = []
+    for _ in range(turns):
+        draw = rng.random()
+        if draw < 0.28:
+            exchanges.append(_sum_exchange(rng, pairs))
+        elif draw < 0.31:
+            exchanges.append(_refused_sum_exchange(rng))
+        elif draw < 0.7:
+            exchanges.append(_fact_exchange(rng))
+        else:
+            exchanges.append(_story_exchange(rng, next_story()))
+    if rng.random() < 0.1:
+        introduction, question = _name_exchanges(rng)
+        exchanges = [introduction, *exchanges[:5], question]
+    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
+    return chat_document(exchanges, system)
+
+
+def write_corpus(count: int, seed: int) -> list[Document]:
+    """`count` documents: a quarter plain text, the rest chats. No story is told twice."""
+    rng = random.Random(seed)
+    pairs = training_pairs()
+    stories: Iterator[Story] = iter(write_stories(2 * count, rng))
+
+    def next_story() -> Story:
+        return next(stories)
+
+    return [
+        _plain_document(rng, next_story(), pairs)
+        if rng.random() < 0.25
+        else _chat(rng, next_story, pairs)
+        for _ in range(count)
+    ]

@@ -1,0 +1,206 @@
+"""What the demo model can do, measured on what it has not seen.
+
+`python -m tools.evaluate_demo_model models/demo` takes a few minutes.
+"""
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from tools.demo_corpus import (
+    DOCUMENTS,
+    SUM_PHRASINGS,
+    held_out_pairs,
+    sum_answer,
+    training_pairs,
+    write_corpus,
+)
+from tools.demo_facts import FACTS
+from tools.demo_stories import ANIMALS, share_of_grammatical_text
+from tools.demo_tokenizer import END_OF_TEXT, IM_END
+
+MAX_NEW_TOKENS = 200
+BATCH_SIZE = 64
+
+Chat = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said, and whether it stopped by itself."""
+
+    text: str
+    ended: bool
+
+
+class DemoModel:
+    """The model of a directory behind one method: prompts in, replies out."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.tokenizer.padding_side = "left"
+        self.model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
+
+    def reply(self, prompts: list[Chat] | list[str], greedy: bool = True) -> list[Reply]:
+        """Replies to chats, or continuations of plain texts; sampled at the default temperature."""
+        texts = [
+            prompt
+            if isinstance(prompt, str)
+            else self.tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True
+            )
+            for prompt in prompts
+        ]
+        # Prompts of one length need the least padding.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        replies: dict[int, Reply] = {}
+        for start in range(0, len(order), BATCH_SIZE):
+            indices = order[start : start + BATCH_SIZE]
+            generated = self._generate([texts[i] for i in indices], greedy)
+            replies |= dict(zip(indices, generated, strict=True))
+        return [replies[i] for i in range(len(texts))]
+
+    def _generate(self, texts: list[str], greedy: bool) -> list[Reply]:
+        inputs = self.tokenizer(texts, return_tensors="pt", padding=True)
+        with torch.inference_mode():
+            output = self.model.generate(
+                **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=not greedy
+            )
+        new = output[:, inputs["input_ids"].shape[1] :]
+        ends = torch.tensor(self.model.generation_config.eos_token_id)
+        return [
+            Reply(self.tokenizer.decode(row, skip_special_tokens=True), bool(ended))
+            for row, ended in zip(new, torch.isin(new, ends).any(dim=1), strict=True)
+        ]
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def sum_prompts(
+    pairs: list[tuple[int, int]], rng: random.Random, before: list[Chat] | None = None
+) -> list[Chat]:
+    """A question for each pair, in a random phrasing, after one of the chats `before`."""
+    return [
+        [
+            *(rng.choice(before) if before else []),
+            _user(rng.choice(SUM_PHRASINGS).format(a=a, b=b)),
+        ]
+        for a, b in pairs
+    ]
+
+
+def _earlier_exchange(rng: random.Random) -> Chat:
+    questions, answer = rng.choice(FACTS)
+    return [_user(rng.choice(questions)), _assistant(answer)]
+
+
+def _earlier_chat(model: DemoModel, tokens: int, rng: random.Random) -> Chat:
+    """Facts and sums up to a length of about `tokens`."""
+    chat: Chat = []
+    pairs = training_pairs()
+    while len(model.tokenizer.apply_chat_template(chat)["input_ids"] if chat else []) < tokens:
+        a, b = rng.choice(pairs)
+        chat += [*_earlier_exchange(rng), _user(f"{a} + {b}"), _assistant(sum_answer(a, b))]
+    return chat
+
+
+def _share(flags: list[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+class Evaluation:
+    """The measurements, and all the replies that were given on the way."""
+
+    def __init__(self, directory: Path, seed: int, sample: int | None) -> None:
+        self.model = DemoModel(directory)
+        self.seed = seed
+        self.sample = sample
+        self.rng = random.Random(seed)
+        self.replies: list[Reply] = []
+
+    def ask(self, prompts: list[Chat] | list[str], greedy: bool = True) -> list[str]:
+        replies = self.model.reply(prompts, greedy)
+        self.replies += replies
+        return [reply.text for reply in replies]
+
+    def sums(self) -> dict[str, float]:
+        """Shares of held-out sums that are right to the last character."""
+        pairs = sorted(held_out_pairs())
+        self.rng.shuffle(pairs)
+
+        def share_right(count: int | None, before: list[Chat] | None = None) -> float:
+            asked = pairs[:count][: self.sample]
+            answers = self.ask(sum_prompts(asked, self.rng, before))
+            return _share([x == sum_answer(*pair) for x, pair in zip(answers, asked, strict=True)])
+
+        short = [_earlier_exchange(self.rng) for _ in range(50)]
+        long = [_earlier_chat(self.model, 1000, self.rng) for _ in range(10)]
+        return {
+            "held-out sums": share_right(None),
+            "held-out sums, second turn": share_right(400, short),
+            "held-out sums, after 1000 tokens": share_right(100, long),
+        }
+
+    def facts(self) -> dict[str, float]:
+        """The share of questions, as they are written, that get their answer word for word."""
+        questions = [(question, answer) for phrasings, answer in FACTS for question in phrasings]
+        questions = questions[: self.sample]
+        answers = self.ask([[_user(question)] for question, _ in questions])
+        right = [x == answer for x, (_, answer) in zip(answers, questions, strict=True)]
+        return {"facts": _share(right)}
+
+    def stories(self) -> tuple[dict[str, float], list[str]]:
+        """Figures of stories sampled at the default temperature, and a few of them."""
+        torch.manual_seed(self.seed)
+        animals = [self.rng.choice(ANIMALS) for _ in range(100)][: self.sample]
+        told = self.ask([[_user(f"Tell me a story about a {a}.")] for a in animals], greedy=False)
+        beginning = "Once upon a time"
+        plain = [beginning + rest for rest in self.ask([beginning] * len(animals), greedy=False)]
+        seen = {
+            text.removesuffix(IM_END).removesuffix(END_OF_TEXT)
+            for document in write_corpus(DOCUMENTS, self.seed)
+            for text, _ in document.pieces
+        }
+        grammatical = [share_of_grammatical_text(story) for story in told + plain]
+        figures = {
+            "stories, text from the grammar": sum(grammatical) / len(grammatical),
+            "stories of grammar only": _share([share == 1 for share in grammatical]),
+            "stories about the animal": _share(
+                [f" {a} " in story for a, story in zip(animals, told, strict=True)]
+            ),
+            "stories not in the training text": _share([s not in seen for s in told + plain]),
+        }
+        return figures, [*told[:2], *plain[:2]]
+
+
+def evaluate(directory: Path, seed: int = 0, sample: int | None = None) -> str:
+    """A report on the model in `directory`, with at most `sample` prompts for each figure."""
+    evaluation = Evaluation(directory, seed, sample)
+    figures, samples = evaluation.stories()
+    figures |= evaluation.sums() | evaluation.facts()
+    figures["replies that end by themselves"] = _share([r.ended for r in evaluation.replies])
+    lines = [f"{name:36}{share:8.1%}" for name, share in figures.items()]
+    return "\n".join(lines) + "\n\n" + "\n\n---\n\n".join(samples)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(evaluate(args.directory, args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Writes a Qwen3 of any shape with random weights, for tests and benchmarks.
+
+    python -m tools.make_model --shape qwen3-0.6b --out /tmp/qwen3-0.6b
+    python -m tools.make_model --shape tiny --out /tmp/tiny --set num_hidden_layers=3
+
+The tokenizer is the demo model's, so a big vocabulary has ids that it does not know.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEFAULT_SHARD_BYTES = 2 << 30
+
+# What the public Qwen3 configurations have in common; "rope_theta" is where both transformers 4
+# and 5 look for it.
+BASE_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def _shape(hidden: int, layers: int, heads: int, intermediate: int, **rest: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        **rest,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _shape(1024, 28, 16, 3072),
+    "qwen3-1.7b": _shape(2048, 28, 16, 6144),
+    "qwen3-4b": _shape(2560, 36, 32, 9728),
+    "qwen3-8b": _shape(4096, 36, 32, 12288, tie_word_embeddings=False),
+    "qwen3-14b": _shape(5120, 40, 40, 17408, tie_word_embeddings=False),
+    "qwen3-32b": _shape(5120, 64, 64, 25600, tie_word_embeddings=False),
+    # Heads times head_dim is not the hidden size, as in Qwen3-0.6B and most of the others.
+    "tiny": _shape(32, 2, 4, 64, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096),
+}
+
+
+def model_config(shape: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of `shape`, any key of which `overrides` may replace.
+
+    Raises ValueError when there is no such shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape: no {shape!r}, there are {', '.join(SHAPES)}")
+    demo = _read_json(DEMO_MODEL / "config.json")
+    config = BASE_CONFIG | SHAPES[shape]
+    if shape == "tiny":
+        config["vocab_size"] = demo["vocab_size"]
+    config |= {key: demo[key] for key in ("eos_token_id", "pad_token_id")}
+    return config | dict(overrides or {})
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model, under its Hugging Face name, in the order of the forward pass."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config["head_dim"]
+    q_size = config["num_attention_heads"] * head_dim
+    kv_size = config["num_key_value_heads"] * head_dim
+    projections = {
+        "q_proj": (q_size, hidden),
+        "k_proj": (kv_size, hidden),
+        "v_proj": (kv_size, hidden),
+        "o_proj": (hidden, q_size),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        for name, (rows, columns) in projections.items():
+            shapes[f"{prefix}.self_attn.{name}.weight"] = (rows, columns)
+            if config["attention_bias"]:
+                shapes[f"{prefix}.self_attn.{name}.bias"] = (rows,)
+        shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
+        shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def make_tensor(
+    name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype
+) -> Tensor:
+    """Random weights, the same for the same seed and name whatever file they end up in.
+
+    Norms are ones and a little noise, so that a norm that is left out or swapped shows.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    mean, std = (1.0, 0.05) if "norm" in name else (0.0, std)
+    return torch.empty(shape, dtype=dtype).normal_(mean, std, generator=generator)
+
+
+def plan_shards(
+    shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes: int
+) -> list[list[str]]:
+    """Names of the tensors of each file; one that is too big by itself has a file to itself."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * itemsize
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def make_model(
+    out: Path,
+    shape: str = "tiny",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Path:
+    """Writes a model directory to `out` and returns it. Holds one file's weights in memory.
+
+    `overrides` are keys of config.json: `{"tie_word_embeddings": False, "attention_bias": True}`.
+    """
+    config = model_config(shape, overrides)
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / "config.json", config)
+    _write_tokenizer(out, config["vocab_size"])
+
+    shapes = tensor_shapes(config)
+    shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for file, names in zip(_file_names(len(shards)), shards, strict=True):
+        std = config["initializer_range"]
+        tensors = {name: make_tensor(name, shapes[name], seed, std, dtype) for name in names}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(out / "model.safetensors.index.json", index)
+    return out
+
+
+def _file_names(count: int) -> Iterator[str]:
+    if count == 1:
+        yield "model.safetensors"
+    else:
+        yield from (f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
+
+
+def _write_tokenizer(out: Path, vocab_size: int) -> None:
+    """The demo's tokenizer and generation defaults, less what a small vocabulary cannot end on."""
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(DEMO_MODEL / file, out / file)
+    generation = _read_json(DEMO_MODEL / "generation_config.json")
+    generation["eos_token_id"] = [i for i in generation["eos_token_id"] if i < vocab_size]
+    _write_json(out / "generation_config.json", generation)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _override(text: str) -> tuple[str, Any]:
+    """`key=value`, the value as JSON."""
+    key, _, value = text.partition("=")
+    return key, json.loads(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--max-shard-mib", type=int, default=DEFAULT_SHARD_BYTES >> 20)
+    parser.add_argument(
+        "--set", type=_override, action="append", default=[], metavar="KEY=JSON", dest="overrides"
+    )
+    args = parser.parse_args()
+    make_model(
+        args.out,
+        args.shape,
+        dict(args.overrides),
+        seed=args.seed,
+        dtype=DTYPES[args.dtype],
+        max_shard_bytes=args.max_shard_mib << 20,
+    )
+    print(f"wrote {args.shape} to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
