@@ -173,6 +173,7 @@ def make_model(
         std = config["initializer_range"]
         tensors = {name: make_tensor(name, shapes[name], seed, std, dtype) for name in names}
         save_file(tensors, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # a container reads it as another user
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize

@@ -214,6 +214,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.bfloat16().save_pretrained(args.out)
+    (args.out / "model.safetensors").chmod(0o644)  # written for its owner only
     print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes, written to {args.out}")
     print(evaluate(args.out, args.seed, sample=20 if args.quick else None))
 
