@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -44,7 +45,9 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     shape.add_argument("--max-output", type=int, default=default.max_output)
     shape.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument(
-        "--in-process", action="store_true", help="also without gRPC, and print the ratio"
+        "--in-process",
+        action=argparse.BooleanOptionalAction,
+        help="also without gRPC, and print the ratio; default: for a private stack of one rank",
     )
     parser.add_argument(
         "--single-stream", action="store_true", help="also one stream, and a 1,024-token prompt"
@@ -103,7 +106,10 @@ async def bench(options: argparse.Namespace, console: Console) -> Result:
             model = await llm.get_model()
             requests = reference_workload(shape, model.vocab_size)
             check_fits(requests, model.max_model_len)
-            if options.in_process:
+            compare = options.in_process
+            if compare is None:
+                compare = not options.address and model.capacity.tensor_parallel_size == 1
+            if compare:
                 check_same_model(options.model, model)
             warm_up = warm_up_request(shape, model.vocab_size)
             total = sum(request.output_len for request in requests)
@@ -113,8 +119,10 @@ async def bench(options: argparse.Namespace, console: Console) -> Result:
             if options.single_stream:
                 with console.status("one stream"):
                     single = await measure_single_stream(llm, model)
-    if options.in_process:
-        from bench.in_process import InProcessEngine  # imports torch
+    if compare:
+        # As the worker's own process sets it, before torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        from bench.in_process import InProcessEngine
 
         with console.status("loading the model in this process"):
             engine = InProcessEngine(options.model, model)

@@ -10,17 +10,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def last_command(*arguments: str, **environment: str) -> list[str]:
-    """The words of the last command that make would run."""
-    result = subprocess.run(
-        ["make", "--dry-run", *arguments],
+def make(*arguments: str, **environment: str) -> str:
+    """What make prints. It knows nothing of the make that may be running this test."""
+    return subprocess.run(
+        ["make", *arguments],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"]} | environment,
         capture_output=True,
         text=True,
         check=True,
-    )
-    return shlex.split(result.stdout.replace("\\\n", " ").splitlines()[-1])
+    ).stdout
+
+
+def last_command(*arguments: str, **environment: str) -> list[str]:
+    """The words of the last command that make would run."""
+    output = make("--dry-run", *arguments, **environment)
+    return shlex.split(output.replace("\\\n", " ").splitlines()[-1])
 
 
 def test_only_variables_that_are_set_are_passed() -> None:
@@ -49,9 +54,6 @@ def test_chat_and_bench() -> None:
 
 
 def test_help_lists_the_targets() -> None:
-    text = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    targets = [line.split()[1] for line in text.splitlines()]
+    targets = [line.split()[1] for line in make("help").splitlines()]
     expected = "help setup up down ps logs chat bench test check protos clean"
     assert targets == expected.split()
