@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import unicodedata
@@ -162,6 +163,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 def main(args: list[str]) -> int:
     options = parse_args(args)
+    # Whoever started this may have had it ignored, as shells do in background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     params = SamplingParams(
         temperature=options.temperature,
         max_tokens=options.max_tokens,
