@@ -9,7 +9,7 @@ HOST :=
 endif
 
 ENGINE := DEVICE DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS MAX_MODEL_LEN MAX_WAITING KV_BLOCKS \
-	BLOCK_SIZE MEMORY_UTILIZATION ATTENTION
+	BLOCK_SIZE MEMORY_UTILIZATION ATTENTION ENFORCE_EAGER
 STACK := MODEL $(ENGINE) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
 ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
 
@@ -20,13 +20,15 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down ps logs chat bench test check clean
+.PHONY: help setup protos up down ps logs chat bench gpu-check test check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 # The stamp's name holds the checkout's path and the Python, so that one that was moved or upgraded
 # gets a new environment. The lock makes one of several `make`s do the work and the others wait.
+# Triton is a part of torch's CUDA builds, of just their version. With a CPU build the tests need it.
+TRITON := triton==3.6.0
 STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
 $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p .run && exec 9>.run/setup.lock && flock 9 && \
@@ -35,6 +37,8 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		-c constraints.txt -e '.[dev]' && \
+	{ $(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON); } && \
 	touch $@
 
 setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: more for pip)
@@ -57,6 +61,9 @@ chat: $(STAMP)  ## talk to the model
 bench: $(STAMP)  ## measure (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)
 	@$(call environment,$(ENGINE)) $(BIN)/python -m bench $(call flags,MODE OUT MODEL) \
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
+
+gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu_check $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
 test: $(STAMP)  ## run the tests (ARGS: for pytest)
 	$(BIN)/python -m pytest $(ARGS)

@@ -66,7 +66,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen3ForCausalLM:
         pad_token_id=end_of_text,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.6,
         eos_token_id=[end_of_turn, end_of_text],
@@ -176,7 +176,7 @@ def train(
             break
         rate = min((step + 1) / recipe.warmup_steps, 1) * (1 - done)
         loss = loss_of(model, *next(data))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = rate * recipe.learning_rate

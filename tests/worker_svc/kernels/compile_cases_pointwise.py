@@ -1,0 +1,111 @@
+"""Launches of the kernels around attention and of the sampler, with the sizes of Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tests.worker_svc.kernels.compiled import Case
+from worker_svc.kernels.embedding import embed
+from worker_svc.kernels.kv_store import store_kv
+from worker_svc.kernels.qk_norm_rope import norm_rope_store
+from worker_svc.kernels.rms_norm import add_rms_norm, rms_norm
+from worker_svc.kernels.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.silu_mul import silu_and_multiply
+from worker_svc.layers.embedding import VocabPartition
+
+TOKENS = 3
+VOCAB_SIZE = 151_936
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one rank has of a model."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    ranks: int
+
+
+SHAPES = (
+    Shape("0.6B", hidden=1024, intermediate=3072, heads=16, kv_heads=8, ranks=1),
+    Shape("8B", hidden=4096, intermediate=12288, heads=32, kv_heads=8, ranks=1),
+    Shape("32B TP 4", hidden=5120, intermediate=6400, heads=16, kv_heads=2, ranks=4),
+)
+
+
+def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Without memory: a real cache is larger than this machine's."""
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    half, ints = partial(empty, dtype=dtype), partial(empty, dtype=torch.int32)
+    floats = partial(empty, dtype=torch.float32)
+    x, weight = half(TOKENS, shape.hidden), half(shape.hidden)
+    yield "rms_norm", partial(rms_norm, x, weight, 1e-6)
+    yield "add_rms_norm", partial(add_rms_norm, x, x, weight, 1e-6)
+    yield "silu_and_multiply", partial(silu_and_multiply, half(TOKENS, 2 * shape.intermediate))
+
+    qkv = half(TOKENS, (shape.heads + 2 * shape.kv_heads) * HEAD_DIM)
+    kv_size = shape.kv_heads * HEAD_DIM
+    k, v = (part.unflatten(1, (-1, HEAD_DIM)) for part in qkv[:, -2 * kv_size :].chunk(2, dim=1))
+    cache = half(2, 2**31 // (16 * kv_size) + 1, 16, shape.kv_heads, HEAD_DIM)
+    yield "store_kv", partial(store_kv, k, v, ints(TOKENS), cache)
+    yield (
+        "norm_rope_store",
+        partial(
+            norm_rope_store,
+            qkv,
+            shape.heads,
+            half(HEAD_DIM),
+            half(HEAD_DIM),
+            1e-6,
+            floats(40960, 2, HEAD_DIM // 2),
+            ints(TOKENS),
+            ints(TOKENS),
+            cache,
+        ),
+    )
+
+    vocab = VocabPartition(VOCAB_SIZE, shape.ranks - 1, shape.ranks)
+    embedding = half(vocab.shard_size, shape.hidden)
+    yield (
+        "embed",
+        partial(embed, ints(TOKENS), ints(TOKENS), embedding, vocab.start, vocab.num_tokens),
+    )
+    logits, temperatures = half(TOKENS, vocab.shard_size), floats(TOKENS)
+    yield (
+        "chunk_statistics",
+        partial(chunk_statistics, logits, vocab.chunk_size, vocab.num_tokens, temperatures),
+    )
+    statistics = floats(TOKENS, vocab.num_chunks * vocab.ranks)
+    yield (
+        "select_tokens",
+        partial(
+            select_tokens,
+            logits,
+            vocab.chunk_size,
+            vocab.num_tokens,
+            statistics,
+            statistics,
+            vocab.rank * vocab.num_chunks,
+            temperatures,
+            empty(TOKENS, dtype=torch.float64),
+        ),
+    )
+
+
+CASES = [
+    Case(f"{name} {shape.name} {str(dtype).removeprefix('torch.')}", launch)
+    for dtype in (torch.bfloat16, torch.float16)
+    for shape in SHAPES
+    for name, launch in launches(shape, dtype)
+]

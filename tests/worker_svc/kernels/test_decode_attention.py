@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker_svc.kernels.attention_cases import (
+    Batch,
+    assert_close,
+    in_a_large_cache,
+    random_batch,
+)
+from worker_svc.kernels.decode_attention import choose_splits, decode_attention, decode_workspace
+from worker_svc.kernels.paged_attention import Tiling
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def run(batch: Batch, seqs: list[int], splits: int, tile: int = 16) -> torch.Tensor:
+    """NaN in the rows that were not written."""
+    heads, head_dim = batch.q.shape[1:]
+    out = torch.full_like(batch.q, torch.nan)
+    workspace = decode_workspace(len(seqs), heads, head_dim, splits, out.device).fill_(torch.nan)
+    decode_attention(
+        batch.q,
+        batch.cache,
+        torch.tensor(seqs, dtype=torch.int32),
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_offsets,
+        batch.scale,
+        splits,
+        workspace,
+        out,
+        Tiling(tile, num_warps=4, num_stages=2),
+    )
+    return out
+
+
+def check(
+    contexts: list[int], *, seed: int, splits: int = 1, tile: int = 16, **kwargs: Any
+) -> None:
+    batch = random_batch([1] * len(contexts), contexts, seed=seed, **kwargs)
+    assert_close(run(batch, list(range(len(contexts))), splits, tile), batch.reference())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_equals_the_reference(dtype: torch.dtype, splits: int) -> None:
+    """With the tiling of a GPU."""
+    batch = random_batch([1, 1, 1], [1, 64, 200], seed=0, heads=4, kv_heads=2, dtype=dtype)
+    out = torch.full_like(batch.q, torch.nan)
+    decode_attention(
+        batch.q,
+        batch.cache,
+        torch.arange(3, dtype=torch.int32),
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_offsets,
+        batch.scale,
+        splits,
+        decode_workspace(3, 4, 64, splits, out.device).fill_(torch.nan),
+        out,
+    )
+    assert_close(out, batch.reference())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 17])
+def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
+    check([5, 33], seed=group, heads=2 * group, kv_heads=2, splits=group % 2 + 1)
+
+
+@pytest.mark.parametrize("head_dim", [16, 18, 24, 80, 128, 256])
+def test_any_head_dim(head_dim: int) -> None:
+    check([5, 33], seed=head_dim, head_dim=head_dim)
+    check([5, 33], seed=head_dim, head_dim=head_dim, splits=2)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int) -> None:
+    bounds = {tile, block_size, tile + block_size}
+    contexts = sorted({1} | {bound + d for bound in bounds for d in (-1, 0, 1)})
+    check(contexts, seed=0, block_size=block_size, tile=tile, heads=1, head_dim=16, splits=2)
+
+
+@pytest.mark.parametrize("splits", range(1, 9))
+def test_any_number_of_splits(splits: int) -> None:
+    """Also more than a sequence has tiles, or positions."""
+    check([1, 3, 17, 64, 65, 150], seed=splits, splits=splits, heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_gives_zeros(splits: int) -> None:
+    check([0, 20, 0], seed=0, splits=splits, head_dim=16)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_leaves_the_other_rows_alone(splits: int) -> None:
+    """The decoding sequences of a step in which others have a chunk of their prompt."""
+    batch = random_batch([1, 5, 1, 3, 1], [20, 30, 40, 3, 50], seed=0, head_dim=16)
+    out = run(batch, [4, 0, 2], splits)
+    rows = [0, 6, 10]
+    assert_close(out[rows], batch.reference()[rows])
+    others = [row for row in range(len(out)) if row not in rows]
+    assert out[others].isnan().all()
+
+
+def test_no_sequences() -> None:
+    batch = random_batch([2], [2], seed=0)
+    assert run(batch, [], splits=2).isnan().all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    batch = random_batch([1, 1], [20, 70], seed=0, head_dim=16)
+    batch.q.mul_(1e4)
+    assert_close(run(batch, [0, 1], splits=3), batch.reference())
+
+
+def test_caches_beyond_32_bit_offsets(tmp_path: Path) -> None:
+    small = random_batch([1], [16], seed=0, kv_heads=2, heads=2, head_dim=256, dtype=torch.float16)
+    batch = in_a_large_cache(small, tmp_path / "cache")
+    assert_close(run(batch, [0], splits=1), small.reference())
+
+
+def test_random_batches() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(4):
+        kv_heads = rng.choice([1, 2])
+        check(
+            [rng.choice([0, rng.randint(1, 8), rng.randint(1, 200)]) for _ in range(4)],
+            seed=rng.randrange(2**32),
+            splits=rng.randint(1, 6),
+            tile=rng.choice([16, 32, 128]),
+            kv_heads=kv_heads,
+            heads=kv_heads * rng.randint(1, 8),
+            head_dim=2 * rng.randint(8, 40),
+            block_size=rng.choice([16, 20, 32, 112, 256]),
+        )
+
+
+def test_workspace_too_small() -> None:
+    batch = random_batch([1, 1], [20, 30], seed=0)
+    with pytest.raises(ValueError, match="workspace"):
+        decode_attention(
+            batch.q,
+            batch.cache,
+            torch.arange(2, dtype=torch.int32),
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_table,
+            batch.table_offsets,
+            batch.scale,
+            4,
+            decode_workspace(2, 2, 64, 3, batch.q.device),
+            torch.empty_like(batch.q),
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "kv_heads", "splits"), [(1, 8, 32), (1, 1, 32), (64, 8, 2), (256, 8, 1)]
+)
+def test_splits_fill_an_h200(num_seqs: int, kv_heads: int, splits: int) -> None:
+    assert choose_splits(num_seqs, kv_heads, num_sms=132) == splits
