@@ -98,7 +98,7 @@ def main() -> None:
     times.wrap(torch_backend, "write_cache", "cache write")
     times.wrap(torch_backend.TorchBackend, "_attend_chunk", "prompt attention")
     times.wrap(Sampler, "__call__", "sampler")
-    for name in ("_rms_norm", "_norm_and_rotate", "_silu_and_multiply"):
+    for name in ("_rms_norm", "_add_rms_norm", "_norm_and_rotate", "_silu_and_multiply"):
         times.wrap(cpu_fused, name, "norms, rotary, silu")
     flags = ["--model", args.model, "--device", "cpu", "--threads", str(args.threads)]
     runner = ModelRunner(load_settings(WorkerSettings, flags))

@@ -38,7 +38,9 @@ class StackSettings(ServiceSettings):
     tp: int = Field(1, gt=0)
     scheduler_address: str = ""
     worker_addresses: Addresses = ()
-    master_port: int = 0
+    master_port: int = Field(
+        default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
+    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

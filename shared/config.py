@@ -99,15 +99,26 @@ class WorkerSettings(ServiceSettings):
     rank: int = Field(0, ge=0)
     tp: int = Field(1, gt=0, description="tensor-parallel ranks")
     worker_addresses: Addresses = ("127.0.0.1:50053",)
-    master_addr: str = Field("127.0.0.1", description="host of rank 0, where the ranks meet")
-    master_port: int = Field(50054, gt=0, le=65535)
+    # The names that PyTorch's launchers and clusters set.
+    master_addr: str = Field(
+        default_factory=lambda: os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        description="host of rank 0, where the ranks meet (default: MASTER_ADDR)",
+    )
+    master_port: int = Field(
+        default_factory=lambda: os.environ.get("MASTER_PORT", 50054),
+        validate_default=True,
+        gt=0,
+        le=65535,
+        description="default: MASTER_PORT",
+    )
     max_num_seqs: int = Field(256, gt=0)
     max_num_batched_tokens: int = Field(2048, gt=0)
     max_model_len: AutoInt = "auto"
     kv_blocks: AutoInt = "auto"
     block_size: AutoInt = "auto"
     memory_utilization: float | Literal["auto"] = Field("auto", description="share of the memory")
-    attention: Literal["auto", "torch"] = "auto"
+    attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = "auto"
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
     threads: AutoInt = Field("auto", description="CPU threads of a step")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 
 # A rank that waits longer than this for the others gives the step up.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -47,19 +48,29 @@ class TensorParallel:
                 wait_for_workers=False,
                 timeout=JOIN_TIMEOUT,
             )
+        on_gpu = device.type == "cuda"
+        # A rank whose peer is gone keeps its weights and comes to the next epoch: NCCL's watchdog
+        # would end its process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if on_gpu else "gloo",
             store=PrefixStore(f"epoch-{epoch}", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if on_gpu else None,  # connects now, not in the first collective
         )
         self._joined = True
 
     def leave(self) -> None:
-        """Ends the current group, if any."""
-        if self._joined:
-            self._joined = False
+        """Ends the current group, if any, even one in which a rank is gone: NCCL's kernels wait for
+        it for ever, and only an abort makes them return."""
+        if not self._joined:
+            return
+        self._joined = False
+        if dist.get_backend() == "nccl":
+            _abort_process_group()
+        else:
             dist.destroy_process_group()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

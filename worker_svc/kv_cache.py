@@ -1,46 +1,40 @@
-"""How many KV cache blocks this rank can hold."""
+"""How many KV cache blocks a rank can hold."""
 
 from __future__ import annotations
 
 import math
 
-import psutil
-import torch
-
 from shared.config import WorkerSettings
-from worker_svc.attention.base import AttentionShape
 from worker_svc.errors import StartError
-
-# Of what is free after the warm-up step. A GPU serves nothing else; the memory of a CPU belongs to
-# others too: other ranks, the page cache, the rest of the stack.
-GPU_SHARE = 0.9
-CPU_SHARE = 0.4
 
 
 def blocks_that_fit(
-    settings: WorkerSettings, shape: AttentionShape, block_size: int, max_model_len: int
+    settings: WorkerSettings, memory: int, block_bytes: int, block_size: int, max_model_len: int
 ) -> int:
     """Blocks for as many sequences of full length as a step may have, or for as much memory as
     there is, if that is less; `kv_blocks` if it is set.
 
+    Args:
+        memory: bytes for the cache.
+        block_bytes: of one block, in all layers.
+        block_size: tokens of one block.
+
     Raises:
-        StartError: not even one block fits.
+        StartError: not even one sequence of full length fits.
     """
     if settings.kv_blocks != "auto":
         return settings.kv_blocks
-    useful = settings.max_num_seqs * math.ceil(max_model_len / block_size)
-    memory = _usable_bytes(settings, shape.device)
-    fit = memory // (block_size * shape.cache_bytes_per_token)
-    if fit < 1:
-        raise StartError(f"memory: {memory} bytes hold not one KV cache block")
-    return min(useful, fit)
+    longest = math.ceil(max_model_len / block_size)
+    missing = longest * block_bytes - memory
+    if missing > 0:
+        raise StartError(
+            f"memory: {_mib(missing)} MiB are missing: the KV cache of one sequence of "
+            f"{max_model_len} tokens takes {_mib(longest * block_bytes)} MiB, "
+            f"{_mib(max(memory, 0))} MiB are left for it; raise memory_utilization, or lower "
+            "max_model_len, max_num_batched_tokens or max_num_seqs"
+        )
+    return min(settings.max_num_seqs * longest, memory // block_bytes)
 
 
-def _usable_bytes(settings: WorkerSettings, device: torch.device) -> int:
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    share = settings.memory_utilization
-    if share == "auto":
-        share = GPU_SHARE if on_gpu else CPU_SHARE
-    # Ranks on CPUs share one memory.
-    return int(free * share) // (1 if on_gpu else settings.tp)
+def _mib(size: int) -> int:
+    return math.ceil(size / 2**20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import os
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +30,14 @@ from shared.pb.worker_pb2 import (
     StepResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
-from worker_svc.model_runner import ModelRunner
-from worker_svc.step import Int32s, Step, StepLimits, decode_step
+from worker_svc.model_runner import ModelRunner, PendingStep
+from worker_svc.step import Step, StepLimits, decode_step
 
 log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
+
+EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
 
 
 @dataclass
@@ -48,13 +50,24 @@ class Epoch:
     ended: bool = False  # by a newer epoch or a failed step
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step of an Execute stream whose answer is due."""
+
+    epoch: Epoch
+    step_id: int
+    pending: asyncio.Future[PendingStep]
+
+
 class WorkerService(WorkerServiceServicer):
-    """One rank. Steps run one after another on a thread of their own, so that health and GetInfo
-    are answered while one runs."""
+    """One rank. Steps are launched one after another on a thread of their own, so that health and
+    GetInfo are answered meanwhile; another waits for their tokens, so that on a GPU the next one
+    is launched before this one is done."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution")
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._incarnation = uuid.uuid4().hex
         self._runner: ModelRunner | None = None
         self._newest_epoch = 0  # asked for, maybe not reached
@@ -72,6 +85,7 @@ class WorkerService(WorkerServiceServicer):
     def close(self) -> None:
         """Drops the steps that wait; returns when the one that runs has ended."""
         self._thread.shutdown(cancel_futures=True)
+        self._results.shutdown(cancel_futures=True)
 
     async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
         info = self._loaded().info
@@ -117,23 +131,21 @@ class WorkerService(WorkerServiceServicer):
         self, request_iterator: AsyncIterator[StepRequest], context: Context
     ) -> AsyncIterator[StepResponse]:
         # Steps wait here in order while earlier ones run, then whatever ended the stream.
-        running: asyncio.Queue[asyncio.Future[StepResponse] | None] = asyncio.Queue()
+        running: asyncio.Queue[Launched | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read_steps(request_iterator, running))
         try:
-            while (future := await running.get()) is not None:
-                yield await future
+            while (launched := await running.get()) is not None:
+                yield await self._answer(launched)
             await reader
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             while not running.empty():
-                if pending := running.get_nowait():
-                    _drop(pending)
+                if launched := running.get_nowait():
+                    _drop(launched.pending)
 
     async def _read_steps(
-        self,
-        requests: AsyncIterator[StepRequest],
-        running: asyncio.Queue[asyncio.Future[StepResponse] | None],
+        self, requests: AsyncIterator[StepRequest], running: asyncio.Queue[Launched | None]
     ) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -141,28 +153,46 @@ class WorkerService(WorkerServiceServicer):
                 epoch = self._current_epoch(request.epoch)
                 step = decode_step(request, epoch.limits, epoch.last_step)
                 epoch.last_step = step
-                running.put_nowait(
-                    loop.run_in_executor(self._thread, self._run, self._loaded(), epoch, step)
+                pending = loop.run_in_executor(
+                    self._thread, self._launch, self._loaded(), epoch, step
                 )
+                running.put_nowait(Launched(epoch, step.step_id, pending))
         finally:
             running.put_nowait(None)
 
-    def _run(self, runner: ModelRunner, epoch: Epoch, step: Step) -> StepResponse:
+    def _launch(self, runner: ModelRunner, epoch: Epoch, step: Step) -> PendingStep:
         """On the execution thread."""
         if epoch.ended:
             raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
-        started = time.perf_counter()
         try:
-            tokens: Int32s = runner.run(step)
+            return runner.launch(step)
         except Exception as error:
-            epoch.ended = True  # what the cache holds is no longer known
-            log.error("step failed", epoch=epoch.number, step_id=step.step_id, exc_info=error)
-            raise InternalError(f"step {step.step_id} failed") from error
+            raise self._failed(epoch, step.step_id, error) from error
+
+    async def _answer(self, launched: Launched) -> StepResponse:
+        pending = await launched.pending
+        try:
+            if pending.ready():
+                tokens, seconds = pending.wait()
+            else:
+                loop = asyncio.get_running_loop()
+                tokens, seconds = await loop.run_in_executor(self._results, pending.wait)
+        except Exception as error:
+            raise self._failed(launched.epoch, launched.step_id, error) from error
         return StepResponse(
-            step_id=step.step_id,
+            step_id=launched.step_id,
             token_ids=tokens.tobytes() if self._settings.rank == 0 else b"",
-            step_time_s=time.perf_counter() - started,
+            step_time_s=seconds,
         )
+
+    def _failed(self, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
+        """Ends the epoch, since what the cache holds is no longer known."""
+        epoch.ended = True
+        log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
+        if self._loaded().is_lost(error):
+            log.error("the device is lost to this process, which ends")
+            os._exit(EXIT_DEVICE_LOST)  # an orderly end would wait for the device
+        return InternalError(f"step {step_id} failed")
 
     def _current_epoch(self, number: int) -> Epoch:
         if self._epoch is None:
@@ -200,7 +230,7 @@ class WorkerService(WorkerServiceServicer):
         )
 
 
-def _drop(step: asyncio.Future[StepResponse]) -> None:
+def _drop(pending: asyncio.Future[PendingStep]) -> None:
     """Nobody will read the answer, whatever it is."""
-    if not step.cancel() and not step.cancelled():
-        step.exception()
+    if not pending.cancel() and not pending.cancelled():
+        pending.exception()

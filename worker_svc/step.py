@@ -56,6 +56,11 @@ class Step:
     def num_seqs(self) -> int:
         return len(self.query_lens)
 
+    @property
+    def decodes_only(self) -> bool:
+        """Every sequence has one token."""
+        return len(self.input_ids) == len(self.query_lens)
+
 
 def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None) -> Step:
     """Decodes and checks a step; `previous` is the one before it in the same epoch.
@@ -147,6 +152,10 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
         )
     if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
+    if (most := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():
+        raise InvalidArgumentError(
+            "block_table", f"{num_blocks.max()} blocks of one sequence, the limit is {most}"
+        )
     # As unsigned, a negative one is too large.
     if table.view("<u4").max() >= limits.num_blocks:
         raise InvalidArgumentError(

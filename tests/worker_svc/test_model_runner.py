@@ -174,7 +174,7 @@ def test_kv_blocks(tiny_dir: Path) -> None:
     assert ModelRunner(worker_settings(tiny_dir, kv_blocks=7)).info.num_blocks == 7
     few = ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-4)).info.num_blocks
     assert few < 256 * 32
-    with pytest.raises(StartError, match="memory: "):
+    with pytest.raises(StartError, match=r"memory: 1 MiB are missing.* 512 tokens takes 1 MiB"):
         ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-12))
 
 
@@ -185,10 +185,16 @@ def test_max_model_len(tiny_dir: Path) -> None:
         ModelRunner(worker_settings(tiny_dir, max_model_len=513))
 
 
-def test_cuda_is_refused_by_name(tiny_dir: Path) -> None:
+def test_a_gpu_that_is_not_there(tiny_dir: Path) -> None:
     settings = worker_settings(tiny_dir).model_copy(update={"device": "cuda"})
-    with pytest.raises(StartError, match="device: cuda"):
+    with pytest.raises(StartError, match="device: cuda, but torch finds no CUDA device"):
         ModelRunner(settings)
+
+
+@pytest.mark.parametrize("name", ["fa3", "flash_attn", "triton"])
+def test_attention_of_a_gpu_is_refused_on_a_cpu(tiny_dir: Path, name: str) -> None:
+    with pytest.raises(StartError, match=f"attention: {name} runs on a GPU"):
+        ModelRunner(worker_settings(tiny_dir, attention=name))
 
 
 def test_float16_is_refused_on_a_cpu(tiny_dir: Path) -> None:

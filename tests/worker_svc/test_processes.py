@@ -116,19 +116,28 @@ def workload(epoch: int, vocab: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One key-value head for two ranks, biases, and a vocabulary that no chunk divides."""
+    """One key-value head for all ranks, biases, and a vocabulary that no chunk divides."""
     path = tmp_path_factory.mktemp("odd")
     save_model(path, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False)
     return path
 
 
-def test_two_ranks_give_the_tokens_of_one(odd_model: Path, tmp_path: Path) -> None:
-    with ranks(odd_model, 1, tmp_path / "1") as one:
+@pytest.fixture(scope="module")
+def tokens_of_one_rank(
+    odd_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
+    with ranks(odd_model, 1, tmp_path_factory.mktemp("one") / "1") as one:
         one.configure(1)
-        expected = one.run(workload(1, 301))
-    with ranks(odd_model, 2, tmp_path / "2") as two:
-        two.configure(1)
-        assert two.run(workload(1, 301)) == expected
+        return one.run(workload(1, 301))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_give_the_tokens_of_one(
+    odd_model: Path, tmp_path: Path, tokens_of_one_rank: list[list[int]], tp: int
+) -> None:
+    with ranks(odd_model, tp, tmp_path / "ranks") as several:
+        several.configure(1)
+        assert several.run(workload(1, 301)) == tokens_of_one_rank
 
 
 def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path) -> None:

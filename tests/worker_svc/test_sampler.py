@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels import cpu_ops
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.sampler import Sampler, uniforms
+from worker_svc.sampler import Sampler
+from worker_svc.uniforms import uniforms
 
 
 class ThreadRank(TensorParallel):
@@ -40,15 +42,11 @@ def sample(
 
     def run(rank: int) -> list[int]:
         vocab = VocabPartition(logits.shape[1], rank, ranks)
-        local = logits.new_full((len(logits), vocab.shard_size), -torch.inf)
+        local = logits.new_full((len(logits), vocab.shard_size), torch.nan)
         local[:, : vocab.num_tokens] = logits[:, vocab.start : vocab.start + vocab.num_tokens]
-        sampler = Sampler(vocab, ThreadRank(rank, parts, barrier))
-        tokens = sampler(
-            local,
-            np.array(temperatures, np.float32),
-            np.array(seeds, np.uint64),
-            np.array(positions, np.int32),
-        )
+        sampler = Sampler(vocab, ThreadRank(rank, parts, barrier), cpu_ops)
+        random = uniforms(np.array(seeds, np.uint64), np.array(positions, np.int32))
+        tokens = sampler(local, torch.tensor(temperatures), torch.from_numpy(random))
         return tokens.tolist()
 
     with ThreadPoolExecutor(ranks) as pool:

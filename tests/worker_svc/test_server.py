@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, 
 from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from shared.server import Server
 from tests.worker_svc.harness import Batch, limits, worker_settings
-from worker_svc.model_runner import ModelRunner
+from worker_svc import server as worker_server
+from worker_svc.model_runner import ModelRunner, PendingStep
 from worker_svc.server import WorkerService
 from worker_svc.step import Int32s, Step
 
@@ -74,21 +76,58 @@ async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
 
 
 class Gate:
-    """Replaces `ModelRunner.run`: holds steps until `open`, and tells when the first has begun."""
+    """Replaces `ModelRunner.launch`: holds steps until `open`, tells when the first has begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.begun = threading.Event()
         self.step_ids: list[int] = []
-        run = ModelRunner.run
+        launch = ModelRunner.launch
 
-        def held(runner: ModelRunner, step: Step) -> Int32s:
+        def held(runner: ModelRunner, step: Step) -> PendingStep:
             self.step_ids.append(step.step_id)
             self.begun.set()
             assert self.open.wait(30)
-            return run(runner, step)
+            return launch(runner, step)
 
-        monkeypatch.setattr(ModelRunner, "run", held)
+        monkeypatch.setattr(ModelRunner, "launch", held)
+
+
+@dataclass
+class DeviceTokens:
+    """The tokens of a step on a device that works until it is told that it is done."""
+
+    token_ids: Int32s
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def ready(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> tuple[Int32s, float]:
+        assert self.done.wait(30)
+        if self.error:
+            raise self.error
+        return self.token_ids, 0.25
+
+
+class Device:
+    """Replaces `ModelRunner.launch` by one that returns at once, as on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: queue.Queue[DeviceTokens] = queue.Queue()
+        launch = ModelRunner.launch
+
+        def launched(runner: ModelRunner, step: Step) -> PendingStep:
+            pending = launch(runner, step)
+            tokens = DeviceTokens(pending.wait()[0])
+            self.steps.put(tokens)
+            return PendingStep(pending.samples, tokens)
+
+        monkeypatch.setattr(ModelRunner, "launch", launched)
+
+    async def next_step(self) -> DeviceTokens:
+        return await asyncio.to_thread(self.steps.get, timeout=30)
 
 
 def tokens(response: StepResponse) -> list[int]:
@@ -163,6 +202,61 @@ async def test_answers_while_a_step_runs(worker: Worker, monkeypatch: pytest.Mon
     gate.open.set()
     assert (await call.read()).step_id == 1
     call.cancel()
+
+
+async def test_the_next_step_is_launched_before_this_one_is_done(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1, 2])]))
+    await call.write(batch.request([(0, [-1])]))
+    first, second = await device.next_step(), await device.next_step()
+    assert not first.done.is_set()
+    assert await worker.is_serving()
+
+    second.done.set()  # and yet the first is answered first
+    first.done.set()
+    for step_id, step in ((1, first), (2, second)):
+        response = await call.read()
+        assert (response.step_id, response.step_time_s) == (step_id, 0.25)
+        assert tokens(response) == step.token_ids.tolist()
+    call.cancel()
+
+
+async def test_a_device_that_fails_ends_the_epoch(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1])]))
+    step = await device.next_step()
+    step.error = RuntimeError("out of memory")
+    step.done.set()
+    assert await refused(call, grpc.StatusCode.INTERNAL) == "step 1 failed"
+    call = worker.execute()
+    await call.write(batch.request([(0, [1])]))
+    assert "has ended" in await refused(call, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+async def test_a_lost_device_ends_the_process(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its CUDA context is gone: every step after it would fail too."""
+    exits: list[int] = []
+    monkeypatch.setattr(worker_server.os, "_exit", exits.append)
+    monkeypatch.setattr(ModelRunner, "is_lost", lambda runner, error: "illegal" in str(error))
+    device = Device(monkeypatch)
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1])]))
+    step = await device.next_step()
+    step.error = RuntimeError("an illegal memory access was encountered")
+    step.done.set()
+    await refused(call, grpc.StatusCode.INTERNAL)
+    assert exits == [worker_server.EXIT_DEVICE_LOST]
 
 
 async def test_a_malformed_step_ends_the_stream_only(worker: Worker) -> None:
@@ -251,13 +345,13 @@ async def test_a_cancelled_stream_leaves_the_worker_usable(worker: Worker) -> No
 async def test_a_step_that_fails_is_internal(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(runner: ModelRunner, step: Step) -> Int32s:
+    def fail(runner: ModelRunner, step: Step) -> PendingStep:
         raise ZeroDivisionError("of the device")
 
     batch = await worker.configure(1)
     first, second = batch.request([(0, [1])]), batch.request([(0, [1])])
     with monkeypatch.context() as patched:
-        patched.setattr(ModelRunner, "run", fail)
+        patched.setattr(ModelRunner, "launch", fail)
         call = worker.execute()
         await call.write(first)
         details = await refused(call, grpc.StatusCode.INTERNAL)

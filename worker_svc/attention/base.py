@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from worker_svc.step import Step
+from worker_svc.step import Int32s, Step
+from worker_svc.step_tensors import StepTensors
 
 Metadata = TypeVar("Metadata")
 
@@ -29,12 +30,26 @@ class AttentionShape:
         """Keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def scale(self) -> float:
+        """Of the scores, before the softmax."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """The normalization of a layer's queries and keys, and the rotation that follows it."""
+
+    q_weight: torch.Tensor  # [head_dim]
+    k_weight: torch.Tensor  # [head_dim]
+    eps: float
+    cos_sin: torch.Tensor  # [max_model_len, 2, head_dim / 2] float32
+
 
 class AttentionBackend(ABC, Generic[Metadata]):
     """Owns the layout of the paged KV cache and all that reads or writes it."""
 
     name: str
-    default_block_size: int
 
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         self.shape = shape
@@ -44,18 +59,28 @@ class AttentionBackend(ABC, Generic[Metadata]):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """One uninitialized cache per layer, for `num_blocks` blocks of `block_size` tokens."""
 
-    @abstractmethod
-    def plan(self, step: Step) -> Metadata:
-        """What all layers of `step` share, worked out once."""
+    def column(self, step: Step) -> Int32s:
+        """What `plan` wants on the device besides the step itself; for decodes as many entries for
+        every step of as many sequences."""
+        return step.query_lens[:0]
 
     @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: Metadata,
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> Metadata:
+        """What all layers of `step` share, worked out once. On a GPU, plans of decodes hold for
+        whatever a later step of as many sequences puts into `tensors`, with contexts up to
+        `max_context_len`: of `step` they use the number of sequences alone."""
+
+    @abstractmethod
+    def norm_rope_store(
+        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata
     ) -> torch.Tensor:
-        """Writes `k` and `v` [T, kv_heads, head_dim] to their slots of `cache`, then lets every
-        query of `q` [T, heads, head_dim] see its sequence up to itself -> [T, heads * head_dim]."""
+        """qkv [T, (heads + 2 · kv_heads) · head_dim] -> the queries normalized and rotated
+        [T, heads, head_dim]; the keys likewise, and the values, go to their slots of `cache`."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+        """Lets every query of `q` [T, heads, head_dim] see its sequence up to itself
+        -> [T, heads * head_dim]."""
+
+
+Backend = AttentionBackend[Any]

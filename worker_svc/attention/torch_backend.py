@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from worker_svc import cpu
-from worker_svc.attention.base import AttentionBackend, AttentionShape
+from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.kernels.cpu_attention import decode_attention, write_cache
+from worker_svc.kernels.cpu_fused import norm_and_rotate
 from worker_svc.kernels.views import bits
+from worker_svc.platforms import cpu_features
 from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors
 
 Int64s = NDArray[np.int64]
 
@@ -40,6 +42,7 @@ class Decodes:
 
 @dataclass(frozen=True)
 class TorchMetadata:
+    positions: Int64s  # [T]
     slot_mapping: Int64s  # [T]
     chunks: list[Chunk]
     decodes: Decodes
@@ -50,11 +53,12 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
     contiguous."""
 
     name = "torch"
-    default_block_size = 16
 
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         super().__init__(shape, block_size)
-        self._chunk_dtype = shape.dtype if cpu.has_bfloat16_instructions() else torch.float32
+        self._chunk_dtype = (
+            shape.dtype if cpu_features.has_bfloat16_instructions() else torch.float32
+        )
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
@@ -62,11 +66,12 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
         # Left uninitialized: memory that no sequence has used yet is then not touched either.
         return [torch.empty(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
 
-    def plan(self, step: Step) -> TorchMetadata:
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TorchMetadata:
         block_table = step.block_table.astype(np.int64)
         starts = np.cumsum(step.query_lens, dtype=np.int64) - step.query_lens
         single = step.query_lens == 1
         return TorchMetadata(
+            positions=step.positions.astype(np.int64),
             slot_mapping=step.slot_mapping.astype(np.int64),
             chunks=[
                 self._plan_chunk(step, int(row), int(starts[row]), block_table)
@@ -80,16 +85,21 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             ),
         )
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: TorchMetadata,
+    def norm_rope_store(
+        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: TorchMetadata
     ) -> torch.Tensor:
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        qkv = qkv.view(len(qkv), -1, self.shape.head_dim)
+        rotation = norm.eps, norm.cos_sin, metadata.positions
+        q = norm_and_rotate(qkv, 0, heads, norm.q_weight, *rotation)
+        k = norm_and_rotate(qkv, heads, kv_heads, norm.k_weight, *rotation)
+        v = qkv[:, heads + kv_heads :]
         keys, values = cache
         write_cache(bits(k), bits(v), metadata.slot_mapping, bits(keys), bits(values))
+        return q
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata) -> torch.Tensor:
+        keys, values = cache
         out = torch.empty(q.shape, dtype=torch.float32)
         for chunk in metadata.chunks:
             out[chunk.rows] = self._attend_chunk(q[chunk.rows], keys, values, chunk)
@@ -103,7 +113,7 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
                 decodes.context_lens,
                 decodes.block_table,
                 decodes.first_blocks,
-                self.shape.head_dim**-0.5,
+                self.shape.scale,
                 out.numpy(),
             )
         return out.flatten(1).to(q.dtype)

@@ -30,6 +30,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """residual [T, size] += x [T, size], rounded to its dtype; -> the norm of the sum before it was
+    rounded, times weight [size]"""
+    out = torch.empty_like(x)
+    _add_rms_norm(bits(x), bits(residual), bits(weight), eps, bits(out))
+    return out
+
+
 def norm_and_rotate(
     qkv: torch.Tensor,
     first_head: int,
@@ -37,11 +47,13 @@ def norm_and_rotate(
     weight: torch.Tensor,
     eps: float,
     cos_sin: torch.Tensor,
+    positions: NDArray[np.int64],
 ) -> torch.Tensor:
     """Heads [first_head, first_head + num_heads) of qkv [T, heads, head_dim], normalized with
-    weight [head_dim], then rotated by cos_sin [T, 2, head_dim / 2] -> [T, num_heads, head_dim]"""
+    weight [head_dim], then rotated by cos_sin [max_model_len, 2, head_dim / 2] at positions [T]
+    -> [T, num_heads, head_dim]"""
     out = qkv.new_empty(len(qkv), num_heads, qkv.shape[2])
-    _norm_and_rotate(bits(qkv), first_head, bits(weight), eps, bits(cos_sin), bits(out))
+    _norm_and_rotate(bits(qkv), first_head, bits(weight), eps, bits(cos_sin), positions, bits(out))
     return out
 
 
@@ -77,17 +89,52 @@ def _rms_norm(x: NDArray[Any], weight: NDArray[Any], eps: float, out: NDArray[An
 
 
 @njit(inline="always")
+def _add_rms_norm_row(
+    x: NDArray[Any],
+    residual: NDArray[Any],
+    weight: NDArray[Any],
+    eps: float,
+    out: NDArray[Any],
+    row: int,
+) -> None:
+    size = x.shape[1]
+    squares = np.float32(0)
+    for i in range(size):
+        value = widen(x[row, i]) + widen(residual[row, i])
+        squares += value * value
+    scale = np.float32(1 / math.sqrt(squares / size + eps))
+    for i in range(size):
+        value = widen(x[row, i]) + widen(residual[row, i])
+        residual[row, i] = narrow(value, residual[row, i])
+        out[row, i] = narrow(value * scale * widen(weight[i]), out[row, i])
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _add_rms_norm(
+    x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], eps: float, out: NDArray[Any]
+) -> None:
+    if len(x) < PARALLEL_TOKENS:
+        for row in range(len(x)):
+            _add_rms_norm_row(x, residual, weight, eps, out, row)
+    else:
+        for row in prange(len(x)):
+            _add_rms_norm_row(x, residual, weight, eps, out, row)
+
+
+@njit(inline="always")
 def _norm_and_rotate_row(
     qkv: NDArray[Any],
     first_head: int,
     weight: NDArray[Any],
     eps: float,
     cos_sin: NDArray[np.float32],
+    positions: NDArray[np.int64],
     out: NDArray[Any],
     row: int,
 ) -> None:
     head_dim = qkv.shape[2]
     half = head_dim // 2
+    position = positions[row]
     for head in range(out.shape[1]):
         source = first_head + head
         squares = np.float32(0)
@@ -96,7 +143,7 @@ def _norm_and_rotate_row(
             squares += value * value
         scale = np.float32(1 / math.sqrt(squares / head_dim + eps))
         for i in range(half):
-            cos, sin = cos_sin[row, 0, i], cos_sin[row, 1, i]
+            cos, sin = cos_sin[position, 0, i], cos_sin[position, 1, i]
             first = widen(qkv[row, source, i]) * scale * widen(weight[i])
             second = widen(qkv[row, source, half + i]) * scale * widen(weight[half + i])
             out[row, head, i] = narrow(first * cos - second * sin, out[row, head, i])
@@ -110,14 +157,15 @@ def _norm_and_rotate(
     weight: NDArray[Any],
     eps: float,
     cos_sin: NDArray[np.float32],
+    positions: NDArray[np.int64],
     out: NDArray[Any],
 ) -> None:
     if len(qkv) < PARALLEL_TOKENS:
         for row in range(len(qkv)):
-            _norm_and_rotate_row(qkv, first_head, weight, eps, cos_sin, out, row)
+            _norm_and_rotate_row(qkv, first_head, weight, eps, cos_sin, positions, out, row)
     else:
         for row in prange(len(qkv)):
-            _norm_and_rotate_row(qkv, first_head, weight, eps, cos_sin, out, row)
+            _norm_and_rotate_row(qkv, first_head, weight, eps, cos_sin, positions, out, row)
 
 
 @njit(inline="always")

@@ -13,8 +13,8 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from worker_svc import cpu
 from worker_svc.kernels.simd import LANES, PANEL, narrow, panel_product, widen
+from worker_svc.platforms import cpu_features
 
 # As many rows as fit the 32 vector registers beside a pair of weight vectors, then what is left.
 _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = map(panel_product, (12, 8, 4, 2, 1))
@@ -26,7 +26,7 @@ PIECES_PER_THREAD = 4
 
 
 def is_best_for_this_cpu() -> bool:
-    return cpu.has_avx512() and not cpu.has_bfloat16_instructions()
+    return cpu_features.has_avx512() and not cpu_features.has_bfloat16_instructions()
 
 
 def pack_panels(weight: torch.Tensor) -> NDArray[np.uint32]:
@@ -54,15 +54,13 @@ def linear(
     x: NDArray[np.uint16],
     packed: NDArray[np.uint32],
     bias: NDArray[np.uint16],
-    residual: NDArray[np.uint16],
     out: NDArray[np.uint16],
     pieces: int,
     x_block: int,
 ) -> None:
-    """out [T, out_features] = x [T, in] Wᵀ + bias + residual, all bfloat16, rounded once.
+    """out [T, out_features] = x [T, in] Wᵀ + bias, all bfloat16, rounded once.
 
-    `bias` [0] and `residual` [0, out_features] leave theirs out. `x_block` is a multiple of
-    MOST_ROWS.
+    `bias` [0] is none. `x_block` is a multiple of MOST_ROWS.
     """
     tokens, depth = x.shape
     out_features = out.shape[1]
@@ -101,10 +99,6 @@ def linear(
                         for i in range(rows):
                             for j in range(columns):
                                 tile[i, j] += widen(bias[column + j])
-                    if len(residual):
-                        for i in range(rows):
-                            for j in range(columns):
-                                tile[i, j] += widen(residual[row + i, column + j])
                     for i in range(rows):
                         for j in range(columns):
                             out[row + i, column + j] = narrow(tile[i, j], out[row + i, column + j])

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.layers.packed_weight import PackedWeight, pack
+from worker_svc.layers.ops import Ops
 from worker_svc.weights import WeightReader
 
 
@@ -53,11 +52,13 @@ class VocabPartition:
 
 
 class VocabParallelEmbedding:
-    """Token ids [T] -> hidden states [T, hidden], equal on all ranks."""
+    """Token ids [T] int32 -> hidden states [T, hidden], equal on all ranks. A negative id −1−r is
+    last_tokens[r]."""
 
     def __init__(
         self,
         reader: WeightReader,
+        ops: Ops,
         tp: TensorParallel,
         vocab: VocabPartition,
         name: str,
@@ -65,28 +66,24 @@ class VocabParallelEmbedding:
     ) -> None:
         self.weight = read_vocab_shard(reader, vocab, name, hidden_size)
         self._vocab = vocab
+        self._ops = ops
         self._tp = tp
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self._tp.size == 1:
-            return F.embedding(input_ids, self.weight)
-        local = input_ids - self._vocab.start
-        elsewhere = (local < 0) | (local >= self._vocab.num_tokens)
-        hidden = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0))
+    def __call__(self, input_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+        vocab = self._vocab
+        hidden = self._ops.embed(input_ids, last_tokens, self.weight, vocab.start, vocab.num_tokens)
+        return self._tp.all_reduce(hidden)
 
 
 class VocabParallelHead:
-    """Hidden states [S, hidden] -> this rank's logits [S, shard_size], padding at -inf."""
+    """Hidden states [S, hidden] -> this rank's logits [S, shard_size]; those of the padding are
+    meaningless."""
 
-    def __init__(self, weight: torch.Tensor, vocab: VocabPartition) -> None:
-        self._weight: PackedWeight = pack(weight)
-        self._vocab = vocab
+    def __init__(self, ops: Ops, weight: torch.Tensor) -> None:
+        self._weight = ops.pack(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._weight.matmul(hidden, None, None)
-        logits[:, self._vocab.num_tokens :] = -torch.inf
-        return logits
+        return self._weight.matmul(hidden, None)
 
 
 def read_vocab_shard(

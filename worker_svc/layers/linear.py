@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.layers.packed_weight import pack
+from worker_svc.layers.ops import Ops
 from worker_svc.weights import WeightReader
 
 
@@ -27,7 +27,7 @@ class ColumnParallelLinear:
     side."""
 
     def __init__(
-        self, reader: WeightReader, parts: Sequence[Rows], in_features: int, *, bias: bool
+        self, reader: WeightReader, ops: Ops, parts: Sequence[Rows], in_features: int, *, bias: bool
     ) -> None:
         out_features = sum(part.count for part in parts)
         weight = torch.empty(out_features, in_features, dtype=reader.dtype, device=reader.device)
@@ -39,19 +39,20 @@ class ColumnParallelLinear:
             if self._bias is not None:
                 reader.read_into(self._bias[row:end], f"{part.name}.bias", start=part.start)
             row = end
-        self._weight = pack(weight)
+        self._weight = ops.pack(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weight.matmul(x, self._bias, None)
+        return self._weight.matmul(x, self._bias)
 
 
 class RowParallelLinear:
-    """A matrix cut by input feature: this rank's inputs [T, in / ranks] and the residual [T, out]
-    -> residual + x Wᵀ + bias [T, out], summed over the ranks and equal on all of them."""
+    """A matrix cut by input feature: this rank's inputs [T, in / ranks] -> x Wᵀ + bias [T, out],
+    summed over the ranks and equal on all of them."""
 
     def __init__(
         self,
         reader: WeightReader,
+        ops: Ops,
         tp: TensorParallel,
         name: str,
         in_features: int,
@@ -63,14 +64,13 @@ class RowParallelLinear:
         weight = torch.empty(out_features, share, dtype=reader.dtype, device=reader.device)
         reader.read_into(weight, f"{name}.weight", dim=1, start=tp.rank * share)
         self._bias = None
-        if bias:
+        if bias and tp.rank == 0:  # so that it enters the sum once
             self._bias = weight.new_empty(out_features)
             reader.read_into(self._bias, f"{name}.bias")
-        self._weight = pack(weight)
+        elif bias:
+            reader.skip(f"{name}.bias")
+        self._weight = ops.pack(weight)
         self._tp = tp
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        # What must enter the sum once enters it on rank 0.
-        if self._tp.rank == 0:
-            return self._tp.all_reduce(self._weight.matmul(x, self._bias, residual))
-        return self._tp.all_reduce(self._weight.matmul(x, None, None))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_reduce(self._weight.matmul(x, self._bias))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.kernels.cpu_fused import rms_norm
+from worker_svc.layers.ops import Ops
 from worker_svc.weights import WeightReader
 
 
@@ -14,11 +14,17 @@ class RMSNorm:
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    def __init__(self, reader: WeightReader, name: str, size: int, eps: float) -> None:
+    def __init__(self, reader: WeightReader, ops: Ops, name: str, size: int, eps: float) -> None:
         self.weight = torch.empty(size, dtype=reader.dtype, device=reader.device)
         reader.read_into(self.weight, f"{name}.weight")
-        self.eps = eps
+        self._ops = ops
+        self._eps = eps
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> [T, size]"""
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, and what it is to be added to if anything, both [T, size] -> (the sum normalized, the
+        sum). `residual` is overwritten with the sum."""
+        if residual is None:
+            return self._ops.rms_norm(x, self.weight, self._eps), x
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps), residual

@@ -9,24 +9,17 @@ import torch
 from worker_svc.config import RopeConfig
 
 
-class RotaryEmbedding:
-    """Rotates queries and keys by their position, from a table made at start.
+def rotary_table(
+    head_dim: int, max_model_len: int, rope: RopeConfig, device: torch.device
+) -> torch.Tensor:
+    """Cosines and sines by position, [max_model_len, 2, head_dim / 2] float32.
 
     Source: Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints.
     """
-
-    def __init__(
-        self, head_dim: int, max_model_len: int, rope: RopeConfig, device: torch.device
-    ) -> None:
-        inv_freq, attention_factor = inverse_frequencies(head_dim, rope)
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
-        cos = (angles.cos() * attention_factor).to(device)
-        sin = (angles.sin() * attention_factor).to(device)
-        self._table = torch.stack((cos, sin), dim=1)  # [max_model_len, 2, head_dim / 2] float32
-
-    def lookup(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions [T] -> cosines and sines [T, 2, head_dim / 2] float32, once for all layers."""
-        return self._table[positions]
+    inv_freq, attention_factor = inverse_frequencies(head_dim, rope)
+    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1) * attention_factor
+    return table.to(device)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:

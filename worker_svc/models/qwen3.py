@@ -6,15 +6,15 @@ T tokens of any number of sequences run as one flat batch; only attention knows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from worker_svc.attention.base import AttentionBackend, AttentionShape
+from worker_svc.attention.base import AttentionShape, Backend, QKNorm
 from worker_svc.config import ModelConfig
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
-from worker_svc.kernels.cpu_fused import norm_and_rotate, silu_and_multiply
 from worker_svc.layers.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -23,29 +23,36 @@ from worker_svc.layers.embedding import (
 )
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from worker_svc.layers.norm import RMSNorm
-from worker_svc.layers.rotary import RotaryEmbedding
+from worker_svc.layers.ops import Ops
+from worker_svc.layers.rotary import rotary_table
+from worker_svc.step_tensors import StepTensors
 from worker_svc.weights import WeightReader
 
-Backend = AttentionBackend[Any]
+
+@dataclass(frozen=True)
+class Parts:
+    """What all layers are made with."""
+
+    config: ModelConfig
+    reader: WeightReader
+    ops: Ops
+    tp: TensorParallel
+    backend: Backend
+    cos_sin: torch.Tensor  # `rotary_table`
 
 
 class Attention:
     """Grouped-query attention with normalized queries and keys."""
 
-    def __init__(
-        self,
-        reader: WeightReader,
-        config: ModelConfig,
-        tp: TensorParallel,
-        backend: Backend,
-        name: str,
-    ) -> None:
+    def __init__(self, parts: Parts, name: str) -> None:
+        config, reader, tp = parts.config, parts.reader, parts.tp
         heads, kv_heads = local_heads(config, tp.size)
         dim = config.head_dim
         # With more ranks than key-value heads, neighbouring ranks hold the same one.
         first_kv_head = tp.rank * config.num_kv_heads // tp.size
         self.qkv_proj = ColumnParallelLinear(
             reader,
+            parts.ops,
             [
                 Rows(f"{name}.q_proj", tp.rank * heads * dim, heads * dim),
                 Rows(f"{name}.k_proj", first_kv_head * dim, kv_heads * dim),
@@ -54,45 +61,37 @@ class Attention:
             config.hidden_size,
             bias=config.attention_bias,
         )
-        self.q_norm = RMSNorm(reader, f"{name}.q_norm", dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(reader, f"{name}.k_norm", dim, config.rms_norm_eps)
+        q_norm, k_norm = torch.empty(2, dim, dtype=reader.dtype, device=reader.device)
+        reader.read_into(q_norm, f"{name}.q_norm.weight")
+        reader.read_into(k_norm, f"{name}.k_norm.weight")
+        self.qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, parts.cos_sin)
         self.o_proj = RowParallelLinear(
             reader,
+            parts.ops,
             tp,
             f"{name}.o_proj",
             config.num_heads * dim,
             config.hidden_size,
             bias=config.attention_bias,
         )
-        self._backend = backend
-        self._heads, self._kv_heads = heads, kv_heads
-        self._head_dim = dim
+        self._backend = parts.backend
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        cos_sin: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: Any,
-    ) -> torch.Tensor:
-        qkv = self.qkv_proj(x).view(len(x), -1, self._head_dim)  # [T, heads, head_dim]
-        heads, kv_heads = self._heads, self._kv_heads
-        q = norm_and_rotate(qkv, 0, heads, self.q_norm.weight, self.q_norm.eps, cos_sin)
-        k = norm_and_rotate(qkv, heads, kv_heads, self.k_norm.weight, self.k_norm.eps, cos_sin)
-        v = qkv[:, heads + kv_heads :]
-        return self.o_proj(self._backend.attend(q, k, v, cache, metadata), residual)
+    def __call__(self, x: torch.Tensor, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        qkv = self.qkv_proj(x)
+        q = self._backend.norm_rope_store(qkv, self.qk_norm, cache, metadata)
+        return self.o_proj(self._backend.attend(q, cache, metadata))
 
 
 class MLP:
     """The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
 
-    def __init__(
-        self, reader: WeightReader, config: ModelConfig, tp: TensorParallel, name: str
-    ) -> None:
+    def __init__(self, parts: Parts, name: str) -> None:
+        config, reader, tp = parts.config, parts.reader, parts.tp
         share = config.intermediate_size // tp.size
         self.gate_up_proj = ColumnParallelLinear(
             reader,
+            parts.ops,
             [
                 Rows(f"{name}.gate_proj", tp.rank * share, share),
                 Rows(f"{name}.up_proj", tp.rank * share, share),
@@ -102,41 +101,38 @@ class MLP:
         )
         self.down_proj = RowParallelLinear(
             reader,
+            parts.ops,
             tp,
             f"{name}.down_proj",
             config.intermediate_size,
             config.hidden_size,
             bias=False,
         )
+        self._ops = parts.ops
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_multiply(self.gate_up_proj(x)), residual)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        return self.down_proj(self._ops.silu_and_multiply(self.gate_up_proj(x)))
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the next layer's norm,
+    which makes one pass of both."""
 
-    def __init__(
-        self,
-        reader: WeightReader,
-        config: ModelConfig,
-        tp: TensorParallel,
-        backend: Backend,
-        name: str,
-    ) -> None:
-        eps = config.rms_norm_eps
-        self.input_norm = RMSNorm(reader, f"{name}.input_layernorm", config.hidden_size, eps)
-        self.attention = Attention(reader, config, tp, backend, f"{name}.self_attn")
-        self.post_attention_norm = RMSNorm(
-            reader, f"{name}.post_attention_layernorm", config.hidden_size, eps
-        )
-        self.mlp = MLP(reader, config, tp, f"{name}.mlp")
+    def __init__(self, parts: Parts, name: str) -> None:
+        self.input_norm = _norm(parts, f"{name}.input_layernorm")
+        self.attention = Attention(parts, f"{name}.self_attn")
+        self.post_attention_norm = _norm(parts, f"{name}.post_attention_layernorm")
+        self.mlp = MLP(parts, f"{name}.mlp")
 
     def __call__(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, cache: torch.Tensor, metadata: Any
-    ) -> torch.Tensor:
-        x = self.attention(self.input_norm(x), x, cos_sin, cache, metadata)
-        return self.mlp(self.post_attention_norm(x), x)
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: torch.Tensor, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what it is to be added to -> the same for the next layer, all [T, hidden]."""
+        x, residual = self.input_norm(x, residual)
+        x = self.attention(x, cache, metadata)
+        x, residual = self.post_attention_norm(x, residual)
+        return self.mlp(x), residual
 
 
 class Qwen3ForCausalLM:
@@ -152,43 +148,50 @@ class Qwen3ForCausalLM:
         reader: WeightReader,
         config: ModelConfig,
         max_model_len: int,
+        ops: Ops,
         tp: TensorParallel,
         backend: Backend,
     ) -> None:
+        cos_sin = rotary_table(config.head_dim, max_model_len, config.rope, reader.device)
+        parts = Parts(config, reader, ops, tp, backend, cos_sin)
         vocab = VocabPartition(config.vocab_size, tp.rank, tp.size)
         embed_name, head_name = "model.embed_tokens.weight", "lm_head.weight"
         self.embed_tokens = VocabParallelEmbedding(
-            reader, tp, vocab, embed_name, config.hidden_size
+            reader, ops, tp, vocab, embed_name, config.hidden_size
         )
-        self.layers = [
-            DecoderLayer(reader, config, tp, backend, f"model.layers.{i}")
-            for i in range(config.num_layers)
-        ]
-        self.norm = RMSNorm(reader, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.layers = [DecoderLayer(parts, f"model.layers.{i}") for i in range(config.num_layers)]
+        self.norm = _norm(parts, "model.norm")
         if config.tie_word_embeddings:
             reader.skip(head_name)  # some checkpoints carry a copy
             head = self.embed_tokens.weight
         else:
             head = read_vocab_shard(reader, vocab, head_name, config.hidden_size)
-        self.lm_head = VocabParallelHead(head, vocab)
-        self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, reader.device)
+        self.lm_head = VocabParallelHead(ops, head)
         reader.check_all_read()
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
+        tensors: StepTensors,
+        last_tokens: torch.Tensor,
         caches: Sequence[torch.Tensor],
         metadata: Any,
-        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """input_ids and positions [T] int64, a cache per layer, the backend's plan of the step, the
-        tokens [N] whose logits are wanted -> logits [N, shard_size] of this rank."""
-        x = self.embed_tokens(input_ids)
-        cos_sin = self.rotary.lookup(positions)
+        """A step, the tokens [R] int32 that the step before sampled, a cache per layer and the
+        backend's plan of the step -> this rank's logits [S, shard_size] after each sequence's last
+        token."""
+        x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cos_sin, cache, metadata)
-        return self.lm_head(self.norm(x[logit_rows]))
+            x, residual = layer(x, residual, cache, metadata)
+        if residual is not None and len(tensors.input_ids) > len(tensors.context_lens):
+            last = tensors.query_starts[1:] - 1
+            x, residual = x[last], residual[last]
+        x, _ = self.norm(x, residual)
+        return self.lm_head(x)
+
+
+def _norm(parts: Parts, name: str) -> RMSNorm:
+    config = parts.config
+    return RMSNorm(parts.reader, parts.ops, name, config.hidden_size, config.rms_norm_eps)
 
 
 def attention_shape(config: ModelConfig, ranks: int, device: torch.device) -> AttentionShape:

@@ -1,0 +1,220 @@
+"""`CudaPlatform` on a stand-in for torch.cuda that checks signatures and notes the order of things:
+there is no GPU here, and what it orders is what could go wrong."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shared.config import WorkerSettings
+from worker_svc.errors import ModelError, StartError
+from worker_svc.platforms.cuda import CudaPlatform
+
+MIB = 1 << 20
+
+
+class Stream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda = cuda
+        self.name = name
+
+    def wait_event(self, event: Event) -> None:
+        self._cuda.log.append(f"{self.name} waits for {event.name}")
+
+    def wait_stream(self, stream: Stream) -> None:
+        self._cuda.log.append(f"{self.name} waits for {stream.name}")
+
+
+class Event:
+    def __init__(self, cuda: FakeCuda, timed: bool) -> None:
+        cuda.num_events += 1
+        self.name = f"event {cuda.num_events}"
+        self.recorded = False
+        self.finished = False
+        self._cuda = cuda
+        self._timed = timed
+
+    def record(self) -> None:
+        self.recorded = True
+        self._cuda.log.append(f"{self._cuda.current.name} records {self.name}")
+
+    def query(self) -> bool:
+        return self.finished
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        self.finished = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self._timed
+        assert end._timed
+        return 4.0
+
+
+class FakeCuda:
+    """Installs itself over torch.cuda."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.num_events = 0
+        self.current = self.main = Stream(self, "main")
+        self.capability = (9, 0)
+        self.free, self.total = 70 * MIB, 100 * MIB
+        self.allocated, self.peak = 20 * MIB, 28 * MIB
+        functions: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 2,
+            "set_device": lambda device: self.log.append(f"set {device}"),
+            "get_device_capability": lambda device: self.capability,
+            "get_device_name": lambda device: "Fake",
+            "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+            "current_stream": lambda: self.current,
+            "stream": self.stream,
+            "graph": self.graph,
+            "graph_pool_handle": lambda: (0, 1),
+            "synchronize": lambda device: self.log.append("synchronize"),
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda device: None,
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "mem_get_info": lambda device: (self.free, self.total),
+        }
+        for name, function in functions.items():
+            patch.setattr(torch.cuda, name, self._checked(name, function))
+        patch.setattr(torch.cuda, "Stream", lambda device: Stream(self, "side"))
+        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing))
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
+        empty = torch.empty
+        patch.setattr(
+            torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+        )
+
+    def _checked(self, name: str, function: Any) -> Any:
+        signature = inspect.signature(getattr(torch.cuda, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            signature.bind(*args, **kwargs)  # as the real one would be
+            return function(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph(self, cuda_graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.log.append(f"begin capture into pool {pool}")
+        yield
+        self.log.append("end capture")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def make_platform(**overrides: Any) -> CudaPlatform:
+    values = {"tp": 4, "worker_addresses": tuple("abcd"), **overrides}
+    return CudaPlatform(WorkerSettings(**values))
+
+
+def test_ranks_share_out_the_gpus_of_their_machine(cuda: FakeCuda) -> None:
+    devices = [make_platform(rank=rank).device.index for rank in range(4)]
+    assert devices == [0, 1, 0, 1]
+    assert cuda.log[-1] == "set cuda:1"
+
+
+def test_a_gpu_that_is_too_old(cuda: FakeCuda) -> None:
+    cuda.capability = (7, 5)
+    with pytest.raises(StartError, match=r"Fake has compute capability 7\.5; at least 8\.0"):
+        make_platform()
+
+
+def test_tokens_are_fetched_on_a_stream_of_their_own(cuda: FakeCuda) -> None:
+    platform = make_platform()
+    tokens = torch.tensor([5, 6], dtype=torch.int32)
+    first = platform.start().fetch(tokens)
+    assert not first.ready()
+    tokens_of_next = platform.start()  # must not overwrite what is still being copied
+    assert cuda.log[-6:] == [
+        "main records event 1",
+        "main records event 2",
+        "side waits for event 2",
+        "side records event 3",
+        "main waits for event 3",
+        "main records event 4",
+    ]
+    ids, seconds = first.wait()
+    assert (ids.tolist(), seconds) == ([5, 6], 0.004)
+    assert first.ready()
+    tokens_of_next.fetch(tokens)
+    assert "side waits for event 5" in cuda.log
+
+
+def test_capture_warms_up_first(cuda: FakeCuda) -> None:
+    platform = make_platform()
+    replay = platform.capture(lambda: cuda.log.append(f"run on {cuda.current.name}"))
+    replay()
+    assert cuda.log[-8:] == [
+        "side waits for main",
+        "run on side",
+        "run on side",
+        "main waits for side",
+        "begin capture into pool (0, 1)",
+        "run on main",
+        "end capture",
+        "replay",
+    ]
+
+
+def test_memory(cuda: FakeCuda) -> None:
+    platform = make_platform()
+    assert not make_platform(enforce_eager=True).captures
+    assert platform.captures
+    runs: list[int] = []
+    assert platform.peak_bytes(lambda: runs.append(1)) == 8 * MIB
+    assert len(runs) == 2  # once to compile, once to measure
+    # 90 of 100 MiB, of which 30 are taken and 8 are kept for activations.
+    settings = WorkerSettings()
+    assert platform.cache_bytes(settings, 8 * MIB) == 52 * MIB
+    assert platform.cache_bytes(WorkerSettings(memory_utilization=0.5), 8 * MIB) == 12 * MIB
+    assert platform.graph_bytes() == 30 * MIB
+
+
+def test_dtypes(cuda: FakeCuda) -> None:
+    platform = make_platform()
+    assert platform.choose_dtype("auto", torch.float16) == torch.float16
+    assert platform.choose_dtype("auto", torch.float32) == torch.bfloat16
+    assert platform.choose_dtype("float16", torch.bfloat16) == torch.float16
+    with pytest.raises(ModelError, match="dtype: float32 is not served on cuda"):
+        platform.choose_dtype("float32", torch.bfloat16)
+
+
+def test_attention(cuda: FakeCuda) -> None:
+    from worker_svc.attention.base import AttentionShape
+
+    shape = AttentionShape(1, 4, 2, 128, torch.bfloat16, torch.device("cpu"))
+    backend = make_platform().attention_backend(WorkerSettings(block_size=32), shape)
+    assert (backend.name, backend.block_size) == ("triton", 32)
+    with pytest.raises(StartError, match="attention: torch runs on a CPU"):
+        make_platform().attention_backend(WorkerSettings(attention="torch"), shape)
+
+
+def test_which_errors_lose_the_device(cuda: FakeCuda) -> None:
+    platform = make_platform()
+    assert platform.is_lost(torch.AcceleratorError("illegal memory access"))
+    assert not platform.is_lost(torch.OutOfMemoryError("out of memory"))
+    assert not platform.is_lost(RuntimeError("shape"))

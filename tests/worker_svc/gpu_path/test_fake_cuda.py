@@ -1,0 +1,216 @@
+"""The forward pass of every Qwen3 size traced with fake CUDA tensors: devices, dtypes and shapes of
+everything that is launched, without a GPU and without memory for the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.runtime.jit import KernelInterface
+
+from tools.make_model import BASE_CONFIG, SHAPES
+from worker_svc.attention.triton_backend import TritonBackend
+from worker_svc.config import ModelConfig, RopeConfig
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels import triton_ops
+from worker_svc.layers.embedding import VocabPartition
+from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.sampler import Sampler
+from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors, columns
+
+CUDA = torch.device("cuda", 0)
+MAX_MODEL_LEN = 4096
+
+
+class FakeReader:
+    """Gives shapes and no contents; notes every tensor's size."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.device = CUDA
+        self.num_elements = 0
+
+    def read_into(
+        self, out: torch.Tensor, name: str, *, dim: int = 0, start: int | None = None
+    ) -> None:
+        assert out.device == CUDA, name
+        assert out.dtype == self.dtype, name
+        self.num_elements += out.numel()
+
+    def skip(self, name: str) -> None: ...
+
+    def check_all_read(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: str
+    grid: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Kernels are noted instead of run."""
+    launches: list[Launch] = []
+
+    def launcher(kernel: Any, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            tensors = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            launches.append(Launch(kernel.fn.__name__, grid, tensors))
+
+        return launch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KernelInterface, "__getitem__", launcher)
+        yield launches
+
+
+def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """`tensor[index]` by operators alone: Python's indexing asks CUDA for a device guard first,
+    which a build without CUDA does not have."""
+    dim = 0
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, int):
+            tensor = tensor.select(dim, part)
+            continue
+        if part is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(part, slice):
+            start, end, _ = part.indices(tensor.shape[dim])
+            tensor = tensor.narrow(dim, start, max(end - start, 0))
+        else:
+            tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + [part])
+        dim += 1
+    return tensor
+
+
+def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    part = get_item(tensor, index)
+    part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
+
+
+@pytest.fixture(autouse=True)
+def indexing_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
+    monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
+
+
+def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_layers=shape["num_hidden_layers"],
+        num_heads=shape["num_attention_heads"],
+        num_kv_heads=shape["num_key_value_heads"],
+        head_dim=shape["head_dim"],
+        rms_norm_eps=1e-6,
+        attention_bias=False,
+        tie_word_embeddings=shape["tie_word_embeddings"],
+        max_model_len=MAX_MODEL_LEN,
+        rope=RopeConfig("default", 1e6),
+        dtype=dtype,
+    )
+
+
+def make_step(query_lens: list[int], context_lens: list[int], block_size: int) -> Step:
+    queries, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
+    blocks = -(-contexts // block_size)
+    total = int(queries.sum())
+    return Step(
+        step_id=1,
+        input_ids=np.zeros(total, np.int32),
+        positions=np.zeros(total, np.int32),
+        slot_mapping=np.zeros(total, np.int32),
+        query_lens=queries,
+        context_lens=contexts,
+        block_table=np.zeros(blocks.sum(), np.int32),
+        block_table_offsets=np.concatenate(([0], blocks.cumsum())).astype(np.int32),
+        samples=np.ones(len(queries), np.bool_),
+        temperatures=np.ones(len(queries), np.float32),
+        seeds=np.zeros(len(queries), np.uint64),
+    )
+
+
+def on_fake_gpu(arrays: list[np.ndarray]) -> StepTensors:
+    return StepTensors(
+        *(torch.empty(len(a), dtype=torch.from_numpy(a.copy()).dtype, device=CUDA) for a in arrays)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen3-0.6b", 1),
+        ("qwen3-1.7b", 2),
+        ("qwen3-4b", 1),
+        ("qwen3-8b", 2),
+        ("qwen3-14b", 4),
+        ("qwen3-32b", 1),
+        ("qwen3-32b", 8),
+    ],
+)
+def test_forward(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, dtype: torch.dtype
+) -> None:
+    config = model_config({**BASE_CONFIG, **SHAPES[name]}, dtype)
+    steps = {"decodes": ([1] * 5, [600] * 5), "mixed": ([1, 700, 30], [33, 700, 90])}
+    for query_lens, context_lens in steps.values():
+        with FakeTensorMode(), recorded(monkeypatch) as launches:
+            tp = TensorParallel(ranks - 1, ranks)  # the last: its vocabulary is padded
+            backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
+            reader: Any = FakeReader(dtype)
+            model = Qwen3ForCausalLM(reader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
+            vocab = VocabPartition(config.vocab_size, tp.rank, ranks)
+            step = make_step(query_lens, context_lens, backend.block_size)
+            tensors = on_fake_gpu(columns(step, backend.column(step)))
+            last_tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
+            metadata = backend.plan(step, tensors, max(context_lens))
+            logits = model.forward(tensors, last_tokens, backend.allocate(16), metadata)
+            sampler = Sampler(vocab, tp, triton_ops)
+            tokens = sampler(logits, tensors.temperatures, tensors.uniforms)
+
+        assert logits.shape == (len(query_lens), vocab.shard_size)
+        assert (logits.dtype, logits.device) == (dtype, CUDA)
+        assert (tokens.shape, tokens.dtype, tokens.device) == (
+            (len(query_lens),),
+            torch.int32,
+            CUDA,
+        )
+        for launch in launches:
+            assert all(size > 0 for size in launch.grid), launch
+            assert all(size < 65536 for size in launch.grid[1:]), launch
+            for tensor in launch.tensors:
+                assert tensor.device == CUDA, launch
+                assert tensor.dtype in (dtype, torch.int32, torch.float32, torch.float64), launch
+        # Besides the layers: embedding, last norm, and two of the sampler.
+        per_layer = (len(launches) - 4) / config.num_layers
+        print(f"{name}, {ranks} ranks: {len(launches)} launches, {per_layer:.1f} a layer")
+        assert per_layer == (6 if step.decodes_only else 7)
+
+
+def test_sizes_of_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks together read every weight once; what they share, each of them."""
+    config = model_config({**BASE_CONFIG, **SHAPES["qwen3-8b"]}, torch.bfloat16)
+
+    def elements(rank: int, ranks: int) -> int:
+        with FakeTensorMode(), recorded(monkeypatch):
+            backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
+            reader: Any = FakeReader(torch.bfloat16)
+            tp = TensorParallel(rank, ranks)
+            Qwen3ForCausalLM(reader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
+        return int(reader.num_elements)
+
+    whole = elements(0, 1)
+    assert whole == 8_190_735_360  # of Qwen3-8B
+    norms = config.num_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
+    assert sum(elements(rank, 4) for rank in range(4)) == whole + 3 * norms

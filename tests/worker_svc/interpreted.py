@@ -1,0 +1,47 @@
+"""The GPU's path of a worker on CPU tensors, its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shared.config import WorkerSettings
+from worker_svc.attention.base import AttentionShape, Backend
+from worker_svc.attention.choice import choose_backend
+from worker_svc.kernels import triton_ops
+from worker_svc.layers.ops import Ops
+from worker_svc.platforms.cpu import CpuPlatform
+
+NUM_SMS = 1  # so that small batches are split, but in few parts: each is slow here
+
+
+class InterpretedPlatform(CpuPlatform):
+    """Steps that decode are padded and run on static buffers, as in a CUDA graph; what replays is
+    the function that would have been captured."""
+
+    ops: Ops = triton_ops
+    captures = True
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        capability: tuple[int, int] = (9, 0),
+        captures: bool = True,
+    ) -> None:
+        super().__init__(settings)
+        self.captures = captures
+        self._capability = capability
+        self.captured: list[Callable[[], None]] = []
+
+    def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
+        return checkpoint if setting == "auto" else getattr(torch, setting)
+
+    def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
+        size = None if settings.block_size == "auto" else settings.block_size
+        return choose_backend(settings.attention, shape, size, self._capability, NUM_SMS)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()  # as the warm-ups before a capture do
+        self.captured.append(run)
+        return run

@@ -1,0 +1,98 @@
+"""FlashAttention 3 (Shah et al., 2024): Hopper GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
+from worker_svc.kernels.decode_attention import choose_splits
+from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors
+
+MODULE = "flash_attn_interface"
+
+
+def is_installed() -> bool:
+    """Whether the operators are registered, or are after an import of FlashAttention 3."""
+    if hasattr(torch.ops.flash_attn_3, "fwd"):
+        return True
+    try:
+        importlib.import_module(MODULE)
+    except (ImportError, OSError):  # not there, or built for another torch or CUDA
+        return False
+    return hasattr(torch.ops.flash_attn_3, "fwd")
+
+
+@dataclass(frozen=True)
+class FlashMetadata3(PagedMetadata):
+    page_table: torch.Tensor  # [S, blocks] int32
+    schedule: torch.Tensor
+    max_query_len: int
+    max_context_len: int
+    max_splits: int  # 0: left to FlashAttention
+
+
+class FlashAttention3(PagedBackend[FlashMetadata3]):
+    """One call for a step of any mix; how its work is dealt to the processors is computed once a
+    step, on the GPU, for all layers."""
+
+    name = "fa3"
+
+    def __init__(self, shape: AttentionShape, block_size: int, num_sms: int) -> None:
+        super().__init__(shape, block_size)
+        self._num_sms = num_sms
+
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata3:
+        shape = self.shape
+        max_query_len = int(step.query_lens.max())
+        # In a CUDA graph the most splits must be named: FlashAttention would size its buffers by
+        # what it sees while capturing, and divide by what it sees later.
+        max_splits = 0
+        if step.decodes_only:
+            max_splits = choose_splits(step.num_seqs, shape.num_kv_heads, self._num_sms)
+        schedule = torch.ops.flash_attn_3.get_scheduler_metadata(
+            batch_size=step.num_seqs,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_context_len,
+            num_heads=shape.num_heads,
+            num_heads_k=shape.num_kv_heads,
+            headdim=shape.head_dim,
+            headdim_v=shape.head_dim,
+            qkv_dtype=shape.dtype,
+            seqused_k=tensors.context_lens,
+            cu_seqlens_q=tensors.query_starts,
+            page_size=self.block_size,
+            is_causal=True,
+            num_splits=max_splits,
+        )
+        return FlashMetadata3(
+            tensors,
+            page_table=dense_block_table(tensors, -(-max_context_len // self.block_size)),
+            schedule=schedule,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+            max_splits=max_splits,
+        )
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, metadata: FlashMetadata3
+    ) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.flash_attn_3.fwd(
+            q=q,
+            k=cache[0],
+            v=cache[1],
+            cu_seqlens_q=metadata.tensors.query_starts,
+            seqused_k=metadata.tensors.context_lens,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_context_len,
+            page_table=metadata.page_table,
+            softmax_scale=self.shape.scale,
+            is_causal=True,
+            scheduler_metadata=metadata.schedule,
+            num_splits=metadata.max_splits,
+        )[0]
+        return out.flatten(1)

@@ -1,0 +1,87 @@
+"""FlashAttention 2 (Dao, 2023): Ampere GPUs and newer."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
+from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors
+
+MODULE = "flash_attn"
+BLOCK_SIZE_MULTIPLE = 256  # of tokens: all that its paged kernels take
+
+
+def is_installed() -> bool:
+    try:
+        return hasattr(importlib.import_module(MODULE), "flash_attn_with_kvcache")
+    except (ImportError, OSError):  # not there, or built for another torch or CUDA
+        return False
+
+
+@dataclass(frozen=True)
+class FlashMetadata2(PagedMetadata):
+    block_table: torch.Tensor  # [S, blocks] int32
+    context_starts: torch.Tensor | None  # [S+1] int32; None: a step of decodes
+    max_query_len: int
+    max_context_len: int
+
+
+class FlashAttention2(PagedBackend[FlashMetadata2]):
+    """Steps that only decode run in its split-KV kernel, others in the one for prompts."""
+
+    name = "flash_attn"
+
+    def __init__(self, shape: AttentionShape, block_size: int) -> None:
+        super().__init__(shape, block_size)
+        self._kernels: Any = importlib.import_module(MODULE)
+
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata2:
+        context_starts = None
+        if not step.decodes_only:
+            ends = tensors.context_lens.cumsum(0, dtype=torch.int32)
+            context_starts = F.pad(ends, (1, 0))
+        return FlashMetadata2(
+            tensors,
+            block_table=dense_block_table(tensors, -(-max_context_len // self.block_size)),
+            context_starts=context_starts,
+            max_query_len=int(step.query_lens.max()),
+            max_context_len=max_context_len,
+        )
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, metadata: FlashMetadata2
+    ) -> torch.Tensor:
+        keys, values = cache
+        tensors = metadata.tensors
+        out: torch.Tensor
+        if metadata.context_starts is None:
+            out = self._kernels.flash_attn_with_kvcache(
+                q.unsqueeze(1),
+                keys,
+                values,
+                cache_seqlens=tensors.context_lens,
+                block_table=metadata.block_table,
+                softmax_scale=self.shape.scale,
+                causal=True,
+            ).squeeze(1)
+        else:
+            out = self._kernels.flash_attn_varlen_func(
+                q,
+                keys,
+                values,
+                cu_seqlens_q=tensors.query_starts,
+                cu_seqlens_k=metadata.context_starts,
+                max_seqlen_q=metadata.max_query_len,
+                max_seqlen_k=metadata.max_context_len,
+                softmax_scale=self.shape.scale,
+                causal=True,
+                block_table=metadata.block_table,
+            )
+        return out.flatten(1)

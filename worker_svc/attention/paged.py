@@ -1,0 +1,82 @@
+"""The paged KV cache on a GPU, in the layout that FlashAttention 2 and 3 and Triton all read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from worker_svc.attention.base import AttentionBackend, QKNorm
+from worker_svc.kernels.qk_norm_rope import norm_rope_store
+from worker_svc.step import Int32s, Step
+from worker_svc.step_tensors import StepTensors
+
+
+@dataclass(frozen=True)
+class PagedMetadata:
+    tensors: StepTensors
+
+
+Metadata = TypeVar("Metadata", bound=PagedMetadata)
+
+
+class PagedBackend(AttentionBackend[Metadata]):
+    """Cache layout [2, blocks, block_size, kv_heads, head_dim]."""
+
+    def allocate(self, num_blocks: int) -> list[torch.Tensor]:
+        s = self.shape
+        size = (2, num_blocks, self.block_size, s.num_kv_heads, s.head_dim)
+        return [torch.empty(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
+
+    def norm_rope_store(
+        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata
+    ) -> torch.Tensor:
+        return norm_rope_store(
+            qkv,
+            self.shape.num_heads,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            norm.cos_sin,
+            metadata.tensors.positions,
+            metadata.tensors.slot_mapping,
+            cache,
+        )
+
+
+@dataclass(frozen=True)
+class PhaseMetadata(PagedMetadata):
+    backend: PagedBackend[Any]
+    metadata: PagedMetadata
+
+
+class PerPhase(PagedBackend[PhaseMetadata]):
+    """One backend for steps that only decode, another for the rest, on one cache."""
+
+    def __init__(self, mixed: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
+        super().__init__(mixed.shape, mixed.block_size)
+        self.name = f"{mixed.name}+{decodes.name}"
+        self._mixed = mixed
+        self._decodes = decodes
+
+    def column(self, step: Step) -> Int32s:
+        return self._backend(step).column(step)
+
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
+        backend = self._backend(step)
+        return PhaseMetadata(tensors, backend, backend.plan(step, tensors, max_context_len))
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: PhaseMetadata) -> torch.Tensor:
+        return metadata.backend.attend(q, cache, metadata.metadata)
+
+    def _backend(self, step: Step) -> PagedBackend[Any]:
+        return self._decodes if step.decodes_only else self._mixed
+
+
+def dense_block_table(tensors: StepTensors, max_blocks: int) -> torch.Tensor:
+    """The ragged block table as [S, max_blocks] int32, zeros after a sequence's last block."""
+    starts, ends = tensors.table_offsets[:-1, None], tensors.table_offsets[1:, None]
+    index = starts + torch.arange(max_blocks, dtype=torch.int32, device=starts.device)
+    blocks = tensors.block_table[index.clamp(max=len(tensors.block_table) - 1)]
+    return torch.where(index < ends, blocks, 0)

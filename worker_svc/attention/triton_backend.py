@@ -1,0 +1,77 @@
+"""Attention by Triton kernels: always there on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.paged import PagedBackend, PagedMetadata
+from worker_svc.kernels.decode_attention import choose_splits, decode_attention, decode_workspace
+from worker_svc.kernels.prompt_attention import prompt_attention, query_tiles, tile_tokens
+from worker_svc.step import Int32s, Step
+from worker_svc.step_tensors import StepTensors
+
+
+@dataclass(frozen=True)
+class TritonMetadata(PagedMetadata):
+    decodes: torch.Tensor  # [N] int32, the sequences with one token in the step
+    tiles: torch.Tensor  # [n, 2] int32, those of the others, see `query_tiles`
+    splits: int
+    workspace: torch.Tensor
+
+
+class TritonBackend(PagedBackend[TritonMetadata]):
+    """Decodes and prompt chunks of one step run in a kernel each."""
+
+    name = "triton"
+
+    def __init__(self, shape: AttentionShape, block_size: int, num_sms: int) -> None:
+        super().__init__(shape, block_size)
+        self._num_sms = num_sms
+
+    def column(self, step: Step) -> Int32s:
+        decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
+        if len(decodes) == step.num_seqs:
+            return decodes
+        chunks = np.flatnonzero(step.query_lens > 1).astype(np.int32)
+        shape = self.shape
+        tokens = tile_tokens(shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype)
+        tiles = query_tiles(step.query_lens, chunks, tokens, step.context_lens)
+        return np.concatenate((decodes, tiles.ravel()))
+
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TritonMetadata:
+        shape = self.shape
+        num_decodes = int(np.count_nonzero(step.query_lens == 1))
+        splits = choose_splits(num_decodes, shape.num_kv_heads, self._num_sms) if num_decodes else 1
+        return TritonMetadata(
+            tensors,
+            decodes=tensors.attention[:num_decodes],
+            tiles=tensors.attention[num_decodes:].view(-1, 2),
+            splits=splits,
+            workspace=decode_workspace(
+                num_decodes, shape.num_heads, shape.head_dim, splits, shape.device
+            ),
+        )
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, metadata: TritonMetadata
+    ) -> torch.Tensor:
+        tensors = metadata.tensors
+        out = torch.empty_like(q)
+        sequences = (
+            tensors.query_starts,
+            tensors.context_lens,
+            tensors.block_table,
+            tensors.table_offsets,
+            self.shape.scale,
+        )
+        if len(metadata.tiles):
+            prompt_attention(q, cache, metadata.tiles, *sequences, out)
+        if len(metadata.decodes):
+            decode_attention(
+                q, cache, metadata.decodes, *sequences, metadata.splits, metadata.workspace, out
+            )
+        return out.flatten(1)

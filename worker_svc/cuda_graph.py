@@ -1,0 +1,104 @@
+"""Steps that only decode, from CUDA graphs: one launch instead of some hundreds.
+
+A graph does what it did while it was captured, on the same addresses. So each runs on a static
+buffer of columns and a fixed number of sequences, to which a step is padded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from worker_svc.attention.base import Backend
+from worker_svc.platforms.base import Platform
+from worker_svc.step import Step
+from worker_svc.step_tensors import ALIGNMENT, StepTensors, columns, pack, padded, unpack
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, 16 and then every 16th, 32nd from 256 and 64th from 512, up to the limit itself:
+    at most an eighth of a large step is padding."""
+    sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 512, 32), *range(512, 8193, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """Captures on construction.
+
+    Args:
+        run: a step from its padded host form (of which it may use the number of sequences alone)
+            and its columns on the device, through to the sampled tokens, which it leaves in a
+            tensor of its own.
+        max_blocks: of one sequence.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        backend: Backend,
+        run: Callable[[Step, StepTensors], None],
+        max_num_seqs: int,
+        max_blocks: int,
+    ) -> None:
+        self._platform = platform
+        self._backend = backend
+        self._sizes = graph_sizes(max_num_seqs)
+        self._replays: dict[int, Callable[[], None]] = {}
+        largest = padded(_nothing(), self._sizes[-1])
+        header = pack(self._columns(largest), pinned=False)
+        table_entries = max_num_seqs * max_blocks
+        size = len(header) + 4 * table_entries + ALIGNMENT
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=platform.device)
+        # Largest first: the smaller ones then fit into the memory that it took.
+        progress = tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None)
+        before = platform.graph_bytes()
+        for size in progress:
+            step = padded(_nothing(), size)
+            arrays = self._columns(step)
+            self._upload(step)
+            lengths = [len(array) for array in arrays]
+            lengths[-1] = table_entries
+            tensors = unpack(self._buffer, lengths)
+            self._replays[size] = platform.capture(_bind(run, step, tensors))
+            taken = (platform.graph_bytes() - before) / 2**20
+            progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
+
+    def replay(self, step: Step) -> None:
+        """Runs `step`, which only decodes, of at most `max_num_seqs` sequences."""
+        size = self._sizes[bisect_left(self._sizes, step.num_seqs)]
+        self._upload(padded(step, size))
+        self._replays[size]()
+
+    def _columns(self, step: Step) -> list[np.ndarray]:
+        return columns(step, self._backend.column(step))
+
+    def _upload(self, step: Step) -> None:
+        host = pack(self._columns(step), pinned=self._platform.pinned)
+        self._buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+def _bind(
+    run: Callable[[Step, StepTensors], None], step: Step, tensors: StepTensors
+) -> Callable[[], None]:
+    return lambda: run(step, tensors)
+
+
+def _nothing() -> Step:
+    none = np.zeros(0, np.int32)
+    return Step(
+        step_id=0,
+        input_ids=none,
+        positions=none,
+        slot_mapping=none,
+        query_lens=none,
+        context_lens=none,
+        block_table=none,
+        block_table_offsets=np.zeros(1, np.int32),
+        samples=none.astype(np.bool_),
+        temperatures=none.astype(np.float32),
+        seeds=none.astype(np.uint64),
+    )

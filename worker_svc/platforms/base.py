@@ -1,0 +1,90 @@
+"""What a model runner asks of the kind of device it runs on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from shared.config import WorkerSettings
+from worker_svc.attention.base import AttentionShape, Backend
+from worker_svc.layers.ops import Ops
+from worker_svc.step import Int32s
+
+
+class PendingTokens(Protocol):
+    """The tokens of a step that the device may still be working on."""
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> tuple[Int32s, float]:
+        """-> the tokens, and the seconds that the step took on the device.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        ...
+
+
+class Stopwatch(Protocol):
+    """Runs from the start of a step."""
+
+    def fetch(self, tokens: torch.Tensor) -> PendingTokens:
+        """Has `tokens` copied to the host once they are there; may not be overwritten before the
+        next step's stopwatch has started."""
+        ...
+
+
+class Platform(ABC):
+    """A CPU or a GPU."""
+
+    device: torch.device
+    ops: Ops
+    captures: bool  # whether decodes may run from graphs
+    pinned: bool  # whether host memory is to be pinned for copies
+
+    @abstractmethod
+    def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
+        """
+        Args:
+            setting: auto or the name of a dtype.
+            checkpoint: what the weights have.
+
+        Raises:
+            ModelError: the device does not compute in it.
+        """
+
+    @abstractmethod
+    def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
+        """
+        Raises:
+            StartError: the one asked for is not there.
+        """
+
+    @abstractmethod
+    def start(self) -> Stopwatch:
+        """Begins a step."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """-> what does the same again, on the same tensors."""
+
+    @abstractmethod
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Device memory that `run` takes beyond what is taken before and after."""
+
+    @abstractmethod
+    def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:
+        """Memory for KV caches, beside what is taken now and `activations`."""
+
+    @abstractmethod
+    def graph_bytes(self) -> int:
+        """Device memory taken, for the progress bar of capturing."""
+
+    def is_lost(self, error: Exception) -> bool:
+        """Whether no step can succeed in this process after `error`."""
+        return False

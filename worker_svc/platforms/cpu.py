@@ -1,0 +1,97 @@
+"""CPUs: torch, oneDNN and numba."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numba
+import psutil
+import torch
+
+from shared.config import WorkerSettings
+from worker_svc.attention.base import AttentionShape, Backend
+from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.errors import ModelError, StartError
+from worker_svc.kernels import cpu_ops
+from worker_svc.layers.ops import Ops
+from worker_svc.platforms.base import Platform
+from worker_svc.platforms.cpu_features import num_cores
+from worker_svc.step import Int32s
+
+DEFAULT_BLOCK_SIZE = 16
+# Of the memory that is free after the warm-up step. It belongs to others too: other ranks, the page
+# cache, the rest of the stack.
+CACHE_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Already there."""
+
+    token_ids: Int32s
+    seconds: float
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> tuple[Int32s, float]:
+        return self.token_ids, self.seconds
+
+
+class CpuStopwatch:
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def fetch(self, tokens: torch.Tensor) -> Tokens:
+        # A copy: the next step overwrites what this one sampled.
+        return Tokens(tokens.numpy().copy(), time.perf_counter() - self._started)
+
+
+class CpuPlatform(Platform):
+    device = torch.device("cpu")
+    ops: Ops = cpu_ops
+    captures = False
+    pinned = False
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Sets the calling thread's number of threads: a thread per core, divided among the ranks
+        of one machine. Both libraries keep the number per thread."""
+        share = max(num_cores() // settings.tp, 1)
+        threads = share if settings.threads == "auto" else settings.threads
+        torch.set_num_threads(threads)
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+
+    def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
+        dtype = checkpoint if setting == "auto" else getattr(torch, setting)
+        if dtype not in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            raise ModelError(f"dtype: {name} is not served on cpu; use float32 or bfloat16")
+        return dtype
+
+    def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
+        if settings.attention not in ("auto", "torch"):
+            raise StartError(f"attention: {settings.attention} runs on a GPU; on a CPU use torch")
+        size = settings.block_size
+        return TorchBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
+
+    def start(self) -> CpuStopwatch:
+        return CpuStopwatch()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Runs it, and measures nothing: activations are small beside what `CACHE_SHARE` leaves."""
+        run()
+        return 0
+
+    def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:
+        share = settings.memory_utilization
+        free = psutil.virtual_memory().available
+        # Ranks share one memory.
+        return int(free * (CACHE_SHARE if share == "auto" else share)) // settings.tp
+
+    def graph_bytes(self) -> int:
+        return 0

@@ -1,0 +1,153 @@
+"""NVIDIA GPUs: Triton, FlashAttention, cuBLAS and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shared.config import WorkerSettings
+from worker_svc.attention.base import AttentionShape, Backend
+from worker_svc.attention.choice import choose_backend
+from worker_svc.errors import ModelError, StartError
+from worker_svc.kernels import triton_ops
+from worker_svc.layers.ops import Ops
+from worker_svc.platforms.base import Platform
+from worker_svc.step import Int32s
+
+OLDEST = (8, 0)  # Ampere: the first with bfloat16
+# Of the whole memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
+MEMORY_SHARE = 0.9
+CAPTURE_WARM_UPS = 2  # cuBLAS and Triton allocate and compile in the first runs
+
+
+@dataclass(frozen=True)
+class TokensOnTheWay:
+    token_ids: torch.Tensor  # pinned, on the host
+    started: torch.cuda.Event
+    done: torch.cuda.Event
+    copied: torch.cuda.Event
+
+    def ready(self) -> bool:
+        return bool(self.copied.query())
+
+    def wait(self) -> tuple[Int32s, float]:
+        self.copied.synchronize()  # lets other threads of Python run
+        return self.token_ids.numpy(), self.started.elapsed_time(self.done) / 1000
+
+
+class CudaStopwatch:
+    def __init__(self, platform: CudaPlatform) -> None:
+        self._platform = platform
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._started.record()
+
+    def fetch(self, tokens: torch.Tensor) -> TokensOnTheWay:
+        done = torch.cuda.Event(enable_timing=True)
+        done.record()
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        side = self._platform.copy_stream
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(side):
+            side.wait_event(done)
+            host.copy_(tokens, non_blocking=True)
+            copied.record()
+        self._platform.last_copy = copied
+        return TokensOnTheWay(host, self._started, done, copied)
+
+
+class CudaPlatform(Platform):
+    """The GPU of this rank: GPUs are dealt to the ranks of a machine in order."""
+
+    ops: Ops = triton_ops
+    pinned = True
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """
+        Raises:
+            StartError: there is no GPU for this rank, or it is too old.
+        """
+        if not torch.cuda.is_available():
+            raise StartError("device: cuda, but torch finds no CUDA device")
+        self.device = torch.device("cuda", settings.rank % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+        self.captures = not settings.enforce_eager
+        self.last_copy: torch.cuda.Event | None = None
+        self.copy_stream = torch.cuda.Stream(self.device)
+        self._capability = torch.cuda.get_device_capability(self.device)
+        if self._capability < OLDEST:
+            raise StartError(
+                f"device: {torch.cuda.get_device_name(self.device)} has compute capability "
+                f"{'.'.join(map(str, self._capability))}; at least 8.0 is needed"
+            )
+
+    def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
+        if setting == "auto":  # as others do, float32 weights are served in half the size
+            return torch.bfloat16 if checkpoint == torch.float32 else checkpoint
+        dtype: torch.dtype = getattr(torch, setting)
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ModelError(f"dtype: {setting} is not served on cuda; use bfloat16 or float16")
+        return dtype
+
+    def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
+        if settings.attention == "torch":
+            raise StartError("attention: torch runs on a CPU; on a GPU use triton, or auto")
+        properties = torch.cuda.get_device_properties(self.device)
+        return choose_backend(
+            settings.attention,
+            shape,
+            None if settings.block_size == "auto" else settings.block_size,
+            self._capability,
+            properties.multi_processor_count,
+        )
+
+    def start(self) -> CudaStopwatch:
+        if self.last_copy:  # its source is about to be overwritten
+            torch.cuda.current_stream().wait_event(self.last_copy)
+        return CudaStopwatch(self)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(CAPTURE_WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads, NCCL's among them, may go on using CUDA.
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        run()  # compiles kernels, which allocates too
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:
+        share = settings.memory_utilization
+        free, total = torch.cuda.mem_get_info(self.device)
+        usable = int(total * (MEMORY_SHARE if share == "auto" else share))
+        return usable - (total - free) - activations
+
+    def graph_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def is_lost(self, error: Exception) -> bool:
+        # A failed kernel takes the process's CUDA context with it; running out of memory does not.
+        return isinstance(error, torch.AcceleratorError)
+
+    @cached_property
+    def _graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
