@@ -1,0 +1,1 @@
+"""`make gpu-check`: proves and measures the worker on a GPU. What it does: docs/gpu-check.md."""
