@@ -110,10 +110,10 @@ def plan_stack(
     }
     if {"worker", "frontend"} & set(layout.services):
         ours["MODEL"] = str(resolve_model(settings.model))
-    if settings.tp > 1 and not settings.master_port:
-        if len(ranks) < settings.tp:
+    if settings.tp > 1:
+        if not settings.master_port and len(ranks) < settings.tp:
             raise LaunchError("NANO_MASTER_PORT: give one, as on the hosts of the other ranks")
-        ours["MASTER_PORT"] = str(free_port())
+        ours["MASTER_PORT"] = str(settings.master_port or free_port())
     shared = environment | {PREFIX + name: value for name, value in ours.items()}
     check_environment(shared, first_rank=ranks.start)
     return stack, shared

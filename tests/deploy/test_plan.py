@@ -47,6 +47,18 @@ def test_ranks_have_a_meeting_place_of_their_own() -> None:
     assert fixed["NANO_MASTER_PORT"] == "4321"
 
 
+def test_a_meeting_place_of_the_cluster() -> None:
+    given = {
+        "NANO_MODEL": DEMO,
+        "NANO_TP": "4",
+        "NANO_WORKER_ADDRESSES": "a:1,b:2,c:3,d:4",
+        "MASTER_PORT": "4322",
+    }
+    layout = Layout(services=("worker",), ranks="2-3")
+    _, environment = plan_stack(given, layout, DIRECTORY, 50051)
+    assert environment["NANO_MASTER_PORT"] == "4322"
+
+
 def test_addresses_given_are_kept() -> None:
     stack, environment = plan(
         Layout(frontends=3, services=("frontend",)), SCHEDULER_ADDRESS="10.0.0.1:7000"

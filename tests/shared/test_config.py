@@ -25,6 +25,24 @@ def test_flag_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert (settings.port, settings.host, settings.scheduler_address) == (3, "environment", "file")
 
 
+def test_where_ranks_meet_is_known_from_the_usual_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def where() -> tuple[str, int]:
+        settings = load_settings(WorkerSettings, [])
+        return settings.master_addr, settings.master_port
+
+    assert where() == ("127.0.0.1", 50054)
+    monkeypatch.setenv("MASTER_ADDR", "gpu-a")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert where() == ("gpu-a", 1234)
+    monkeypatch.setenv("NANO_MASTER_ADDR", "gpu-b")
+    assert where() == ("gpu-b", 1234)
+    monkeypatch.setenv("MASTER_PORT", "ten")
+    with pytest.raises(SettingsError, match=r"master_port: .*'ten'"):
+        where()
+
+
 def test_settings_are_frozen() -> None:
     settings = load_settings(FrontendSettings, [])
     with pytest.raises(ValidationError, match="frozen"):

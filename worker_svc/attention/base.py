@@ -57,7 +57,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
-        """One uninitialized cache per layer, for `num_blocks` blocks of `block_size` tokens."""
+        """One cache per layer, of whatever contents, for `num_blocks` blocks."""
 
     def column(self, step: Step) -> Int32s:
         """What `plan` wants on the device besides the step itself; for decodes as many entries for

@@ -27,7 +27,9 @@ class PagedBackend(AttentionBackend[Metadata]):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
         size = (2, num_blocks, self.block_size, s.num_kv_heads, s.head_dim)
-        return [torch.empty(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
+        # Zeros: a kernel may load the rest of a block and weigh it with 0, which does not rid it of
+        # NaN.
+        return [torch.zeros(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
 
     def norm_rope_store(
         self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from shared.config import WorkerSettings
+from worker_svc.errors import StartError
+from worker_svc.kv_cache import blocks_that_fit
+
+MIB = 1 << 20
+
+
+def fit(memory: int, **settings: int) -> int:
+    """Blocks of 16 tokens and 1 MiB, for sequences of up to 100 tokens: 7 blocks each."""
+    limits = WorkerSettings(**{"max_num_seqs": 4, **settings})
+    return blocks_that_fit(limits, memory, block_bytes=MIB, block_size=16, max_model_len=100)
+
+
+def test_as_many_as_fit() -> None:
+    assert fit(10 * MIB) == 10
+    assert fit(11 * MIB - 1) == 10
+
+
+def test_no_more_than_all_sequences_of_a_step_can_use() -> None:
+    assert fit(1000 * MIB) == 28
+    assert fit(1000 * MIB, max_num_seqs=1) == 7
+
+
+def test_as_many_as_were_asked_for() -> None:
+    assert fit(10 * MIB, kv_blocks=2000) == 2000
+
+
+def test_too_little_for_one_sequence() -> None:
+    assert fit(7 * MIB) == 7
+    with pytest.raises(StartError) as error:
+        fit(5 * MIB)
+    assert str(error.value).startswith(
+        "memory: 2 MiB are missing: the KV cache of one sequence of 100 tokens takes 7 MiB, "
+        "5 MiB are left for it"
+    )
+    with pytest.raises(StartError, match=r"10 MiB are missing.* 0 MiB are left"):
+        fit(-3 * MIB)
