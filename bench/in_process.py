@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 
 from bench.engine_stats import EngineStats
@@ -22,7 +23,7 @@ from scheduler_svc.worker_client import encode_step
 from shared.config import SettingsError, WorkerSettings, load_settings
 from worker_svc import step as worker_step
 from worker_svc.errors import StartError
-from worker_svc.model_runner import ModelRunner
+from worker_svc.model_runner import ModelRunner, PendingStep
 
 _EPOCH = 1
 
@@ -34,17 +35,22 @@ class InProcessExecutor:
         self._runner = runner
         self._limits = limits
         self._last: worker_step.Step | None = None
+        self._pending: deque[PendingStep] = deque()
         self._step_id = 0
 
-    async def execute(self, step: Step) -> Seq[int]:
+    async def send(self, step: Step) -> None:
         self._step_id += 1
         request = encode_step(step, self._limits.block_size, _EPOCH, self._step_id)
         self._last = worker_step.decode_step(request, self._limits, self._last)
-        token_ids: list[int] = self._runner.run(self._last).tolist()
+        self._pending.append(self._runner.launch(self._last))
+
+    async def receive(self) -> Seq[int]:
+        token_ids: list[int] = self._pending.popleft().wait()[0].tolist()
         return token_ids
 
     async def recover(self) -> None:
         """An empty cache, as after the loss of a worker."""
+        self._pending.clear()
         self._runner.configure(_EPOCH, self._limits.num_blocks)
 
 

@@ -58,7 +58,7 @@ async def _run_engine(
             vocab_size=group.vocab_size,
         )
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
-        engine = Engine(scheduler, workers, servicer.emit)
+        engine = Engine(scheduler, workers, servicer.emit, sync=settings.sync)
         info = scheduler_pb2.EngineInfo(
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,

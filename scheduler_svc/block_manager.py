@@ -65,13 +65,13 @@ class BlockManager:
             self._ref_counts[block] += 1
         seq.block_table = array("i", shared)
         seq.num_published_blocks = len(shared)
-        seq.num_computed_tokens = len(shared) * self.block_size
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(shared) * self.block_size
         seq.block_table.extend(self._take() for _ in range(missing))
         return True
 
     def append_slot(self, seq: Sequence) -> bool:
         """Makes room for the next token of a running sequence; False when no block is left."""
-        if self.blocks_for(seq.num_computed_tokens + 1) > len(seq.block_table):
+        if self.blocks_for(seq.num_scheduled_tokens + 1) > len(seq.block_table):
             if not self.num_free_blocks:
                 return False
             seq.block_table.append(self._take())

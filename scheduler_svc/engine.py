@@ -1,12 +1,16 @@
-"""The engine loop: schedule a step, have it run, apply its answer, tell the frontends."""
+"""The engine loop: schedule a step, have it run, apply its answer, tell the frontends.
+
+One step ahead: while the workers run step N, step N + 1 is already with them, so that they never
+wait for what happens here."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -26,22 +30,31 @@ class WorkersLostError(Exception):
 class Executor(Protocol):
     """Runs steps: over gRPC in the service, in process in the benchmark."""
 
-    async def execute(self, step: Step) -> Seq[int]:
-        """One sampled id per row, anything for rows that sample nothing.
+    async def send(self, step: Step) -> None:
+        """Has `step` run after those that were sent before.
 
         Raises:
-            WorkersLostError: the step's answer will never come.
+            WorkersLostError: it will never be answered.
+        """
+
+    async def receive(self) -> Seq[int]:
+        """The answer to the oldest step that `receive` has not been called for: one sampled id per
+        row, anything for rows that sample nothing.
+
+        Raises:
+            WorkersLostError: the answer will never come.
         """
 
     async def recover(self) -> None:
-        """Returns once steps can be run again, with an empty cache of the same size."""
+        """Returns once steps can be run again, with an empty cache of the same size; what was sent
+        is forgotten."""
 
 
 class Engine:
     """Owns the scheduler: all its methods are to be called from the loop that runs `run`.
 
-    `emit` is called after each step with what is new. The loop is synchronous: a step is planned
-    when the answer to the one before has been applied.
+    `emit` is called after each step with what is new. With `sync` a step is planned only when the
+    answer to the one before has been applied; the tokens are the same.
     """
 
     def __init__(
@@ -50,11 +63,16 @@ class Engine:
         executor: Executor,
         emit: Callable[[list[Output]], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        sync: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
         self._executor = executor
         self._emit = emit
+        self._most_in_flight = 1 if sync else 2
+        self._in_flight: deque[Step] = deque()  # oldest first
+        self._answer: asyncio.Future[Seq[int]] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
         self._failures = 0
 
@@ -75,30 +93,62 @@ class Engine:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        while True:
-            self._wake.clear()
-            if expired := self.scheduler.expire(self.clock()):
-                self._emit(expired)
+        try:
+            while True:
+                try:
+                    await self._turn()
+                except WorkersLostError as error:
+                    await self._recover(str(error))
+        finally:
+            self._forget_steps()
+
+    async def _turn(self) -> None:
+        """Sends what can be sent, then waits for an answer or for something new to send."""
+        self._wake.clear()
+        if expired := self.scheduler.expire(self.clock()):
+            self._emit(expired)
+        while len(self._in_flight) < self._most_in_flight:
             step = self.scheduler.schedule(self.clock())
             if step is None:
-                await self._wake.wait()
-            else:
-                await self._run_step(step)
-
-    async def _run_step(self, step: Step) -> None:
-        try:
-            token_ids = await self._executor.execute(step)
-        except WorkersLostError as error:
-            await self._recover(step, str(error))
-        else:
+                break
+            self._in_flight.append(step)  # first: if it cannot be sent, it counts as failed
+            await self._executor.send(step)
+        if not self._in_flight:
+            await self._wake.wait()
+        elif await self._answered():
+            assert self._answer is not None
+            token_ids, self._answer = self._answer.result(), None
             self._failures = 0
-            self._emit(self.scheduler.apply(step, token_ids))
+            self._emit(self.scheduler.apply(self._in_flight.popleft(), token_ids))
 
-    async def _recover(self, step: Step, reason: str) -> None:
+    async def _answered(self) -> bool:
+        """Waits for the answer to the oldest step; false if there is news first, while another
+        step could be sent."""
+        if self._answer is None:
+            self._answer = asyncio.ensure_future(self._executor.receive())
+        if len(self._in_flight) == self._most_in_flight:
+            await asyncio.wait([self._answer])
+            return True
+        answer: asyncio.Future[Any] = self._answer
+        news = asyncio.ensure_future(self._wake.wait())
+        await asyncio.wait([answer, news], return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+        return answer.done()
+
+    async def _recover(self, reason: str) -> None:
         self._failures += 1
+        step = self._in_flight[0]
         log.warning("step failed", reason=reason, sequences=len(step.rows), failures=self._failures)
         if self._failures >= MAX_STEP_FAILURES:
             self._failures = 0
             self._emit(self.scheduler.fail(step, "internal error"))
+        self._forget_steps()
         self.scheduler.requeue_all()
         await self._executor.recover()
+
+    def _forget_steps(self) -> None:
+        self._in_flight.clear()
+        if self._answer is not None:
+            if not self._answer.cancel() and not self._answer.cancelled():
+                self._answer.exception()  # nobody else will ask for it
+            self._answer = None

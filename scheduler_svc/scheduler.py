@@ -1,7 +1,8 @@
 """Continuous batching: which sequences, and how many tokens of each, make the next step.
 
-Decisions are plain data (`Step`), applied when the answer comes: `schedule → run → apply`. The
-scheduler knows no clock, no network and no tensor.
+Decisions are plain data (`Step`), applied when the answer comes: `schedule → run → apply`. A step
+may be scheduled while the one before is in flight: of the tokens that it will sample it knows the
+rows, not the ids. The scheduler knows no clock, no network and no tensor.
 
     add ──▶ waiting ──schedule──▶ running ──apply──▶ finished
                ▲                     │
@@ -32,12 +33,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Row:
-    """`num_tokens` tokens of `seq`, from `seq.num_computed_tokens` on. A row that does not reach
-    the sequence's last token is mid-prompt and samples nothing."""
+    """`num_tokens` tokens of `seq` from position `start` on. A row that does not reach the
+    sequence's last token is mid-prompt and samples nothing. If the token at `start` is not known
+    yet, it is the one that row `previous_row` of the step before samples."""
 
     seq: Sequence
+    start: int
     num_tokens: int
     samples: bool
+    previous_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()  # may hold ended ones, skipped when met
         self._running: list[Sequence] = []  # in order of arrival
         self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._aborted_in_flight: list[Sequence] = []
+        self._steps_in_flight = 0
+        self._fenced: list[Sequence] = []  # ended, their blocks still written by steps in flight
 
     @property
     def num_running(self) -> int:
@@ -127,78 +132,92 @@ class Scheduler:
         return outputs
 
     def schedule(self, now: float = 0.0) -> Step | None:
-        """The next step, or None when there is nothing to do.
+        """The next step, or None when there is nothing to do, or nothing before an answer comes.
 
         Decodes come first, so that streams keep their pace; prompt chunks share what is left of the
         token budget in order of arrival, then waiting sequences are admitted. When a decode finds
-        no block, the sequence that arrived last is preempted and will be computed again.
+        no block, the sequence that arrived last is preempted and will be computed again, but not
+        before all steps in flight are answered: they still write its blocks, and may free others.
         """
-        preempted = self._make_room_for_decodes()
-        decodes = [Row(s, 1, True) for s in self._running if s.num_uncomputed_tokens == 1]
-        budget = self.limits.max_num_batched_tokens - len(decodes)
-        chunks: list[Row] = []
+        preempted = False
+        shares: list[tuple[Sequence, int]] = []
+        for seq in list(self._running):
+            if seq.status is Status.RUNNING and seq.num_unscheduled_tokens == 1:
+                if seq.ends_when_answered and seq.num_pending_tokens:
+                    continue
+                while not self.blocks.append_slot(seq):
+                    if self._steps_in_flight:
+                        return None
+                    preempted = True
+                    if self._preempt_last() is seq:
+                        break
+                else:
+                    shares.append((seq, 1))
+        budget = self.limits.max_num_batched_tokens - len(shares)
         for seq in self._running:
-            if budget and seq.num_uncomputed_tokens > 1:
-                chunks.append(self._chunk(seq, budget))
-                budget -= chunks[-1].num_tokens
+            if budget and seq.num_unscheduled_tokens > 1:
+                shares.append((seq, min(budget, seq.num_unscheduled_tokens)))
+                budget -= shares[-1][1]
         while budget and not preempted and (admitted := self._admit(now)):
-            chunks.append(self._chunk(admitted, budget))
-            budget -= chunks[-1].num_tokens
-        rows = decodes + chunks
-        if not rows:
+            shares.append((admitted, min(budget, admitted.num_unscheduled_tokens)))
+            budget -= shares[-1][1]
+        if not shares:
             return None
-        for row in rows:
-            row.seq.in_flight = True
+        self._steps_in_flight += 1
         self.stats.steps += 1
-        self.stats.step_sequences += len(rows)
-        self.stats.step_tokens += sum(row.num_tokens for row in rows)
-        return Step(rows)
+        self.stats.step_sequences += len(shares)
+        self.stats.step_tokens += sum(num_tokens for _, num_tokens in shares)
+        return Step([_row(*share, number) for number, share in enumerate(shares)])
 
     def apply(self, step: Step, token_ids: Seq[int]) -> list[Output]:
-        """Takes in the answer to a step: `token_ids[i]` was sampled for row i."""
+        """Takes in the answer to the oldest step in flight: `token_ids[i]` was sampled for row
+        i."""
+        self._steps_in_flight -= 1
         outputs = []
         for row, token in zip(step.rows, token_ids, strict=True):
             seq = row.seq
-            seq.in_flight = False
-            if seq.status is Status.FINISHED:
-                continue  # aborted meanwhile, its token is dropped
+            seq.num_steps_in_flight -= 1
+            if seq.status is Status.FINISHED:  # meanwhile, its token is dropped
+                if not seq.num_steps_in_flight:
+                    self._fenced.remove(seq)
+                    self.blocks.free(seq)
+                continue
             seq.num_computed_tokens += row.num_tokens
             self.blocks.publish(seq)
             if row.samples:
+                seq.num_pending_tokens -= 1
                 seq.tokens.append(token)
                 self.stats.sampled_tokens += 1
                 cause = seq.finish_cause()
                 if cause:
                     self._end(seq)
                 outputs.append(Output(seq, token, seq.num_generated_tokens - 1, cause))
-        for seq in self._aborted_in_flight:
-            self.blocks.free(seq)
-        self._aborted_in_flight.clear()
         return outputs
 
     def fail(self, step: Step, message: str) -> list[Output]:
-        """Gives up on the sequences of a step that no worker can run."""
+        """Gives up on the sequences of a step that no worker can run; `requeue_all` follows."""
         outputs = []
         for row in step.rows:
-            row.seq.in_flight = False
             if row.seq.status is not Status.FINISHED:
                 self._end(row.seq)
                 outputs.append(Output(row.seq, finished=FinishCause.INTERNAL, message=message))
         return outputs
 
     def requeue_all(self) -> None:
-        """The cache is lost: everything that ran is computed again, in order of arrival."""
+        """The cache is lost, and with it the steps in flight: everything that ran is computed
+        again, in order of arrival."""
         for seq in self._running:
             seq.reset()
         self.stats.preemptions += len(self._running)
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
-        self._aborted_in_flight.clear()
+        self._fenced.clear()
+        self._steps_in_flight = 0
         self.blocks = BlockManager(self.blocks.num_blocks, self.blocks.block_size)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks or queues contradict each other. For tests."""
-        self.blocks.check_integrity([*self._running, *self._aborted_in_flight])
+        self.blocks.check_integrity([*self._running, *self._fenced])
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
         waiting = [s for s in self._waiting if s.status is not Status.FINISHED]
         assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
@@ -226,17 +245,6 @@ class Scheduler:
             return FinishCause.QUEUE_FULL, f"{limits.max_waiting} requests are waiting already"
         return None
 
-    def _make_room_for_decodes(self) -> bool:
-        """Whether anything had to be preempted."""
-        preempted = False
-        for seq in list(self._running):
-            while seq.status is Status.RUNNING and seq.num_uncomputed_tokens == 1:
-                if self.blocks.append_slot(seq):
-                    break
-                self._preempt(self._running[-1])
-                preempted = True
-        return preempted
-
     def _admit(self, now: float) -> Sequence | None:
         while self._waiting and self._waiting[0].status is Status.FINISHED:
             self._waiting.popleft()
@@ -255,24 +263,38 @@ class Scheduler:
         self._running.append(seq)
         return seq
 
-    def _chunk(self, seq: Sequence, budget: int) -> Row:
-        num_tokens = min(budget, seq.num_uncomputed_tokens)
-        return Row(seq, num_tokens, samples=num_tokens == seq.num_uncomputed_tokens)
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._running.remove(seq)
+    def _preempt_last(self) -> Sequence:
+        seq = self._running.pop()
         self.blocks.free(seq)
         seq.reset()
         self._waiting.appendleft(seq)
         self.stats.preemptions += 1
+        return seq
 
     def _end(self, seq: Sequence) -> None:
-        """Takes a sequence out; its blocks wait for the answer while a step still writes them."""
+        """Takes a sequence out; its blocks wait for the answers of steps that still write them."""
         if seq.status is Status.RUNNING:
             self._running.remove(seq)
-            if seq.in_flight:
-                self._aborted_in_flight.append(seq)
+            if seq.num_steps_in_flight:
+                self._fenced.append(seq)
             else:
                 self.blocks.free(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.key]
+
+
+def _row(seq: Sequence, num_tokens: int, number: int) -> Row:
+    """Row `number` of the step being planned, which counts as scheduled from now on."""
+    start = seq.num_scheduled_tokens
+    row = Row(
+        seq,
+        start,
+        num_tokens,
+        samples=num_tokens == seq.num_unscheduled_tokens,
+        previous_row=seq.last_row if start == seq.num_tokens else None,
+    )
+    seq.num_scheduled_tokens += num_tokens
+    seq.num_pending_tokens += row.samples
+    seq.num_steps_in_flight += 1
+    seq.last_row = number
+    return row

@@ -42,7 +42,9 @@ SequenceKey = tuple[int, int]
 
 
 class Sequence:
-    """Tokens int32[prompt + generated], of which the first `num_computed_tokens` are in the cache.
+    """Tokens int32[prompt + generated]. Of these, and of `num_pending_tokens` more that steps in
+    flight will sample, the first `num_scheduled_tokens` are in the cache once those steps are
+    answered, and the first `num_computed_tokens` are there now.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
     """
@@ -53,13 +55,16 @@ class Sequence:
         "block_table",
         "deadline",
         "first_scheduled",
-        "in_flight",
         "key",
+        "last_row",
         "num_cached_prompt_tokens",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_resumed_tokens",
+        "num_scheduled_tokens",
+        "num_steps_in_flight",
         "params",
         "status",
         "tokens",
@@ -85,8 +90,11 @@ class Sequence:
         self.deadline = deadline
         self.first_scheduled: float | None = None
         self.status = Status.WAITING
-        self.in_flight = False  # a step with this sequence is not answered yet
+        self.num_steps_in_flight = 0  # with this sequence, not answered yet
+        self.last_row = -1  # in the last step that had this sequence
         self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_pending_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.block_table = array("i")
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
@@ -101,8 +109,14 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.tokens) - self.num_computed_tokens
+    def num_unscheduled_tokens(self) -> int:
+        """Pending ones included."""
+        return len(self.tokens) + self.num_pending_tokens - self.num_scheduled_tokens
+
+    @property
+    def ends_when_answered(self) -> bool:
+        """Whether a pending token is the last one that it may have."""
+        return self.num_generated_tokens + self.num_pending_tokens >= self.params.max_tokens
 
     def finish_cause(self) -> FinishCause | None:
         """What the last token ends this sequence with, None while it goes on."""
@@ -120,7 +134,9 @@ class Sequence:
     def reset(self) -> None:
         """Forgets the cache: everything is to be computed again."""
         self.status = Status.WAITING
-        self.in_flight = False
+        self.num_steps_in_flight = 0
         self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_pending_tokens = 0
         self.num_published_blocks = 0
         self.block_table = array("i")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ import structlog
 from grpc import aio
 
 from scheduler_svc.engine import WorkersLostError
-from scheduler_svc.scheduler import Step
+from scheduler_svc.scheduler import Row, Step
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 
@@ -66,6 +68,7 @@ class WorkerClient:
         self._block_size = 0
         self._epoch = 0
         self._step_id = 0
+        self._sent: deque[tuple[int, int]] = deque()  # steps not answered: id, number of rows
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
         """Waits for every rank, however long it loads, and configures them all for one epoch.
@@ -97,13 +100,21 @@ class WorkerClient:
             call.cancel()
         await self.connect(self._num_blocks)
 
-    async def execute(self, step: Step) -> Seq[int]:
+    async def send(self, step: Step) -> None:
         self._step_id += 1
         request = encode_step(step, self._block_size, self._epoch, self._step_id)
-        answers = await asyncio.gather(*(self._answer(call, request) for call in self._calls))
+        await asyncio.gather(*(_write(call, request) for call in self._calls))
+        self._sent.append((self._step_id, len(step.rows)))
+
+    async def receive(self) -> Seq[int]:
+        step_id, num_rows = self._sent.popleft()
+        answers = await asyncio.gather(*(_read(call) for call in self._calls))
+        for answer in answers:
+            if answer.step_id != step_id:
+                raise WorkersLostError(f"answer to step {answer.step_id}, not {step_id}")
         token_ids: list[int] = np.frombuffer(answers[0].token_ids, "<i4").tolist()
-        if len(token_ids) != len(step.rows):
-            raise WorkersLostError(f"{len(token_ids)} tokens for {len(step.rows)} rows")
+        if len(token_ids) != num_rows:
+            raise WorkersLostError(f"{len(token_ids)} tokens for {num_rows} rows")
         return token_ids
 
     async def close(self) -> None:
@@ -119,6 +130,7 @@ class WorkerClient:
         self._num_blocks = num_blocks or group.num_blocks
         self._block_size = group.block_size
         self._step_id = 0
+        self._sent.clear()
         request = worker_pb2.ConfigureRequest(
             epoch=self._epoch,
             num_blocks=self._num_blocks,
@@ -131,20 +143,6 @@ class WorkerClient:
         return WorkerGroup(
             self._num_blocks, group.block_size, group.max_model_len, group.vocab_size, self._epoch
         )
-
-    async def _answer(
-        self, call: ExecuteCall, request: worker_pb2.StepRequest
-    ) -> worker_pb2.StepResponse:
-        try:
-            await call.write(request)
-            response = await call.read()
-        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise WorkersLostError(await _reason(call)) from error
-        if not isinstance(response, worker_pb2.StepResponse):
-            raise WorkersLostError(await _reason(call))
-        if response.step_id != request.step_id:
-            raise WorkersLostError(f"answer to step {response.step_id}, not {request.step_id}")
-        return response
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
@@ -177,15 +175,12 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
 def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
     """The columns of `worker.proto` for a step: T tokens of S sequences."""
     rows = step.rows
-    starts = np.array([row.seq.num_computed_tokens for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int32)
     query_lens = np.array([row.num_tokens for row in rows], np.int32)
     context_lens = starts + query_lens
     num_blocks = -(-context_lens // block_size)
 
-    input_ids = b"".join(
-        row.seq.tokens[start : start + row.num_tokens].tobytes()
-        for row, start in zip(rows, starts.tolist(), strict=True)
-    )
+    input_ids = b"".join(map(_input_ids, rows))
     block_table = b"".join(
         row.seq.block_table[:blocks].tobytes()
         for row, blocks in zip(rows, num_blocks.tolist(), strict=True)
@@ -214,6 +209,30 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
         temperatures=np.array([row.seq.params.temperature for row in rows], "<f4").tobytes(),
         seeds=np.array([row.seq.params.seed for row in rows], "<u8").tobytes(),
     )
+
+
+def _input_ids(row: Row) -> bytes:
+    """int32; a token that the step before will sample is -1 - its row there."""
+    if row.previous_row is not None:
+        return array("i", [-1 - row.previous_row]).tobytes()
+    return row.seq.tokens[row.start : row.start + row.num_tokens].tobytes()
+
+
+async def _write(call: ExecuteCall, request: worker_pb2.StepRequest) -> None:
+    try:
+        await call.write(request)
+    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+        raise WorkersLostError(await _reason(call)) from error
+
+
+async def _read(call: ExecuteCall) -> worker_pb2.StepResponse:
+    try:
+        response = await call.read()
+    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+        raise WorkersLostError(await _reason(call)) from error
+    if not isinstance(response, worker_pb2.StepResponse):
+        raise WorkersLostError(await _reason(call))
+    return response
 
 
 async def _reason(call: ExecuteCall) -> str:

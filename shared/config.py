@@ -79,6 +79,7 @@ class SchedulerSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(2048, gt=0, description="tokens in a step")
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
     kv_blocks: AutoInt = "auto"
+    sync: bool = Field(False, description="plan a step only when the one before was answered")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

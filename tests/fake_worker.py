@@ -71,6 +71,7 @@ class FakeWorker(WorkerServiceServicer):
         self.violations: list[str] = []
         self.steps: list[worker_pb2.StepRequest] = []
         self.cache = np.full(0, -1, np.int64)
+        self.last_tokens: list[int] = []
         self.limits = worker_pb2.ConfigureRequest()
 
     async def GetInfo(
@@ -84,6 +85,7 @@ class FakeWorker(WorkerServiceServicer):
         self.info.epoch = request.epoch
         self.limits = request
         self.cache = np.full(request.num_blocks * self.info.block_size, -1, np.int64)
+        self.last_tokens = []
         return worker_pb2.ConfigureResponse()
 
     async def Execute(
@@ -112,7 +114,7 @@ class FakeWorker(WorkerServiceServicer):
 
     def run(self, step: worker_pb2.StepRequest) -> list[int]:
         block_size = self.info.block_size
-        input_ids = np.frombuffer(step.input_ids, "<i4")
+        input_ids = np.frombuffer(step.input_ids, "<i4").copy()
         positions = np.frombuffer(step.positions, "<i4")
         slots = np.frombuffer(step.slot_mapping, "<i4")
         query_lens = np.frombuffer(step.query_lens, "<i4")
@@ -125,6 +127,11 @@ class FakeWorker(WorkerServiceServicer):
         assert query_lens.sum() == len(input_ids) <= self.limits.max_num_batched_tokens, "tokens"
         assert len(set(slots.tolist())) == len(slots), "a slot is written twice"
         assert context_lens.max() <= self.info.max_model_len, "context length"
+        for place in np.flatnonzero(input_ids < 0):
+            row = -1 - input_ids[place]
+            assert row < len(self.last_tokens), "a row that the step before did not have"
+            assert self.last_tokens[row] >= 0, "a row that sampled nothing"
+            input_ids[place] = self.last_tokens[row]
         ends = np.cumsum(query_lens)
         token_ids = []
         for row, end in enumerate(ends):
@@ -145,6 +152,7 @@ class FakeWorker(WorkerServiceServicer):
             ]
             assert (attended >= 0).all(), "attends to a slot that was never written"
             token_ids.append(next_token(attended.tolist()) if samples[row] else -1)
+        self.last_tokens = token_ids
         return token_ids
 
 

@@ -16,7 +16,7 @@ def make(number: int, tokens: list[int]) -> Sequence:
 
 
 def compute_all(blocks: BlockManager, seq: Sequence) -> None:
-    seq.num_computed_tokens = seq.num_tokens
+    seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_tokens
     blocks.publish(seq)
 
 
@@ -129,7 +129,7 @@ def test_random_operations_keep_integrity() -> None:
         elif action < 0.7 and live:
             seq = rng.choice(live)
             computed = rng.randint(seq.num_computed_tokens, seq.num_tokens)
-            seq.num_computed_tokens = computed
+            seq.num_computed_tokens = seq.num_scheduled_tokens = computed
             blocks.publish(seq)
             if computed == seq.num_tokens and blocks.append_slot(seq):
                 seq.tokens.append(rng.randrange(2))

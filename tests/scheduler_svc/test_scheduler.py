@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections import deque
 
 import pytest
 
@@ -43,20 +44,26 @@ def make(
 
 
 def sample(step: Step) -> list[int]:
-    return [next_token(r.seq.tokens) if r.samples else -1 for r in step.rows]
+    """The tokens of a step that is the oldest in flight, so that what it needs is known."""
+    return [
+        next_token(r.seq.tokens[: r.start + r.num_tokens]) if r.samples else -1 for r in step.rows
+    ]
 
 
-def run(scheduler: Scheduler, max_steps: int = 10_000) -> list[Output]:
-    """Runs until nothing is left to do."""
+def run(scheduler: Scheduler, max_steps: int = 10_000, ahead: int = 0) -> list[Output]:
+    """Runs until nothing is left to do, with up to `ahead` steps sent before an answer comes."""
     outputs: list[Output] = []
+    in_flight: deque[Step] = deque()
     for _ in range(max_steps):
-        step = scheduler.schedule()
-        if step is None:
+        while len(in_flight) <= ahead and (step := scheduler.schedule()):
+            check_limits(scheduler, step)
+            in_flight.append(step)
+        if not in_flight:
             scheduler.check_integrity()
             assert scheduler.num_waiting == scheduler.num_running == 0
             assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
             return outputs
-        check_limits(scheduler, step)
+        step = in_flight.popleft()
         outputs += scheduler.apply(step, sample(step))
         scheduler.check_integrity()
     raise AssertionError("does not come to an end")
@@ -69,7 +76,7 @@ def check_limits(scheduler: Scheduler, step: Step) -> None:
     for row in step.rows:
         held = len(row.seq.block_table) * scheduler.blocks.block_size
         assert row.num_tokens > 0
-        assert row.seq.num_computed_tokens + row.num_tokens <= held
+        assert row.start + row.num_tokens <= held
 
 
 def generated(seq: Sequence) -> list[int]:
@@ -263,6 +270,96 @@ def test_a_lost_cache_is_computed_again() -> None:
         assert generated(seq) == completion([seq.key[1]] * 6, 10)
 
 
+def test_a_step_ahead_names_the_rows_of_tokens_that_are_not_known() -> None:
+    scheduler = make_scheduler()
+    first, second = make(1, [1] * 3, 3), make(2, [2] * 6, 2)
+    scheduler.add(first)
+    scheduler.add(second)
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    rows = [
+        [(r.seq.key[1], r.start, r.num_tokens, r.previous_row) for r in step.rows]
+        for step in steps
+        if step
+    ]
+    assert rows == [[(1, 0, 3, None), (2, 0, 6, None)], [(1, 3, 1, 0), (2, 6, 1, 1)]]
+    assert steps[0]
+    scheduler.apply(steps[0], sample(steps[0]))
+    # The second is known to end with the step in flight, by its max_tokens.
+    third = scheduler.schedule()
+    assert third
+    assert [(r.seq.key[1], r.start, r.previous_row) for r in third.rows] == [(1, 4, 0)]
+    assert scheduler.schedule() is None  # the first will end too
+
+
+def test_a_token_after_the_end_is_dropped_and_its_blocks_fenced() -> None:
+    tokens = completion([5] * 3, 9)
+    scheduler = make_scheduler(num_blocks=8)
+    seq = make(1, [5] * 3, 9, eos=frozenset(tokens[:1]))
+    scheduler.add(seq)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first
+    assert second
+    outputs = scheduler.apply(first, sample(first))
+    assert [(o.token, o.finished) for o in outputs] == [(tokens[0], FinishCause.EOS)]
+    scheduler.check_integrity()
+    assert scheduler.blocks.num_free_blocks == 8 - 1  # still written by the second step
+    assert scheduler.apply(second, [7]) == []
+    assert scheduler.blocks.num_free_blocks == 8
+    assert scheduler.blocks.num_cached_blocks == 0  # three tokens are known, none fills a block
+    assert generated(seq) == tokens[:1]
+
+
+def test_blocks_are_published_when_their_step_was_answered() -> None:
+    scheduler = make_scheduler()
+    seq = make(1, [1] * 8, 4)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    assert scheduler.schedule() is not None
+    twin = make(2, [1] * 8, 4)
+    scheduler.add(twin)
+    assert scheduler.schedule() is not None
+    assert twin.num_cached_prompt_tokens == 0
+    assert step
+    scheduler.apply(step, sample(step))
+    third = make(3, [1] * 8, 4)
+    scheduler.add(third)
+    assert scheduler.schedule() is not None
+    assert third.num_cached_prompt_tokens == 4
+
+
+def test_nothing_in_flight_is_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make(1, [1] * 7, 8), make(2, [2] * 7, 8)
+    scheduler.add(first)
+    scheduler.add(second)
+    steps = [scheduler.schedule(), scheduler.schedule()]  # to 8 tokens each, all blocks taken
+    assert all(steps)
+    assert scheduler.schedule() is None
+    assert scheduler.num_running == 2
+    for step in steps:
+        assert step
+        assert scheduler.schedule() is None
+        scheduler.apply(step, sample(step))
+    assert scheduler.schedule() is not None
+    assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 64])
+def test_one_ahead_gives_the_same_outputs(num_blocks: int) -> None:
+    def outputs(ahead: int) -> dict[int, list[tuple[int | None, int, FinishCause | None]]]:
+        scheduler = make_scheduler(num_blocks=num_blocks)
+        for number in range(5):
+            tokens = completion([number] * 5, 14)
+            eos = frozenset(tokens[9:10]) if number % 2 else frozenset()
+            scheduler.add(make(number, [number] * 5, 14, eos=eos))
+        found: dict[int, list[tuple[int | None, int, FinishCause | None]]] = {}
+        for o in run(scheduler, ahead=ahead):
+            found.setdefault(o.seq.key[1], []).append((o.token, o.offset, o.finished))
+        return found
+
+    assert outputs(1) == outputs(0)
+
+
 def test_random_traffic_gives_every_sequence_its_tokens() -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
@@ -278,6 +375,8 @@ def test_random_traffic_gives_every_sequence_its_tokens() -> None:
         accepted: dict[int, Sequence] = {}
         aborted: set[int] = set()
         ended: list[int] = []
+        in_flight: deque[Step] = deque()
+        ahead = rng.randint(0, 1)
         number = 0
         for _ in range(300):
             if number < 40 and rng.random() < 0.3:
@@ -287,21 +386,26 @@ def test_random_traffic_gives_every_sequence_its_tokens() -> None:
                 seq = make(number, prompt, rng.randint(1, max(1, limit - length)))
                 if scheduler.add(seq) is None:
                     accepted[number] = seq
-            step = scheduler.schedule()
+            step = scheduler.schedule() if len(in_flight) <= ahead else None
+            if step is not None:
+                check_limits(scheduler, step)
+                in_flight.append(step)
             if accepted and rng.random() < 0.1:
                 victim = rng.choice(list(accepted))
                 if victim not in ended:
                     aborted.add(victim)
                     scheduler.abort((0, victim))
-            if step is not None:
-                check_limits(scheduler, step)
-                if rng.random() < 0.05:
-                    scheduler.requeue_all()
-                else:
-                    outputs = scheduler.apply(step, sample(step))
-                    ended += [o.seq.key[1] for o in outputs if o.finished]
+            if rng.random() < 0.02:
+                scheduler.requeue_all()
+                in_flight.clear()
+            elif len(in_flight) > ahead or (step is None and in_flight):
+                oldest = in_flight.popleft()
+                outputs = scheduler.apply(oldest, sample(oldest))
+                ended += [o.seq.key[1] for o in outputs if o.finished]
             scheduler.check_integrity()
-        ended += [o.seq.key[1] for o in run(scheduler) if o.finished]
+        for step in in_flight:
+            ended += [o.seq.key[1] for o in scheduler.apply(step, sample(step)) if o.finished]
+        ended += [o.seq.key[1] for o in run(scheduler, ahead=ahead) if o.finished]
         assert sorted(ended) == sorted(accepted.keys() - aborted)
         for key in ended:
             seq = accepted[key]
