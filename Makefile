@@ -8,8 +8,8 @@ ifeq ($(origin HOST),environment)
 HOST :=
 endif
 
-ENGINE := DEVICE DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS MAX_MODEL_LEN MAX_WAITING KV_BLOCKS \
-	BLOCK_SIZE MEMORY_UTILIZATION ATTENTION ENFORCE_EAGER SYNC
+ENGINE := DEVICE DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS MAX_NUM_PREFILL_TOKENS MAX_MODEL_LEN \
+	MAX_WAITING MAX_WAITING_TOKENS KV_BLOCKS BLOCK_SIZE MEMORY_UTILIZATION ATTENTION ENFORCE_EAGER SYNC
 STACK := MODEL $(ENGINE) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
 ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
 
@@ -20,7 +20,7 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down ps logs chat bench gpu-check test check clean
+.PHONY: help setup protos up down ps logs top chat bench simulate gpu-check test check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ ps: $(STAMP)  ## a line per process: name, index, pid, address, state
 logs: $(STAMP)  ## show the logs and follow them (SERVICE: of one service)
 	@$(BIN)/python -m deploy logs $(call flags,PORT RUNTIME SERVICE)
 
+top: $(STAMP)  ## show the engine's load, live
+	@$(BIN)/python -m deploy top $(call flags,PORT)
+
 chat: $(STAMP)  ## talk to the model
 	@$(BIN)/python -m frontend.client.chat --address $(call quote,$(ADDRESS)) $(ARGS)
 
@@ -67,6 +70,9 @@ gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on thi
 
 test: $(STAMP)  ## run the tests (ARGS: for pytest)
 	$(BIN)/python -m pytest $(ARGS)
+
+simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
+	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
 
 check: $(STAMP)  ## linter, formatter, types, import rule, and whether shared/pb is up to date
 	$(BIN)/ruff check

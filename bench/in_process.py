@@ -15,9 +15,10 @@ from bench.run import Run
 from bench.stack import Received
 from bench.workload import TEMPERATURE, Request
 from frontend.client import ModelInfo
+from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine
-from scheduler_svc.scheduler import Limits, Output, Scheduler, Step
+from scheduler_svc.scheduler import Output, Scheduler, Step
 from scheduler_svc.sequence import SamplingParams, Sequence
 from scheduler_svc.worker_client import encode_step
 from shared.config import SettingsError, WorkerSettings, load_settings

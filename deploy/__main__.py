@@ -1,4 +1,4 @@
-"""`python -m deploy up|run|down|ps|logs`: what the Makefile's targets of these names run."""
+"""`python -m deploy up|run|down|ps|logs|top`: what the Makefile's targets of these names run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from deploy.logs import follow
 from deploy.options import given_layout, given_settings, parse_options
 from deploy.plan import read_settings
 from deploy.stack import run_directory
+from deploy.top import top
 from shared.config import SettingsError
 
 
@@ -31,6 +32,8 @@ def _dispatch(options: argparse.Namespace) -> int:
     environment = dict(os.environ) | given_settings(options)
     if options.command == "run":
         return commands.run(environment, given_layout(options))
+    if options.command == "top":
+        return top(run_directory(read_settings(environment).port))
     if options.runtime == "docker":
         return _dispatch_docker(options, environment)
     if options.command == "up":

@@ -33,7 +33,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     down = commands.add_parser("down", help="stop the stack")
     ps = commands.add_parser("ps", help="a line per process")
     logs = commands.add_parser("logs", help="show the logs and follow them")
-    for command in (up, run, down, ps, logs):
+    top = commands.add_parser("top", help="show the engine's load, live")
+    for command in (up, run, down, ps, logs, top):
         command.add_argument("--port", help="public port, which also names the stack")
     for command in (up, down, ps, logs):
         command.add_argument("--runtime", choices=("native", "docker"), default="native")

@@ -26,3 +26,5 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: Sampling
     deadline: float | None
+    priority: int = 0
+    cache_salt: str = ""

@@ -125,7 +125,7 @@ class SchedulerClient:
         if self._giving_up is not None:
             self._giving_up.cancel()
         for stream in self._open.values():
-            outgoing.put_nowait(submit_message(stream))
+            outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._info, self._outgoing = info, outgoing
         await self._on_ready(True)
 

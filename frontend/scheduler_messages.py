@@ -30,7 +30,7 @@ _REASONS: dict[int, FinishReason] = {
 }
 
 
-def submit_message(stream: TokenStream) -> pb.FrontendMessage:
+def submit_message(stream: TokenStream, *, resubmitted: bool = False) -> pb.FrontendMessage:
     """Submits a request with the tokens it has so far."""
     request, sampling = stream.request, stream.request.sampling
     timeout_s = 0.0
@@ -49,7 +49,10 @@ def submit_message(stream: TokenStream) -> pb.FrontendMessage:
                 eos_token_ids=sampling.eos_token_ids,
                 stop_token_ids=sampling.stop_token_ids,
             ),
+            priority=request.priority,
             timeout_s=timeout_s,
+            cache_salt=request.cache_salt,
+            resubmitted=resubmitted,
         )
     )
 

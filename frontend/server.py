@@ -154,7 +154,9 @@ class InferenceServicer(InferenceServiceServicer):
         prompt_ids = await self._prompt_ids(message, info.max_model_len, info.vocab_size)
         room = info.max_model_len - len(prompt_ids)
         sampling = validation.check_sampling(message.sampling, self._facts, room, info.vocab_size)
-        return Request(request_id, prompt_ids, sampling, deadline)
+        return Request(
+            request_id, prompt_ids, sampling, deadline, message.priority, message.cache_salt
+        )
 
     async def _prompt_ids(
         self, message: pb.GenerateRequest, max_model_len: int, vocab_size: int

@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_REQUEST_ID_LENGTH = 256  # characters
+MAX_CACHE_SALT_LENGTH = 256  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,18 @@ def check_request(request: pb.GenerateRequest) -> None:
     """What can be told from a request without its prompt or its sampling.
 
     Raises:
-        InvalidArgumentError: `request_id` is not acceptable, or a field is not supported.
+        InvalidArgumentError: `request_id` or `cache_salt` is not acceptable, or a field is not
+            supported.
     """
     if len(request.request_id) > MAX_REQUEST_ID_LENGTH or not request.request_id.isprintable():
         raise InvalidArgumentError(
             "request_id", f"must be printable and at most {MAX_REQUEST_ID_LENGTH} characters"
         )
-    if request.priority != 0:
-        raise _not_supported("priority")
+    if len(request.cache_salt) > MAX_CACHE_SALT_LENGTH:
+        raise InvalidArgumentError(
+            "cache_salt",
+            f"{len(request.cache_salt)} characters; the limit is {MAX_CACHE_SALT_LENGTH}",
+        )
     if request.resume_token_ids:
         raise _not_supported("resume_token_ids")
 
@@ -127,8 +132,8 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
     if length >= max_model_len:
         raise InvalidArgumentError(
             field,
-            f"{length} tokens; the limit is {max_model_len - 1}, the model's {max_model_len} "
-            "less one to generate",
+            f"{length} tokens; the limit is {max_model_len - 1}, {max_model_len} that the engine "
+            "holds less one to generate",
         )
 
 
@@ -170,7 +175,7 @@ def _max_tokens(sampling: pb.SamplingParams, room: int) -> int:
     if sampling.max_tokens > room:
         raise InvalidArgumentError(
             "sampling.max_tokens",
-            f"{sampling.max_tokens}; after this prompt the model has room for {room}",
+            f"{sampling.max_tokens}; after this prompt the engine has room for {room}",
         )
     return sampling.max_tokens
 

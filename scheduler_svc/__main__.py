@@ -7,9 +7,10 @@ import sys
 
 import structlog
 
+from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine
-from scheduler_svc.scheduler import Limits, Scheduler
+from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
 from scheduler_svc.worker_client import WorkerClient, WorkerMismatchError
 from shared.config import SchedulerSettings, settings_or_exit
@@ -55,6 +56,8 @@ async def _run_engine(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
             max_waiting=settings.max_waiting,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            max_num_prefill_tokens=settings.max_num_prefill_tokens,
             vocab_size=group.vocab_size,
         )
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))

@@ -9,11 +9,13 @@ A block is in one of three places:
                               name is forgotten
 
 Prefix caching after vLLM's automatic prefix caching: a full block is named by a hash of its tokens
-chained with the name of the block before it, so that a name stands for the whole prefix.
+chained with the name of the block before it, so that a name stands for the whole prefix. The
+first is chained with the sequence's cache salt: only those who know a salt share its prefixes.
 """
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections import OrderedDict, deque
 
@@ -29,8 +31,14 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._ref_counts = array("i", bytes(4 * num_blocks))
-        self._free = deque(range(num_blocks))
+        self.num_evictions = 0  # of cached blocks, for the sake of new content
+        self._seed = secrets.randbits(64)  # nobody can choose tokens that collide with another's
+        self.reset()
+
+    def reset(self) -> None:
+        """The cache is lost: all blocks are empty, and nobody holds any."""
+        self._ref_counts = array("i", bytes(4 * self.num_blocks))
+        self._free = deque(range(self.num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._block_of: dict[bytes, int] = {}  # name -> block, for published blocks
         self._name_of: dict[int, bytes] = {}
@@ -52,12 +60,15 @@ class BlockManager:
         """Gives a waiting sequence blocks for all its tokens, the longest published prefix shared.
 
         At least one token is left to compute: the logits of the last one are needed. False, with
-        nothing changed, when there are too few blocks.
+        nothing changed, when there are too few blocks; asking again takes constant time until
+        there may be enough.
         """
+        if seq.num_blocks_needed > self.num_free_blocks:
+            return False
         shared = self._match_prefix(seq)
         missing = self.blocks_for(seq.num_tokens) - len(shared)
-        available = self.num_free_blocks - sum(self._ref_counts[b] == 0 for b in shared)
-        if missing > available:
+        seq.num_blocks_needed = missing + sum(self._ref_counts[b] == 0 for b in shared)
+        if seq.num_blocks_needed > self.num_free_blocks:
             return False
         for block in shared:
             if self._ref_counts[block] == 0:
@@ -66,12 +77,13 @@ class BlockManager:
         seq.block_table = array("i", shared)
         seq.num_published_blocks = len(shared)
         seq.num_computed_tokens = seq.num_scheduled_tokens = len(shared) * self.block_size
+        seq.num_unscheduled_tokens = seq.num_tokens - seq.num_scheduled_tokens
         seq.block_table.extend(self._take() for _ in range(missing))
         return True
 
     def append_slot(self, seq: Sequence) -> bool:
         """Makes room for the next token of a running sequence; False when no block is left."""
-        if self.blocks_for(seq.num_scheduled_tokens + 1) > len(seq.block_table):
+        if seq.num_scheduled_tokens == len(seq.block_table) * self.block_size:
             if not self.num_free_blocks:
                 return False
             seq.block_table.append(self._take())
@@ -130,6 +142,7 @@ class BlockManager:
         else:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._name_of.pop(block)]
+            self.num_evictions += 1
         self._ref_counts[block] = 1
         return block
 
@@ -145,9 +158,12 @@ class BlockManager:
         return blocks
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        """128 bits: a collision between honest prompts is not to be expected in the life of a
-        cluster, so tokens are not compared."""
+        """128 bits: a collision is not to be expected in the life of a cluster, so tokens are not
+        compared."""
         for i in range(len(seq.block_hashes), num_blocks):
             tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
-            parent = seq.block_hashes[i - 1] if i else b""
-            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + tokens))
+            parent = seq.block_hashes[i - 1] if i else self._hash(seq.cache_salt.encode())
+            seq.block_hashes.append(self._hash(parent + tokens))
+
+    def _hash(self, data: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(data, self._seed)

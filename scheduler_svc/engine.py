@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import structlog
 
+from scheduler_svc.load import Load
 from scheduler_svc.scheduler import Output, Scheduler, Step
-from scheduler_svc.sequence import Sequence, SequenceKey
+from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
 
 log = structlog.get_logger(__name__)
 
@@ -68,10 +69,12 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
+        self.load = Load(scheduler, clock())
         self._executor = executor
         self._emit = emit
         self._most_in_flight = 1 if sync else 2
-        self._in_flight: deque[Step] = deque()  # oldest first
+        self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
+        self._last_answer = 0.0
         self._answer: asyncio.Future[Seq[int]] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
         self._failures = 0
@@ -79,6 +82,8 @@ class Engine:
     def submit(self, seq: Sequence) -> None:
         refused = self.scheduler.add(seq)
         if refused:
+            if refused.finished is FinishCause.QUEUE_FULL:
+                refused = refused._replace(retry_after_s=self.load.retry_after_s(self.clock()))
             self._emit([refused])
         self._wake.set()
 
@@ -111,7 +116,7 @@ class Engine:
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
-            self._in_flight.append(step)  # first: if it cannot be sent, it counts as failed
+            self._in_flight.append((step, self.clock()))  # first: if it cannot be sent, it failed
             await self._executor.send(step)
         if not self._in_flight:
             await self._wake.wait()
@@ -119,7 +124,11 @@ class Engine:
             assert self._answer is not None
             token_ids, self._answer = self._answer.result(), None
             self._failures = 0
-            self._emit(self.scheduler.apply(self._in_flight.popleft(), token_ids))
+            step, sent = self._in_flight.popleft()
+            self._emit(self.scheduler.apply(step, token_ids))
+            now = self.clock()
+            self.load.update(now - max(sent, self._last_answer), now)
+            self._last_answer = now
 
     async def _answered(self) -> bool:
         """Waits for the answer to the oldest step; false if there is news first, while another
@@ -137,7 +146,7 @@ class Engine:
 
     async def _recover(self, reason: str) -> None:
         self._failures += 1
-        step = self._in_flight[0]
+        step, _ = self._in_flight[0]
         log.warning("step failed", reason=reason, sequences=len(step.rows), failures=self._failures)
         if self._failures >= MAX_STEP_FAILURES:
             self._failures = 0

@@ -11,28 +11,19 @@ rows, not the ids. The scheduler knows no clock, no network and no tensor.
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from scheduler_svc.admission import Limits, refusal
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.waiting_queue import WaitingQueue
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of a step (`max_num_seqs`, `max_num_batched_tokens`), of a sequence and of the queue."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int  # prompt and completion together, tokens
-    max_waiting: int
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """`num_tokens` tokens of `seq` from position `start` on. A row that does not reach the
     sequence's last token is mid-prompt and samples nothing. If the token at `start` is not known
     yet, it is the one that row `previous_row` of the step before samples."""
@@ -44,13 +35,11 @@ class Row:
     previous_row: int | None = None
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     rows: list[Row]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """News of one sequence: a token and its index in the completion, its end, or both."""
 
     seq: Sequence
@@ -58,6 +47,7 @@ class Output:
     offset: int = 0
     finished: FinishCause | None = None
     message: str = ""
+    retry_after_s: float = 0.0  # with QUEUE_FULL
 
 
 @dataclass
@@ -68,6 +58,7 @@ class Stats:
     step_sequences: int = 0
     step_tokens: int = 0
     sampled_tokens: int = 0
+    admissions: int = 0  # preempted sequences count each time
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -75,8 +66,8 @@ class Stats:
 
 @dataclass
 class Scheduler:
-    """First come, first served. Every sequence that `add` accepted ends exactly once, either with
-    an `Output` that says `finished` or by `abort`."""
+    """Every sequence that `add` accepted ends exactly once, either with an `Output` that says
+    `finished` or by `abort`."""
 
     limits: Limits
     blocks: BlockManager
@@ -84,11 +75,12 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
-        self._waiting: deque[Sequence] = deque()  # may hold ended ones, skipped when met
-        self._running: list[Sequence] = []  # in order of arrival
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._max_short_tokens = _prefill_budget(self.limits, num_decodes=1) // 2
+        self._waiting = WaitingQueue(self._max_short_tokens)
+        self._running: dict[Sequence, None] = {}  # in order of admission
+        self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
         self._steps_in_flight = 0
-        self._fenced: list[Sequence] = []  # ended, their blocks still written by steps in flight
+        self._fenced: set[Sequence] = set()  # ended, their blocks still written by steps in flight
 
     @property
     def num_running(self) -> int:
@@ -96,7 +88,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._sequences) - len(self._running)
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.num_tokens
 
     def open_sequences(self) -> list[SequenceKey]:
         """Of all sequences that have not ended."""
@@ -104,16 +100,19 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> Output | None:
         """Queues a sequence, or returns its end at once when it cannot be accepted."""
-        if refusal := self._refusal(seq):
+        refused = refusal(seq, self.limits, self._waiting)
+        if seq.key in self._sequences:
+            refused = FinishCause.INVALID, "request: its number is in use"
+        if refused:
             seq.status = Status.FINISHED
-            return Output(seq, finished=refusal[0], message=refusal[1])
+            return Output(seq, finished=refused[0], message=refused[1])
         if cause := seq.finish_cause():  # resubmitted with all its tokens
             seq.status = Status.FINISHED
             return Output(seq, finished=cause)
         self._sequences[seq.key] = seq
-        self._waiting.append(seq)
+        self._waiting.push(seq)
         if seq.deadline is not None:
-            heapq.heappush(self._deadlines, (seq.deadline, id(seq), seq))
+            self._deadlines.push(seq.deadline, seq.arrival_number, seq)
         return None
 
     def abort(self, key: SequenceKey) -> None:
@@ -122,76 +121,80 @@ class Scheduler:
             self._end(seq)
 
     def expire(self, now: float) -> list[Output]:
-        """Ends the sequences whose deadline is before `now`."""
+        """Ends the sequences whose deadline is not after `now`."""
         outputs = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            seq = heapq.heappop(self._deadlines)[2]
-            if seq.status is not Status.FINISHED:
-                self._end(seq)
-                outputs.append(Output(seq, finished=FinishCause.DEADLINE))
+        while (first := self._deadlines.peek()) and first[0] <= now:
+            self._end(first[1])
+            outputs.append(Output(first[1], finished=FinishCause.DEADLINE))
         return outputs
 
     def schedule(self, now: float = 0.0) -> Step | None:
         """The next step, or None when there is nothing to do, or nothing before an answer comes.
 
-        Decodes come first, so that streams keep their pace; prompt chunks share what is left of the
-        token budget in order of arrival, then waiting sequences are admitted. When a decode finds
-        no block, the sequence that arrived last is preempted and will be computed again, but not
-        before all steps in flight are answered: they still write its blocks, and may free others.
+        Decodes come first, so that streams keep their pace; `_share` says who gets what is left of
+        the token budget. When decodes find too few blocks, running sequences are preempted, from
+        the lowest priority and latest arrival on, and will be computed again; but not before all
+        steps in flight are answered: they still write those blocks, and may free others.
         """
-        preempted = False
-        shares: list[tuple[Sequence, int]] = []
-        for seq in list(self._running):
-            if seq.status is Status.RUNNING and seq.num_unscheduled_tokens == 1:
-                if seq.ends_when_answered and seq.num_pending_tokens:
-                    continue
-                while not self.blocks.append_slot(seq):
-                    if self._steps_in_flight:
-                        return None
-                    preempted = True
-                    if self._preempt_last() is seq:
-                        break
-                else:
-                    shares.append((seq, 1))
-        budget = self.limits.max_num_batched_tokens - len(shares)
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        full: list[Sequence] = []  # decodes that need a block
+        block_size = self.blocks.block_size
         for seq in self._running:
-            if budget and seq.num_unscheduled_tokens > 1:
-                shares.append((seq, min(budget, seq.num_unscheduled_tokens)))
-                budget -= shares[-1][1]
-        while budget and not preempted and (admitted := self._admit(now)):
-            shares.append((admitted, min(budget, admitted.num_unscheduled_tokens)))
-            budget -= shares[-1][1]
-        if not shares:
+            if seq.num_unscheduled_tokens > 1:
+                prompts.append(seq)
+            elif seq.num_unscheduled_tokens:  # else it ends when a step in flight is answered
+                decodes.append(seq)
+                if seq.num_scheduled_tokens == len(seq.block_table) * block_size:
+                    full.append(seq)
+
+        crowded = len(full) > self.blocks.num_free_blocks
+        if crowded and self._steps_in_flight:
+            return None
+        while len(full) > self.blocks.num_free_blocks:
+            preempted = self._preempt_last()
+            for queue in (decodes, prompts, full):
+                if preempted in queue:
+                    queue.remove(preempted)
+        for seq in full:
+            self.blocks.append_slot(seq)
+
+        rows = [_row(seq, 1, number) for number, seq in enumerate(decodes)]
+        budget = _prefill_budget(self.limits, len(rows))
+        for seq, num_tokens in self._share(budget, prompts, now, may_admit=not crowded):
+            rows.append(_row(seq, num_tokens, len(rows)))
+        if not rows:
             return None
         self._steps_in_flight += 1
         self.stats.steps += 1
-        self.stats.step_sequences += len(shares)
-        self.stats.step_tokens += sum(num_tokens for _, num_tokens in shares)
-        return Step([_row(*share, number) for number, share in enumerate(shares)])
+        self.stats.step_sequences += len(rows)
+        self.stats.step_tokens += sum(row.num_tokens for row in rows)
+        return Step(rows)
 
     def apply(self, step: Step, token_ids: Seq[int]) -> list[Output]:
         """Takes in the answer to the oldest step in flight: `token_ids[i]` was sampled for row
         i."""
         self._steps_in_flight -= 1
+        block_size = self.blocks.block_size
         outputs = []
-        for row, token in zip(step.rows, token_ids, strict=True):
-            seq = row.seq
+        for (seq, _, num_tokens, samples, _), token in zip(step.rows, token_ids, strict=True):
             seq.num_steps_in_flight -= 1
             if seq.status is Status.FINISHED:  # meanwhile, its token is dropped
                 if not seq.num_steps_in_flight:
                     self._fenced.remove(seq)
                     self.blocks.free(seq)
                 continue
-            seq.num_computed_tokens += row.num_tokens
-            self.blocks.publish(seq)
-            if row.samples:
-                seq.num_pending_tokens -= 1
+            seq.num_computed_tokens += num_tokens
+            if seq.num_computed_tokens >= (seq.num_published_blocks + 1) * block_size:
+                self.blocks.publish(seq)
+            if samples:
+                offset = seq.num_generated_tokens
                 seq.tokens.append(token)
-                self.stats.sampled_tokens += 1
                 cause = seq.finish_cause()
                 if cause:
                     self._end(seq)
-                outputs.append(Output(seq, token, seq.num_generated_tokens - 1, cause))
+                outputs.append(Output(seq, token, offset, cause))
+        self.stats.sampled_tokens += len(outputs)
         return outputs
 
     def fail(self, step: Step, message: str) -> list[Output]:
@@ -205,96 +208,131 @@ class Scheduler:
 
     def requeue_all(self) -> None:
         """The cache is lost, and with it the steps in flight: everything that ran is computed
-        again, in order of arrival."""
+        again, before anything that waits with the same priority."""
         for seq in self._running:
             seq.reset()
+            self._waiting.push(seq)
         self.stats.preemptions += len(self._running)
-        self._waiting.extendleft(reversed(self._running))
         self._running.clear()
         self._fenced.clear()
         self._steps_in_flight = 0
-        self.blocks = BlockManager(self.blocks.num_blocks, self.blocks.block_size)
+        self.blocks.reset()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks or queues contradict each other. For tests."""
         self.blocks.check_integrity([*self._running, *self._fenced])
+        self._waiting.check_integrity()
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
-        waiting = [s for s in self._waiting if s.status is not Status.FINISHED]
+        waiting = [s for s in self._sequences.values() if s in self._waiting]
+        assert len(waiting) == self.num_waiting, "an ended sequence waits"
         assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
-        assert {id(s) for s in [*self._running, *waiting]} == {
-            id(s) for s in self._sequences.values()
-        }, "a sequence is in no queue"
-        assert len(self._running) + len(waiting) == len(self._sequences), "a sequence is twice"
+        assert len(self._running) + len(waiting) == len(self._sequences), "in no queue, or in two"
 
-    def _refusal(self, seq: Sequence) -> tuple[FinishCause, str] | None:
-        limits = self.limits
-        if seq.num_prompt_tokens == 0:
-            return FinishCause.INVALID, "prompt: is empty"
-        if not all(0 <= token < limits.vocab_size for token in seq.tokens):
-            return FinishCause.INVALID, f"prompt: token ids must be below {limits.vocab_size}"
-        if seq.params.max_tokens <= 0:
-            return FinishCause.INVALID, "sampling.max_tokens: must be at least 1"
-        if seq.num_prompt_tokens + seq.params.max_tokens > limits.max_model_len:
-            return FinishCause.INVALID, (
-                f"sampling.max_tokens: a prompt of {seq.num_prompt_tokens} tokens and "
-                f"{seq.params.max_tokens} more exceed the limit of {limits.max_model_len}"
-            )
-        if seq.key in self._sequences:
-            return FinishCause.INVALID, "request: its number is in use"
-        if self.num_waiting >= limits.max_waiting:
-            return FinishCause.QUEUE_FULL, f"{limits.max_waiting} requests are waiting already"
-        return None
+    def _share(
+        self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Shares `budget` tokens among `prompts` and waiting sequences, which this admits.
 
-    def _admit(self, now: float) -> Sequence | None:
-        while self._waiting and self._waiting[0].status is Status.FINISHED:
-            self._waiting.popleft()
-        if not self._waiting or len(self._running) >= self.limits.max_num_seqs:
+        Short prompts come first, in half of the budget, so that they do not queue behind a long
+        one's chunks; then everything goes in order, one long prompt after another.
+        """
+        short = budget // 2
+        rest = []
+        for seq in prompts:
+            num_tokens = seq.num_unscheduled_tokens
+            if num_tokens <= short:
+                short -= num_tokens
+                budget -= num_tokens
+                yield seq, num_tokens
+            else:
+                rest.append(seq)
+        while may_admit and (waiting := self._next_short(short)) and self._admit(waiting, now):
+            num_tokens = waiting.num_unscheduled_tokens
+            short -= num_tokens
+            budget -= num_tokens
+            yield waiting, num_tokens
+        for seq in rest:
+            if num_tokens := min(budget, seq.num_unscheduled_tokens):
+                budget -= num_tokens
+                yield seq, num_tokens
+        while may_admit and budget and (waiting := self._waiting.peek()):
+            if not self._admit(waiting, now):
+                break
+            num_tokens = min(budget, waiting.num_unscheduled_tokens)
+            budget -= num_tokens
+            yield waiting, num_tokens
+
+    def _next_short(self, max_tokens: int) -> Sequence | None:
+        """A waiting sequence of at most `max_tokens` that may go now: the next one, or another if
+        it takes nothing that the next one needs."""
+        seq, first = self._waiting.peek_short(), self._waiting.peek()
+        if seq is None or seq.num_tokens > max_tokens or first is None:
             return None
-        seq = self._waiting[0]
-        if not self.blocks.allocate_prompt(seq):
-            return None
-        self._waiting.popleft()
+        num_blocks = self.blocks.blocks_for(seq.num_tokens) + self.blocks.blocks_for(
+            first.num_tokens
+        )
+        fits_beside = (
+            num_blocks <= self.blocks.num_free_blocks
+            and len(self._running) + 2 <= self.limits.max_num_seqs
+        )
+        return seq if seq is first or fits_beside else None
+
+    def _admit(self, seq: Sequence, now: float) -> bool:
+        """Lets a waiting sequence run, if there are blocks for it."""
+        if len(self._running) >= self.limits.max_num_seqs or not self.blocks.allocate_prompt(seq):
+            return False
+        self._waiting.admit(seq)
+        self.stats.admissions += 1
         if seq.first_scheduled is None:
             seq.first_scheduled = now
             seq.num_cached_prompt_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.prompt_tokens += seq.num_prompt_tokens
             self.stats.cached_prompt_tokens += seq.num_cached_prompt_tokens
         seq.status = Status.RUNNING
-        self._running.append(seq)
-        return seq
+        self._running[seq] = None
+        return True
 
     def _preempt_last(self) -> Sequence:
-        seq = self._running.pop()
+        """Sends the running sequence of the lowest priority and latest arrival back to wait."""
+        seq = max(self._running, key=lambda s: (s.priority, s.arrival_number))
+        del self._running[seq]
         self.blocks.free(seq)
         seq.reset()
-        self._waiting.appendleft(seq)
+        self._waiting.push(seq)
         self.stats.preemptions += 1
         return seq
 
     def _end(self, seq: Sequence) -> None:
         """Takes a sequence out; its blocks wait for the answers of steps that still write them."""
-        if seq.status is Status.RUNNING:
-            self._running.remove(seq)
+        if seq.status is Status.WAITING:
+            self._waiting.remove(seq)
+        else:
+            del self._running[seq]
             if seq.num_steps_in_flight:
-                self._fenced.append(seq)
+                self._fenced.add(seq)
             else:
                 self.blocks.free(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.key]
 
 
+def _prefill_budget(limits: Limits, num_decodes: int) -> int:
+    """Prompt tokens in a step with `num_decodes` decodes."""
+    budget = limits.max_num_batched_tokens - num_decodes
+    return min(budget, limits.max_num_prefill_tokens) if num_decodes else budget
+
+
 def _row(seq: Sequence, num_tokens: int, number: int) -> Row:
     """Row `number` of the step being planned, which counts as scheduled from now on."""
     start = seq.num_scheduled_tokens
-    row = Row(
-        seq,
-        start,
-        num_tokens,
-        samples=num_tokens == seq.num_unscheduled_tokens,
-        previous_row=seq.last_row if start == seq.num_tokens else None,
-    )
-    seq.num_scheduled_tokens += num_tokens
-    seq.num_pending_tokens += row.samples
+    previous_row = seq.last_row if start == len(seq.tokens) else None
+    seq.num_scheduled_tokens = start + num_tokens
     seq.num_steps_in_flight += 1
     seq.last_row = number
-    return row
+    seq.num_unscheduled_tokens -= num_tokens
+    if seq.num_unscheduled_tokens:
+        return Row(seq, start, num_tokens, False, previous_row)
+    seq.num_tokens_to_sample -= 1
+    if seq.num_tokens_to_sample:
+        seq.num_unscheduled_tokens = 1
+    return Row(seq, start, num_tokens, True, previous_row)

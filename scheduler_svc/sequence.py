@@ -42,32 +42,41 @@ SequenceKey = tuple[int, int]
 
 
 class Sequence:
-    """Tokens int32[prompt + generated]. Of these, and of `num_pending_tokens` more that steps in
-    flight will sample, the first `num_scheduled_tokens` are in the cache once those steps are
-    answered, and the first `num_computed_tokens` are there now.
+    """Tokens int32[prompt + generated], of which the first `num_computed_tokens` are in the cache,
+    and the first `num_scheduled_tokens` will be once the steps in flight are answered.
+
+    A step that samples is followed by one more token to schedule, known or not: pending tokens
+    count in `num_unscheduled_tokens` unless they are the last that the sequence may have.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
     """
 
     __slots__ = (
         "arrival",
+        "arrival_number",
         "block_hashes",
         "block_table",
+        "cache_salt",
         "deadline",
         "first_scheduled",
         "key",
         "last_row",
+        "num_blocks_needed",
         "num_cached_prompt_tokens",
         "num_computed_tokens",
-        "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_resumed_tokens",
         "num_scheduled_tokens",
         "num_steps_in_flight",
+        "num_tokens_to_sample",
+        "num_unscheduled_tokens",
         "params",
+        "priority",
+        "resubmitted",
         "status",
         "tokens",
+        "turn",
     )
 
     def __init__(
@@ -79,6 +88,9 @@ class Sequence:
         generated_ids: Iterable[int] = (),
         arrival: float = 0.0,
         deadline: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        resubmitted: bool = False,
     ) -> None:
         self.key = key
         self.params = params
@@ -87,18 +99,16 @@ class Sequence:
         self.tokens.extend(generated_ids)
         self.num_resumed_tokens = self.num_generated_tokens  # that it came with
         self.arrival = arrival  # seconds, the engine's clock
+        self.arrival_number = -1  # given by the waiting queue, as is its turn there
+        self.turn = -1
         self.deadline = deadline
+        self.priority = priority  # lower goes first
+        self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
+        self.resubmitted = resubmitted  # it had been accepted before the connection was lost
         self.first_scheduled: float | None = None
-        self.status = Status.WAITING
-        self.num_steps_in_flight = 0  # with this sequence, not answered yet
-        self.last_row = -1  # in the last step that had this sequence
-        self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
-        self.num_pending_tokens = 0
         self.num_cached_prompt_tokens = 0
-        self.block_table = array("i")
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
-        self.num_published_blocks = 0
+        self.reset()
 
     @property
     def num_tokens(self) -> int:
@@ -108,35 +118,30 @@ class Sequence:
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
-    @property
-    def num_unscheduled_tokens(self) -> int:
-        """Pending ones included."""
-        return len(self.tokens) + self.num_pending_tokens - self.num_scheduled_tokens
-
-    @property
-    def ends_when_answered(self) -> bool:
-        """Whether a pending token is the last one that it may have."""
-        return self.num_generated_tokens + self.num_pending_tokens >= self.params.max_tokens
-
     def finish_cause(self) -> FinishCause | None:
         """What the last token ends this sequence with, None while it goes on."""
-        if self.num_generated_tokens == 0:
+        num_generated = self.num_generated_tokens
+        if not num_generated:
             return None
-        token = self.tokens[-1]
-        if token in self.params.eos_token_ids:
+        token, params = self.tokens[-1], self.params
+        if token in params.eos_token_ids:
             return FinishCause.EOS
-        if token in self.params.stop_token_ids:
+        if token in params.stop_token_ids:
             return FinishCause.STOP_TOKEN
-        if self.num_generated_tokens >= self.params.max_tokens:
+        if num_generated >= params.max_tokens:
             return FinishCause.LENGTH
         return None
 
     def reset(self) -> None:
         """Forgets the cache: everything is to be computed again."""
         self.status = Status.WAITING
-        self.num_steps_in_flight = 0
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
-        self.num_pending_tokens = 0
+        self.num_unscheduled_tokens = self.num_tokens
+        # Beyond what steps in flight will sample:
+        self.num_tokens_to_sample = self.params.max_tokens - self.num_generated_tokens
+        self.num_steps_in_flight = 0  # with this sequence, not answered yet
+        self.last_row = -1  # in the last step that had this sequence
         self.num_published_blocks = 0
+        self.num_blocks_needed = 0  # free ones, to be admitted, when that was last tried
         self.block_table = array("i")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from array import array
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -13,14 +14,13 @@ from grpc import aio
 
 from scheduler_svc.engine import Engine
 from scheduler_svc.scheduler import Output
-from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
+from scheduler_svc.sequence import SamplingParams, Sequence
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 
 log = structlog.get_logger(__name__)
 
-_RETRY_AFTER_S = 1.0
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
 
@@ -112,14 +112,20 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object
     ) -> scheduler_pb2.GetLoadResponse:
-        scheduler = (await self._started_engine()).scheduler
-        cached = scheduler.blocks.num_cached_blocks
+        engine = await self._started_engine()
+        scheduler, blocks, now = engine.scheduler, engine.scheduler.blocks, engine.clock()
         return scheduler_pb2.GetLoadResponse(
             waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.num_waiting_tokens,
             running=scheduler.num_running,
-            blocks=scheduler.blocks.num_blocks,
-            blocks_free=scheduler.blocks.num_free_blocks - cached,
-            blocks_cached=cached,
+            blocks=blocks.num_blocks,
+            blocks_free=blocks.num_free_blocks - blocks.num_cached_blocks,
+            blocks_cached=blocks.num_cached_blocks,
+            blocks_used=blocks.num_blocks - blocks.num_free_blocks,
+            tokens_per_s=engine.load.tokens_per_s(now),
+            step_time_s=engine.load.step_time_s(now),
+            frontends=len(self._connections),
+            evicted_blocks=blocks.num_evictions,
             **dataclasses.asdict(scheduler.stats),
         )
 
@@ -144,14 +150,16 @@ def _sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequ
         generated_ids=_ids(submit.generated_ids, "submit.generated_ids"),
         arrival=now,
         deadline=now + submit.timeout_s if submit.timeout_s else None,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        resubmitted=submit.resubmitted,
     )
 
 
-def _ids(column: bytes, field: str) -> list[int]:
+def _ids(column: bytes, field: str) -> array[int]:
     if len(column) % 4:
         raise InvalidArgumentError(field, f"{len(column)} bytes are no int32 array")
-    ids: list[int] = np.frombuffer(column, "<i4").tolist()
-    return ids
+    return array("i", column)
 
 
 def _started(seq: Sequence) -> scheduler_pb2.Started:
@@ -169,5 +177,5 @@ def _finished(output: Output) -> scheduler_pb2.Finished:
         request=output.seq.key[1],
         cause=scheduler_pb2.FinishCause.ValueType(output.finished),
         message=output.message,
-        retry_after_s=_RETRY_AFTER_S if output.finished is FinishCause.QUEUE_FULL else 0.0,
+        retry_after_s=output.retry_after_s,
     )

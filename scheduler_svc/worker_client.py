@@ -7,10 +7,12 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import structlog
 from grpc import aio
 
@@ -174,48 +176,52 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
 
 def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
     """The columns of `worker.proto` for a step: T tokens of S sequences."""
-    rows = step.rows
-    starts = np.array([row.start for row in rows], np.int32)
-    query_lens = np.array([row.num_tokens for row in rows], np.int32)
+    seqs, *columns = zip(*step.rows, strict=True)
+    starts, query_lens, samples = (np.array(column, np.int32) for column in columns[:3])
     context_lens = starts + query_lens
     num_blocks = -(-context_lens // block_size)
-
-    input_ids = b"".join(map(_input_ids, rows))
-    block_table = b"".join(
-        row.seq.block_table[:blocks].tobytes()
-        for row, blocks in zip(rows, num_blocks.tolist(), strict=True)
-    )
-    table_offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(num_blocks, out=table_offsets[1:])
+    tables = [seq.block_table for seq in seqs]
+    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has its later chunks' blocks too
+        tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
+    block_table = b"".join(tables)
+    table_offsets = _offsets(num_blocks)
 
     # positions: start, start + 1, ... of each row, all rows in one go
-    first_tokens = np.cumsum(query_lens) - query_lens
+    first_tokens = _offsets(query_lens)[:-1]
     positions = np.arange(query_lens.sum(), dtype=np.int32)
-    positions += np.repeat(starts - first_tokens.astype(np.int32), query_lens)
-    table_index = np.repeat(table_offsets[:-1], query_lens) + positions // block_size
-    slots = np.frombuffer(block_table, np.int32)[table_index] * block_size + positions % block_size
+    positions += np.repeat(starts - first_tokens, query_lens)
+    block_index, block_offset = np.divmod(positions, block_size)
+    block_index += np.repeat(table_offsets[:-1], query_lens)
+    slots = np.frombuffer(block_table, np.int32)[block_index] * block_size + block_offset
 
     return worker_pb2.StepRequest(
         epoch=epoch,
         step_id=step_id,
-        input_ids=input_ids,
+        input_ids=array("i", chain.from_iterable(map(_input_ids, step.rows))).tobytes(),
         positions=positions.tobytes(),
         slot_mapping=slots.astype(np.int32).tobytes(),
         query_lens=query_lens.tobytes(),
         context_lens=context_lens.tobytes(),
         block_table=block_table,
         block_table_offsets=table_offsets.tobytes(),
-        samples=np.array([row.samples for row in rows], np.uint8).tobytes(),
-        temperatures=np.array([row.seq.params.temperature for row in rows], "<f4").tobytes(),
-        seeds=np.array([row.seq.params.seed for row in rows], "<u8").tobytes(),
+        samples=samples.astype(np.uint8).tobytes(),
+        temperatures=array("f", [seq.params.temperature for seq in seqs]).tobytes(),
+        seeds=array("Q", [seq.params.seed for seq in seqs]).tobytes(),
     )
 
 
-def _input_ids(row: Row) -> bytes:
-    """int32; a token that the step before will sample is -1 - its row there."""
+def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """int32[n+1]: where each of n parts begins, and the end of the last."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _input_ids(row: Row) -> Seq[int]:
+    """A token that the step before will sample is -1 - its row there."""
     if row.previous_row is not None:
-        return array("i", [-1 - row.previous_row]).tobytes()
-    return row.seq.tokens[row.start : row.start + row.num_tokens].tobytes()
+        return (-1 - row.previous_row,)
+    return row.seq.tokens[row.start : row.start + row.num_tokens]
 
 
 async def _write(call: ExecuteCall, request: worker_pb2.StepRequest) -> None:

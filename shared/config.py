@@ -77,7 +77,11 @@ class SchedulerSettings(ServiceSettings):
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
     max_num_batched_tokens: int = Field(2048, gt=0, description="tokens in a step")
+    max_num_prefill_tokens: int = Field(
+        1024, gt=0, description="prompt tokens in a step that has decodes too"
+    )
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
+    max_waiting_tokens: int = Field(1 << 20, gt=0, description="their tokens")
     kv_blocks: AutoInt = "auto"
     sync: bool = Field(False, description="plan a step only when the one before was answered")
 

@@ -75,6 +75,8 @@ class AsyncLLM:
         use_tqdm: bool = True,
         *,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Completion]:
         """Completions in the order of the prompts (`n` of them for each where n is given).
 
@@ -86,6 +88,8 @@ class AsyncLLM:
             sampling_params: one for all, or one per prompt.
             use_tqdm: show progress with prefill and decode tokens/s on stderr.
             timeout_s: deadline of each request from when it is sent.
+            priority: lower goes first.
+            cache_salt: cached prefixes are shared only among requests of the same salt.
         """
         items = as_prompts(prompts)
         params = as_sampling_params(sampling_params, len(items))
@@ -94,7 +98,10 @@ class AsyncLLM:
 
         async def run(prompt: Prompt, each: SamplingParams) -> list[Completion]:
             async with slots:
-                return await self._complete(prompt, each, timeout_s, progress)
+                stream = self.stream(
+                    prompt, each, timeout_s=timeout_s, priority=priority, cache_salt=cache_salt
+                )
+                return await self._complete(prompt, stream, progress)
 
         tasks = [asyncio.create_task(run(*pair)) for pair in zip(items, params, strict=True)]
         try:
@@ -112,10 +119,17 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """The completion as it is made. Closing the iterator (`aclose`, or cancelling the task that
-        waits for it) cancels the request."""
-        request = wire.encode_request(prompt, sampling_params or SamplingParams())
+        waits for it) cancels the request.
+
+        Args:
+            timeout_s, priority, cache_salt: as for `generate`.
+        """
+        params = sampling_params or SamplingParams()
+        request = wire.encode_request(prompt, params, priority, cache_salt)
         loop = asyncio.get_running_loop()
         start = loop.time()
         retry_until = start + min(self._max_retry_wait_s, timeout_s or float("inf"))
@@ -167,14 +181,13 @@ class AsyncLLM:
     async def _complete(
         self,
         prompt: Prompt,
-        params: SamplingParams,
-        timeout_s: float | None,
+        stream: AsyncGenerator[Chunk, None],
         progress: Progress,
     ) -> list[Completion]:
         prompt_tokens = await self._count_tokens(prompt) if progress.shown else 0
         chunks: dict[int, list[Chunk]] = {}
         with progress.request(prompt_tokens) as received:
-            async with aclosing(self.stream(prompt, params, timeout_s=timeout_s)) as stream:
+            async with aclosing(stream):
                 async for chunk in stream:
                     received(len(chunk.token_ids))
                     chunks.setdefault(chunk.index, []).append(chunk)

@@ -74,10 +74,19 @@ class LLM:
         use_tqdm: bool = True,
         *,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Completion]:
         """As `AsyncLLM.generate`: completions in the order of the prompts."""
         return self._run(
-            self._llm.generate(prompts, sampling_params, use_tqdm, timeout_s=timeout_s)
+            self._llm.generate(
+                prompts,
+                sampling_params,
+                use_tqdm,
+                timeout_s=timeout_s,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
         )
 
     def stream(
@@ -86,10 +95,14 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Generator[Chunk, None, None]:
         """The completion as it is made. Closing the generator cancels the request."""
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        stream = self._llm.stream(prompt, sampling_params, timeout_s=timeout_s)
+        stream = self._llm.stream(
+            prompt, sampling_params, timeout_s=timeout_s, priority=priority, cache_salt=cache_salt
+        )
 
         async def pump() -> None:
             try:

@@ -30,20 +30,24 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 _REPEATED = ("stop", "stop_token_ids")
 
 
-def encode_request(prompt: Prompt, params: SamplingParams) -> pb.GenerateRequest:
+def encode_request(
+    prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = ""
+) -> pb.GenerateRequest:
     """
     Raises:
         InvalidRequestError: a value that its field cannot hold, such as a negative token id.
     """
     try:
-        sampling = _encode_sampling(params)
-        if isinstance(prompt, str):
-            return pb.GenerateRequest(text=prompt, sampling=sampling)
-        if is_chat(prompt):
-            return pb.GenerateRequest(chat=_encode_chat(prompt), sampling=sampling)
-        return pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=cast(Sequence[int], prompt)), sampling=sampling
+        request = pb.GenerateRequest(
+            sampling=_encode_sampling(params), priority=priority, cache_salt=cache_salt
         )
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif is_chat(prompt):
+            request.chat.CopyFrom(_encode_chat(prompt))
+        else:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
+        return request
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"cannot be sent: {error}") from error
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/pb/frontend.proto\x12\x0bnanovllm.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.nanovllm.v1.ChatMessage\"\xc8\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12#\n\x16include_stop_in_output\x18\r \x01(\x08H\n\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x05H\r\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x05H\x0e\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.nanovllm.v1.SamplingParams.LogitBiasEntry\x12 \n\x13skip_special_tokens\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x19\n\x17_include_stop_in_outputB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\xe9\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.nanovllm.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.nanovllm.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.nanovllm.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10resume_token_ids\x18\x07 \x03(\rB\x08\n\x06prompt\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"1\n\x08Logprobs\x12%\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x14.nanovllm.v1.Logprob\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\"B\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"\xac\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.nanovllm.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.nanovllm.v1.Logprobs\"\x9e\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x17.nanovllm.v1.Completion\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.nanovllm.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.nanovllm.v1.Timings\"\xac\x02\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x14\n\x0ctoken_offset\x18\x05 \x01(\x05\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.nanovllm.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x07 \x01(\t\x12\'\n\x08logprobs\x18\x08 \x03(\x0b\x32\x15.nanovllm.v1.Logprobs\x12!\n\x05usage\x18\t \x01(\x0b\x32\x12.nanovllm.v1.Usage\x12%\n\x07timings\x18\n \x01(\x0b\x32\x14.nanovllm.v1.Timings\"N\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.nanovllm.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xa1\x01\n\x0e\x45ngineCapacity\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05\x12\x12\n\nblock_size\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\x05\x12\x13\n\x0bmax_waiting\x18\x05 \x01(\x05\x12\x1c\n\x14tensor_parallel_size\x18\x06 \x01(\x05\"\xc9\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x05 \x01(\x0b\x32\x1b.nanovllm.v1.SamplingParams\x12-\n\x08\x63\x61pacity\x18\x06 \x01(\x0b\x32\x1b.nanovllm.v1.EngineCapacity*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x32\x93\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.nanovllm.v1.GenerateRequest\x1a\x1d.nanovllm.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.nanovllm.v1.GenerateRequest\x1a#.nanovllm.v1.GenerateStreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.nanovllm.v1.TokenizeRequest\x1a\x1d.nanovllm.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.nanovllm.v1.DetokenizeRequest\x1a\x1f.nanovllm.v1.DetokenizeResponse\x12G\n\x08GetModel\x12\x1c.nanovllm.v1.GetModelRequest\x1a\x1d.nanovllm.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shared/pb/frontend.proto\x12\x0bnanovllm.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.nanovllm.v1.ChatMessage\"\xc8\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12#\n\x16include_stop_in_output\x18\r \x01(\x08H\n\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x05H\r\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x05H\x0e\x88\x01\x01\x12>\n\nlogit_bias\x18\x12 \x03(\x0b\x32*.nanovllm.v1.SamplingParams.LogitBiasEntry\x12 \n\x13skip_special_tokens\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x19\n\x17_include_stop_in_outputB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\xfd\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.nanovllm.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.nanovllm.v1.ChatH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.nanovllm.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10resume_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06prompt\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"1\n\x08Logprobs\x12%\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x14.nanovllm.v1.Logprob\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\"B\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"\xac\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.nanovllm.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.nanovllm.v1.Logprobs\"\x9e\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x17.nanovllm.v1.Completion\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.nanovllm.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.nanovllm.v1.Timings\"\xac\x02\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x14\n\x0ctoken_offset\x18\x05 \x01(\x05\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.nanovllm.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x07 \x01(\t\x12\'\n\x08logprobs\x18\x08 \x03(\x0b\x32\x15.nanovllm.v1.Logprobs\x12!\n\x05usage\x18\t \x01(\x0b\x32\x12.nanovllm.v1.Usage\x12%\n\x07timings\x18\n \x01(\x0b\x32\x14.nanovllm.v1.Timings\"N\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.nanovllm.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xa1\x01\n\x0e\x45ngineCapacity\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05\x12\x12\n\nblock_size\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\x05\x12\x13\n\x0bmax_waiting\x18\x05 \x01(\x05\x12\x1c\n\x14tensor_parallel_size\x18\x06 \x01(\x05\"\xc9\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x05 \x01(\x0b\x32\x1b.nanovllm.v1.SamplingParams\x12-\n\x08\x63\x61pacity\x18\x06 \x01(\x0b\x32\x1b.nanovllm.v1.EngineCapacity*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x32\x93\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.nanovllm.v1.GenerateRequest\x1a\x1d.nanovllm.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.nanovllm.v1.GenerateRequest\x1a#.nanovllm.v1.GenerateStreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.nanovllm.v1.TokenizeRequest\x1a\x1d.nanovllm.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.nanovllm.v1.DetokenizeRequest\x1a\x1f.nanovllm.v1.DetokenizeResponse\x12G\n\x08GetModel\x12\x1c.nanovllm.v1.GetModelRequest\x1a\x1d.nanovllm.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2719
-  _globals['_FINISHREASON']._serialized_end=2864
+  _globals['_FINISHREASON']._serialized_start=2739
+  _globals['_FINISHREASON']._serialized_end=2884
   _globals['_TOKENIDS']._serialized_start=41
   _globals['_TOKENIDS']._serialized_end=64
   _globals['_CHATMESSAGE']._serialized_start=66
@@ -46,35 +46,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=701
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=749
   _globals['_GENERATEREQUEST']._serialized_start=1008
-  _globals['_GENERATEREQUEST']._serialized_end=1241
-  _globals['_LOGPROB']._serialized_start=1243
-  _globals['_LOGPROB']._serialized_end=1287
-  _globals['_LOGPROBS']._serialized_start=1289
-  _globals['_LOGPROBS']._serialized_end=1338
-  _globals['_USAGE']._serialized_start=1340
-  _globals['_USAGE']._serialized_end=1427
-  _globals['_TIMINGS']._serialized_start=1429
-  _globals['_TIMINGS']._serialized_end=1495
-  _globals['_COMPLETION']._serialized_start=1498
-  _globals['_COMPLETION']._serialized_end=1670
-  _globals['_GENERATERESPONSE']._serialized_start=1673
-  _globals['_GENERATERESPONSE']._serialized_end=1831
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1834
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2134
-  _globals['_TOKENIZEREQUEST']._serialized_start=2136
-  _globals['_TOKENIZEREQUEST']._serialized_end=2214
-  _globals['_TOKENIZERESPONSE']._serialized_start=2216
-  _globals['_TOKENIZERESPONSE']._serialized_end=2253
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2255
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2293
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2295
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2329
-  _globals['_GETMODELREQUEST']._serialized_start=2331
-  _globals['_GETMODELREQUEST']._serialized_end=2348
-  _globals['_ENGINECAPACITY']._serialized_start=2351
-  _globals['_ENGINECAPACITY']._serialized_end=2512
-  _globals['_GETMODELRESPONSE']._serialized_start=2515
-  _globals['_GETMODELRESPONSE']._serialized_end=2716
-  _globals['_INFERENCESERVICE']._serialized_start=2867
-  _globals['_INFERENCESERVICE']._serialized_end=3270
+  _globals['_GENERATEREQUEST']._serialized_end=1261
+  _globals['_LOGPROB']._serialized_start=1263
+  _globals['_LOGPROB']._serialized_end=1307
+  _globals['_LOGPROBS']._serialized_start=1309
+  _globals['_LOGPROBS']._serialized_end=1358
+  _globals['_USAGE']._serialized_start=1360
+  _globals['_USAGE']._serialized_end=1447
+  _globals['_TIMINGS']._serialized_start=1449
+  _globals['_TIMINGS']._serialized_end=1515
+  _globals['_COMPLETION']._serialized_start=1518
+  _globals['_COMPLETION']._serialized_end=1690
+  _globals['_GENERATERESPONSE']._serialized_start=1693
+  _globals['_GENERATERESPONSE']._serialized_end=1851
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1854
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2154
+  _globals['_TOKENIZEREQUEST']._serialized_start=2156
+  _globals['_TOKENIZEREQUEST']._serialized_end=2234
+  _globals['_TOKENIZERESPONSE']._serialized_start=2236
+  _globals['_TOKENIZERESPONSE']._serialized_end=2273
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2275
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2313
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2315
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2349
+  _globals['_GETMODELREQUEST']._serialized_start=2351
+  _globals['_GETMODELREQUEST']._serialized_end=2368
+  _globals['_ENGINECAPACITY']._serialized_start=2371
+  _globals['_ENGINECAPACITY']._serialized_end=2532
+  _globals['_GETMODELRESPONSE']._serialized_start=2535
+  _globals['_GETMODELRESPONSE']._serialized_end=2736
+  _globals['_INFERENCESERVICE']._serialized_start=2887
+  _globals['_INFERENCESERVICE']._serialized_end=3290
 # @@protoc_insertion_point(module_scope)

@@ -24,37 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19shared/pb/scheduler.proto\x12\x15nanovllm.scheduler.v1\"|\n\x0f\x46rontendMessage\x12/\n\x06submit\x18\x01 \x01(\x0b\x32\x1d.nanovllm.scheduler.v1.SubmitH\x00\x12-\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1c.nanovllm.scheduler.v1.AbortH\x00\x42\t\n\x07message\"\xca\x01\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x15\n\rgenerated_ids\x18\x04 \x01(\x0c\x12\x36\n\x08sampling\x18\x05 \x01(\x0b\x32$.nanovllm.scheduler.v1.TokenSampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"u\n\rTokenSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x12\n\nmax_tokens\x18\x03 \x01(\x05\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07request\x18\x01 \x01(\x04\"\x91\x01\n\x10SchedulerMessage\x12\x38\n\x0b\x65ngine_info\x18\x01 \x01(\x0b\x32!.nanovllm.scheduler.v1.EngineInfoH\x00\x12\x38\n\x0bstep_output\x18\x02 \x01(\x0b\x32!.nanovllm.scheduler.v1.StepOutputH\x00\x42\t\n\x07message\"\xc8\x01\n\nEngineInfo\x12\x15\n\rmax_model_len\x18\x01 \x01(\x05\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\x12\x12\n\nblock_size\x18\x04 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\x05\x12\x13\n\x0bmax_waiting\x18\x07 \x01(\x05\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\x05\"\xa6\x01\n\nStepOutput\x12\x10\n\x08requests\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12/\n\x07started\x18\x04 \x03(\x0b\x32\x1e.nanovllm.scheduler.v1.Started\x12\x31\n\x08\x66inished\x18\x05 \x03(\x0b\x32\x1f.nanovllm.scheduler.v1.Finished\"I\n\x07Started\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x05\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"v\n\x08\x46inished\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x31\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\".nanovllm.scheduler.v1.FinishCause\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\x10\n\x0eGetLoadRequest\"\x8d\x02\n\x0fGetLoadResponse\x12\x0f\n\x07waiting\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\x05\x12\x15\n\rblocks_cached\x18\x05 \x01(\x05\x12\r\n\x05steps\x18\x06 \x01(\x03\x12\x16\n\x0estep_sequences\x18\x07 \x01(\x03\x12\x13\n\x0bstep_tokens\x18\x08 \x01(\x03\x12\x16\n\x0esampled_tokens\x18\t \x01(\x03\x12\x13\n\x0bpreemptions\x18\n \x01(\x03\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x03\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x0c \x01(\x03*\xe4\x01\n\x0b\x46inishCause\x12\x1c\n\x18\x46INISH_CAUSE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46INISH_CAUSE_EOS\x10\x01\x12\x17\n\x13\x46INISH_CAUSE_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_CAUSE_STOP_TOKEN\x10\x03\x12\x19\n\x15\x46INISH_CAUSE_DEADLINE\x10\x04\x12\x1b\n\x17\x46INISH_CAUSE_QUEUE_FULL\x10\x05\x12\x18\n\x14\x46INISH_CAUSE_INVALID\x10\x06\x12\x19\n\x15\x46INISH_CAUSE_INTERNAL\x10\x07\x32\xcc\x01\n\x10SchedulerService\x12^\n\x07\x43onnect\x12&.nanovllm.scheduler.v1.FrontendMessage\x1a\'.nanovllm.scheduler.v1.SchedulerMessage(\x01\x30\x01\x12X\n\x07GetLoad\x12%.nanovllm.scheduler.v1.GetLoadRequest\x1a&.nanovllm.scheduler.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19shared/pb/scheduler.proto\x12\x15nanovllm.scheduler.v1\"|\n\x0f\x46rontendMessage\x12/\n\x06submit\x18\x01 \x01(\x0b\x32\x1d.nanovllm.scheduler.v1.SubmitH\x00\x12-\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1c.nanovllm.scheduler.v1.AbortH\x00\x42\t\n\x07message\"\xf3\x01\n\x06Submit\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x15\n\rgenerated_ids\x18\x04 \x01(\x0c\x12\x36\n\x08sampling\x18\x05 \x01(\x0b\x32$.nanovllm.scheduler.v1.TokenSampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0bresubmitted\x18\n \x01(\x08\"u\n\rTokenSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x12\n\nmax_tokens\x18\x03 \x01(\x05\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07request\x18\x01 \x01(\x04\"\x91\x01\n\x10SchedulerMessage\x12\x38\n\x0b\x65ngine_info\x18\x01 \x01(\x0b\x32!.nanovllm.scheduler.v1.EngineInfoH\x00\x12\x38\n\x0bstep_output\x18\x02 \x01(\x0b\x32!.nanovllm.scheduler.v1.StepOutputH\x00\x42\t\n\x07message\"\xc8\x01\n\nEngineInfo\x12\x15\n\rmax_model_len\x18\x01 \x01(\x05\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\x12\x12\n\nblock_size\x18\x04 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\x05\x12\x13\n\x0bmax_waiting\x18\x07 \x01(\x05\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\x05\"\xa6\x01\n\nStepOutput\x12\x10\n\x08requests\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12/\n\x07started\x18\x04 \x03(\x0b\x32\x1e.nanovllm.scheduler.v1.Started\x12\x31\n\x08\x66inished\x18\x05 \x03(\x0b\x32\x1f.nanovllm.scheduler.v1.Finished\"I\n\x07Started\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x05\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"v\n\x08\x46inished\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x31\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\".nanovllm.scheduler.v1.FinishCause\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\x10\n\x0eGetLoadRequest\"\xa4\x03\n\x0fGetLoadResponse\x12\x0f\n\x07waiting\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\x05\x12\x15\n\rblocks_cached\x18\x05 \x01(\x05\x12\r\n\x05steps\x18\x06 \x01(\x03\x12\x16\n\x0estep_sequences\x18\x07 \x01(\x03\x12\x13\n\x0bstep_tokens\x18\x08 \x01(\x03\x12\x16\n\x0esampled_tokens\x18\t \x01(\x03\x12\x13\n\x0bpreemptions\x18\n \x01(\x03\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x03\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x0c \x01(\x03\x12\x12\n\nadmissions\x18\r \x01(\x03\x12\x16\n\x0e\x65victed_blocks\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x13\n\x0b\x62locks_used\x18\x10 \x01(\x05\x12\x11\n\tfrontends\x18\x11 \x01(\x05\x12\x14\n\x0ctokens_per_s\x18\x12 \x01(\x01\x12\x13\n\x0bstep_time_s\x18\x13 \x01(\x01*\xe4\x01\n\x0b\x46inishCause\x12\x1c\n\x18\x46INISH_CAUSE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46INISH_CAUSE_EOS\x10\x01\x12\x17\n\x13\x46INISH_CAUSE_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_CAUSE_STOP_TOKEN\x10\x03\x12\x19\n\x15\x46INISH_CAUSE_DEADLINE\x10\x04\x12\x1b\n\x17\x46INISH_CAUSE_QUEUE_FULL\x10\x05\x12\x18\n\x14\x46INISH_CAUSE_INVALID\x10\x06\x12\x19\n\x15\x46INISH_CAUSE_INTERNAL\x10\x07\x32\xcc\x01\n\x10SchedulerService\x12^\n\x07\x43onnect\x12&.nanovllm.scheduler.v1.FrontendMessage\x1a\'.nanovllm.scheduler.v1.SchedulerMessage(\x01\x30\x01\x12X\n\x07GetLoad\x12%.nanovllm.scheduler.v1.GetLoadRequest\x1a&.nanovllm.scheduler.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.pb.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHCAUSE']._serialized_start=1534
-  _globals['_FINISHCAUSE']._serialized_end=1762
+  _globals['_FINISHCAUSE']._serialized_start=1726
+  _globals['_FINISHCAUSE']._serialized_end=1954
   _globals['_FRONTENDMESSAGE']._serialized_start=52
   _globals['_FRONTENDMESSAGE']._serialized_end=176
   _globals['_SUBMIT']._serialized_start=179
-  _globals['_SUBMIT']._serialized_end=381
-  _globals['_TOKENSAMPLING']._serialized_start=383
-  _globals['_TOKENSAMPLING']._serialized_end=500
-  _globals['_ABORT']._serialized_start=502
-  _globals['_ABORT']._serialized_end=526
-  _globals['_SCHEDULERMESSAGE']._serialized_start=529
-  _globals['_SCHEDULERMESSAGE']._serialized_end=674
-  _globals['_ENGINEINFO']._serialized_start=677
-  _globals['_ENGINEINFO']._serialized_end=877
-  _globals['_STEPOUTPUT']._serialized_start=880
-  _globals['_STEPOUTPUT']._serialized_end=1046
-  _globals['_STARTED']._serialized_start=1048
-  _globals['_STARTED']._serialized_end=1121
-  _globals['_FINISHED']._serialized_start=1123
-  _globals['_FINISHED']._serialized_end=1241
-  _globals['_GETLOADREQUEST']._serialized_start=1243
-  _globals['_GETLOADREQUEST']._serialized_end=1259
-  _globals['_GETLOADRESPONSE']._serialized_start=1262
-  _globals['_GETLOADRESPONSE']._serialized_end=1531
-  _globals['_SCHEDULERSERVICE']._serialized_start=1765
-  _globals['_SCHEDULERSERVICE']._serialized_end=1969
+  _globals['_SUBMIT']._serialized_end=422
+  _globals['_TOKENSAMPLING']._serialized_start=424
+  _globals['_TOKENSAMPLING']._serialized_end=541
+  _globals['_ABORT']._serialized_start=543
+  _globals['_ABORT']._serialized_end=567
+  _globals['_SCHEDULERMESSAGE']._serialized_start=570
+  _globals['_SCHEDULERMESSAGE']._serialized_end=715
+  _globals['_ENGINEINFO']._serialized_start=718
+  _globals['_ENGINEINFO']._serialized_end=918
+  _globals['_STEPOUTPUT']._serialized_start=921
+  _globals['_STEPOUTPUT']._serialized_end=1087
+  _globals['_STARTED']._serialized_start=1089
+  _globals['_STARTED']._serialized_end=1162
+  _globals['_FINISHED']._serialized_start=1164
+  _globals['_FINISHED']._serialized_end=1282
+  _globals['_GETLOADREQUEST']._serialized_start=1284
+  _globals['_GETLOADREQUEST']._serialized_end=1300
+  _globals['_GETLOADRESPONSE']._serialized_start=1303
+  _globals['_GETLOADRESPONSE']._serialized_end=1723
+  _globals['_SCHEDULERSERVICE']._serialized_start=1957
+  _globals['_SCHEDULERSERVICE']._serialized_end=2161
 # @@protoc_insertion_point(module_scope)

@@ -86,6 +86,8 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RESUBMITTED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the frontend, never used twice on a stream"""
     request_id: _builtins.str
@@ -99,6 +101,10 @@ class Submit(_message.Message):
     """seconds left until the client's deadline, 0: none"""
     traceparent: _builtins.str
     """W3C trace context, empty: none"""
+    cache_salt: _builtins.str
+    """cached prefixes are shared only among equal salts"""
+    resubmitted: _builtins.bool
+    """accepted before a connection was lost: not refused for a full queue"""
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
     def __init__(
@@ -112,10 +118,12 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        resubmitted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_ids", b"generated_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "generated_ids", b"generated_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,8 +379,17 @@ class GetLoadResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ADMISSIONS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    FRONTENDS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    STEP_TIME_S_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
-    """sequences"""
+    """Now:
+    sequences
+    """
     running: _builtins.int
     blocks: _builtins.int
     blocks_free: _builtins.int
@@ -388,6 +405,19 @@ class GetLoadResponse(_message.Message):
     preemptions: _builtins.int
     prompt_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
+    admissions: _builtins.int
+    """from waiting to running; preempted sequences count each time"""
+    evicted_blocks: _builtins.int
+    """cached ones that were needed for something else"""
+    waiting_tokens: _builtins.int
+    """Now:"""
+    blocks_used: _builtins.int
+    frontends: _builtins.int
+    """connected"""
+    tokens_per_s: _builtins.float
+    """sampled, over the last ten seconds or so"""
+    step_time_s: _builtins.float
+    """from one answer to the next while there is work, likewise"""
     def __init__(
         self,
         *,
@@ -403,10 +433,17 @@ class GetLoadResponse(_message.Message):
         preemptions: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        admissions: _builtins.int = ...,
+        evicted_blocks: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+        blocks_used: _builtins.int = ...,
+        frontends: _builtins.int = ...,
+        tokens_per_s: _builtins.float = ...,
+        step_time_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "cached_prompt_tokens", b"cached_prompt_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_tokens", b"step_tokens", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

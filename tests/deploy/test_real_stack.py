@@ -31,6 +31,11 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     ps = launcher("ps", "--port", port)
     assert ps.stdout.count("RUNNING/SERVING") == 4
 
+    top = launcher("top", "--port", port)
+    assert top.returncode == 0, top.stderr
+    assert "2 frontends connected" in top.stdout
+    assert "of 64" in top.stdout
+
     # Nothing outlives the supervisor, however it went.
     members = launcher.members(port)
     assert len(members) == 5

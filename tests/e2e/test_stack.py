@@ -180,6 +180,28 @@ def test_a_repeated_prompt_comes_from_the_prefix_cache(demo_channel: grpc.Channe
     assert second.completions[0].token_ids == first.completions[0].token_ids
 
 
+def test_a_cache_salt_hides_what_others_asked(demo_channel: grpc.Channel) -> None:
+    stub = InferenceServiceStub(demo_channel)
+
+    def cached(salt: str) -> int:
+        request = GenerateRequest(
+            text="A secret that one tenant asks about. " * 20,
+            sampling=greedy(4, ignore_eos=True),
+            cache_salt=salt,
+        )
+        return stub.Generate(request, timeout=TIMEOUT_S).usage.cached_prompt_tokens
+
+    assert cached("tenant a") == cached("tenant b") == cached("") == 0
+    assert cached("tenant a") > 0
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 7, 2**31 - 1])
+def test_any_priority_is_served(demo_channel: grpc.Channel, priority: int) -> None:
+    request = GenerateRequest(text="Once", sampling=greedy(4), priority=priority)
+    response = InferenceServiceStub(demo_channel).Generate(request, timeout=TIMEOUT_S)
+    assert response.usage.completion_tokens == 4
+
+
 @pytest.mark.parametrize("text", ["🦊🌍 日本語 naïve", "\u0000\ufffd ends with 👩‍👩‍👧", "a" * 500])
 def test_any_text_is_a_prompt(demo_channel: grpc.Channel, text: str) -> None:
     stub = InferenceServiceStub(demo_channel)

@@ -134,7 +134,7 @@ def test_every_sampling_field_of_the_contract_is_either_used_or_refused() -> Non
     [
         ({"request_id": "x" * 257}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
-        ({"priority": -1}, "priority"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"resume_token_ids": [1]}, "resume_token_ids"),
     ],
 )

@@ -6,8 +6,9 @@ from collections import deque
 
 import pytest
 
+from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.scheduler import Limits, Output, Scheduler, Step
+from scheduler_svc.scheduler import Output, Scheduler, Step
 from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, Status
 from tests.fake_worker import VOCAB_SIZE, completion, next_token
 

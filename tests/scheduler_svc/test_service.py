@@ -287,6 +287,53 @@ async def test_a_deadline_ends_the_request_and_frees_its_blocks(tmp_path: Path) 
         assert (await stack.load()).running == 0
 
 
+async def test_priorities_are_served_first_and_frontends_in_turn(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker, max_num_seqs=1) as stack:
+        busy, other = await stack.frontend(), await stack.frontend()
+        worker.gate.clear()
+        await busy.submit(0, [9], 1)
+        await worker.step_arrived.wait()
+        for number in range(1, 5):
+            await busy.submit(number, [number], 1)
+        await stack.until(lambda load: load.waiting == 4)
+        await other.submit(5, [5], 1)
+        await stack.until(lambda load: load.waiting == 5)
+        await other.submit(6, [6], 1, priority=-1)
+        await stack.until(lambda load: load.waiting == 6)
+        worker.gate.set()
+        await busy.read_until_finished(1, 2, 3, 4)
+        await other.read_until_finished(5, 6)
+        first_ids = [np.frombuffer(step.input_ids, "<i4")[0] for step in worker.steps]
+        assert first_ids == [9, 6, 1, 5, 2, 3, 4]
+
+
+async def test_the_load_is_visible(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1] * 9, 3)
+        await frontend.read_until_finished(1)
+        load = await stack.load()
+        assert load.frontends == 1
+        assert (load.admissions, load.sampled_tokens, load.prompt_tokens) == (1, 3, 9)
+        assert load.tokens_per_s > 0
+        assert load.step_time_s > 0
+        assert load.blocks_used == load.waiting_tokens == 0
+        assert load.blocks_free + load.blocks_cached == load.blocks
+
+
+async def test_a_salt_keeps_prefixes_apart(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        for number, salt in enumerate(["", "a", "b", "a"]):
+            await frontend.submit(number, [1] * 9, 3, cache_salt=salt)
+            await frontend.read_until_finished(number)
+        cached = [frontend.started[number].cached_prompt_tokens for number in range(4)]
+        assert cached[:3] == [0, 0, 0]
+        assert cached[3] > 0
+        assert frontend.tokens[3] == frontend.tokens[0]
+
+
 async def test_malformed_messages_end_the_stream_and_nothing_else(tmp_path: Path) -> None:
     async with stack_of(tmp_path, FakeWorker()) as stack:
         other = await stack.frontend()

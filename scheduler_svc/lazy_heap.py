@@ -1,0 +1,46 @@
+"""A heap of sequences that lets go of those that no longer belong in it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from scheduler_svc.sequence import Sequence
+
+Key = TypeVar("Key", float, tuple[int, int, int])
+
+_MIN_COMPACTION = 64
+
+
+class LazyHeap(Generic[Key]):
+    """Taking an entry out of the middle of a heap takes time proportional to its size. So entries
+    stay until they come to the front, or until the heap has doubled since it was last cleared of
+    those for which `is_current(sequence, ticket)` no longer holds. All operations take logarithmic
+    time, averaged over the pushes."""
+
+    def __init__(self, is_current: Callable[[Sequence, int], bool]) -> None:
+        self._is_current = is_current
+        self._entries: list[tuple[Key, int, Sequence]] = []
+        self._compact_at = _MIN_COMPACTION
+
+    def __len__(self) -> int:
+        """Entries that are no longer current included."""
+        return len(self._entries)
+
+    def push(self, key: Key, ticket: int, seq: Sequence) -> None:
+        """Tickets are unique, and break ties of equal keys."""
+        if len(self._entries) >= self._compact_at:
+            self._entries = [e for e in self._entries if self._is_current(e[2], e[1])]
+            heapq.heapify(self._entries)
+            self._compact_at = max(_MIN_COMPACTION, 2 * len(self._entries))
+        heapq.heappush(self._entries, (key, ticket, seq))
+
+    def peek(self) -> tuple[Key, Sequence] | None:
+        """The current entry with the smallest key."""
+        while self._entries:
+            key, ticket, seq = self._entries[0]
+            if self._is_current(seq, ticket):
+                return key, seq
+            heapq.heappop(self._entries)
+        return None

@@ -1,0 +1,47 @@
+"""How busy the engine is: rates over the last seconds."""
+
+from __future__ import annotations
+
+from scheduler_svc.rate import Rate
+from scheduler_svc.scheduler import Scheduler
+
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
+_UNKNOWN_RETRY_S = 1.0
+
+
+class Load:
+    """Watches a scheduler; `update` is to be called after every step.
+
+    `step_time_s` is the time between a step's answer and the one before, or its sending if that
+    was later, averaged like the rates.
+    """
+
+    def __init__(self, scheduler: Scheduler, now: float) -> None:
+        self._scheduler = scheduler
+        self._tokens, self._admissions = Rate(now), Rate(now)
+        self._steps, self._step_seconds = Rate(now), Rate(now)
+        self._counted = (0, 0)
+
+    def update(self, step_time_s: float, now: float) -> None:
+        stats = self._scheduler.stats
+        tokens, admissions = self._counted
+        self._counted = (stats.sampled_tokens, stats.admissions)
+        self._tokens.add(stats.sampled_tokens - tokens, now)
+        self._admissions.add(stats.admissions - admissions, now)
+        self._steps.add(1, now)
+        self._step_seconds.add(step_time_s, now)
+
+    def tokens_per_s(self, now: float) -> float:
+        return self._tokens.per_second(now)
+
+    def step_time_s(self, now: float) -> float:
+        steps = self._steps.per_second(now)
+        return self._step_seconds.per_second(now) / steps if steps else 0.0
+
+    def retry_after_s(self, now: float) -> float:
+        """When a refused request had better come back: once a tenth of the queue has been admitted
+        at the current rate, so that those refused together find room."""
+        rate = self._admissions.per_second(now)
+        if not rate:
+            return _UNKNOWN_RETRY_S
+        return min(max(self._scheduler.num_waiting / 10 / rate, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -1,0 +1,30 @@
+"""How fast something goes on now."""
+
+from __future__ import annotations
+
+import math
+
+
+class Rate:
+    """Events per second, older ones counting exponentially less, over about `window_s` seconds.
+
+    Times are seconds of one clock, never decreasing.
+    """
+
+    def __init__(self, now: float, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._start = self._last = now
+        self._weight = 0.0
+
+    def add(self, count: float, now: float) -> None:
+        """`count` events have happened at `now`."""
+        self._weight = self._decayed(now) + count
+        self._last = now
+
+    def per_second(self, now: float) -> float:
+        # The window is not full at the start. A second at least, lest one event be a high rate.
+        seconds = self._window_s * -math.expm1(-max(now - self._start, 1.0) / self._window_s)
+        return self._decayed(now) / seconds
+
+    def _decayed(self, now: float) -> float:
+        return self._weight * math.exp((self._last - now) / self._window_s)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import random
+import secrets
+
+from scheduler_svc.lazy_heap import LazyHeap
+from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.waiting_queue import OLDEST_EVERY, WaitingQueue
+
+
+def make(connection: int, number: int, priority: int = 0, length: int = 1) -> Sequence:
+    return Sequence((connection, number), [0] * length, SamplingParams(5), priority=priority)
+
+
+def admit(queue: WaitingQueue) -> tuple[int, int]:
+    seq = queue.peek()
+    assert seq is not None
+    assert queue.peek() is seq
+    queue.admit(seq)
+    queue.check_integrity()
+    return seq.key
+
+
+def admit_all(queue: WaitingQueue) -> list[tuple[int, int]]:
+    return [admit(queue) for _ in range(len(queue))]
+
+
+def test_one_frontends_requests_go_in_order_of_arrival() -> None:
+    queue = WaitingQueue(8)
+    for number in range(50):
+        queue.push(make(0, number))
+    assert admit_all(queue) == [(0, number) for number in range(50)]
+    assert queue.peek() is None
+    assert queue.num_tokens == 0
+
+
+def test_lower_priorities_go_first_then_arrival() -> None:
+    queue = WaitingQueue(8)
+    for number, priority in enumerate([3, 0, -(2**31), 0, 2**31 - 1, -1]):
+        queue.push(make(0, number, priority))
+    assert [number for _, number in admit_all(queue)] == [2, 5, 1, 3, 0, 4]
+
+
+def test_frontends_take_turns() -> None:
+    queue = WaitingQueue(8)
+    for number in range(6):
+        queue.push(make(1, number))
+    queue.push(make(2, 0))
+    queue.push(make(2, 1))
+    assert [admit(queue) for _ in range(3)] == [(1, 0), (2, 0), (1, 1)]
+    queue.push(make(3, 0))  # a newcomer gets the next turn, not those that it did not use
+    queue.push(make(3, 1))
+    assert [admit(queue) for _ in range(3)] == [(2, 1), (3, 0), (1, 2)]
+    assert [admit(queue) for _ in range(2)] == [(3, 1), (1, 3)]
+
+
+def test_a_frontend_that_withdraws_its_requests_does_not_pay_for_them() -> None:
+    queue = WaitingQueue(8)
+    gone = [make(1, number) for number in range(100)]
+    for seq in gone:
+        queue.push(seq)
+    for seq in gone:
+        queue.remove(seq)
+    queue.push(make(2, 0))
+    queue.push(make(1, 100))
+    queue.push(make(2, 1))
+    assert admit_all(queue) == [(2, 0), (1, 100), (2, 1)]
+
+
+def test_nothing_starves() -> None:
+    """However many better ones keep coming, the documented bound holds."""
+    queue = WaitingQueue(8)
+    before = [make(0, number) for number in range(5)]
+    for seq in before:
+        queue.push(seq)
+    late = make(0, 99, priority=1000)
+    queue.push(late)
+    for number in range(1000):
+        queue.push(make(1, number, priority=-5))
+        if admit(queue) == late.key:
+            break
+    assert late not in queue
+    assert number < OLDEST_EVERY * (len(before) + 1)
+    # It keeps its place: preempted, it goes before everything else.
+    queue.push(make(1, 2000, priority=-(2**31)))
+    queue.push(late)
+    assert admit(queue) == late.key
+
+
+def test_the_preempted_go_before_new_ones_of_their_priority() -> None:
+    queue = WaitingQueue(8)
+    first, second = make(0, 0), make(0, 1)
+    queue.push(first)
+    queue.push(second)
+    assert admit_all(queue) == [(0, 0), (0, 1)]
+    queue.push(make(0, 2))
+    queue.push(make(1, 0))
+    queue.push(make(1, 1, priority=-1))
+    queue.push(second)
+    queue.push(first)
+    assert admit_all(queue) == [(1, 1), (0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_short_ones_are_found_apart() -> None:
+    queue = WaitingQueue(8)
+    long, short, better = make(0, 0, length=9), make(0, 1, length=8), make(0, 2, -1, length=3)
+    for seq in (long, short):
+        queue.push(seq)
+    assert (queue.peek(), queue.peek_short()) == (long, short)
+    queue.push(better)
+    assert (queue.peek(), queue.peek_short()) == (better, better)
+    queue.remove(better)
+    queue.admit(short)
+    assert (queue.peek(), queue.peek_short()) == (long, None)
+    assert queue.num_tokens == 9
+
+
+def test_random_operations_agree_with_a_sorted_list() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    queue = WaitingQueue(4)
+    waiting: list[Sequence] = []
+    for number in range(2000):
+        if rng.random() < 0.55:
+            waiting.append(make(0, number, rng.randint(-2, 2), rng.randint(1, 8)))
+            queue.push(waiting[-1])
+        elif waiting:
+            seq = rng.choice(waiting) if rng.random() < 0.5 else queue.peek()
+            assert seq
+            waiting.remove(seq)
+            queue.remove(seq)  # not admitted: the oldest one's turn never comes
+        queue.check_integrity()
+        expected = min(waiting, key=lambda s: (s.priority, s.arrival_number), default=None)
+        assert queue.peek() is expected
+        assert queue.num_tokens == sum(s.num_tokens for s in waiting)
+        short = [s for s in waiting if s.num_tokens <= 4]
+        expected = min(short, key=lambda s: (s.priority, s.arrival_number), default=None)
+        assert queue.peek_short() is expected
+
+
+def test_a_lazy_heap_lets_go_of_what_is_no_longer_current() -> None:
+    current: set[Sequence] = set()
+    heap: LazyHeap[float] = LazyHeap(lambda seq, _: seq in current)
+    keeper = make(0, 0)
+    current.add(keeper)
+    heap.push(-1.0, 0, keeper)
+    for number in range(1, 10_000):
+        heap.push(float(number), number, make(0, number))
+        assert len(heap) <= 65
+    assert heap.peek() == (-1.0, keeper)
+    current.clear()
+    assert heap.peek() is None
+    assert len(heap) == 0
