@@ -1,4 +1,5 @@
-"""`python -m bench`: measures a running server, or a private stack. See docs/benchmarks.md."""
+"""`python -m bench`: measures a running server, or a private stack; with `--mode scheduler` or
+`--mode frontend` that service alone. See docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -25,9 +26,21 @@ from bench.workload import Shape, check_fits, reference_workload, warm_up_reques
 from frontend.client import AsyncLLM, LLMError, ModelInfo, PrivateStack
 
 
+def _mode_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--mode",
+        choices=["stack", "scheduler", "frontend"],
+        default="stack",
+        help="%(default)s; the other two have flags of their own",
+    )
+    return parser
+
+
 def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--mode", choices=["stack"], default="stack")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, parents=[_mode_parser()]
+    )
     parser.add_argument("--address", help="of a frontend; default: starts a private stack")
     parser.add_argument(
         "--model",
@@ -146,6 +159,16 @@ def progress(name: str, total: int, console: Console) -> Iterator[Received]:
 
 
 def main(args: list[str]) -> int:
+    # Imported when asked for: each mode needs other services.
+    mode, rest = _mode_parser().parse_known_args(args)
+    if mode.mode == "scheduler":
+        from bench import scheduler_mode
+
+        return scheduler_mode.main(rest)
+    if mode.mode == "frontend":
+        from bench import frontend_mode
+
+        return frontend_mode.main(rest)
     options = parse_args(args)
     console = Console()
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
+from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import numpy as np
@@ -24,6 +25,7 @@ from shared.pb.worker_pb2_grpc import WorkerServiceStub
 if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
 
+Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
 
 _RETRY_S = 0.2
@@ -105,12 +107,12 @@ class WorkerClient:
     async def send(self, step: Step) -> None:
         self._step_id += 1
         request = encode_step(step, self._block_size, self._epoch, self._step_id)
-        await asyncio.gather(*(_write(call, request) for call in self._calls))
+        await _together([_write(call, request) for call in self._calls])
         self._sent.append((self._step_id, len(step.rows)))
 
     async def receive(self) -> Seq[int]:
         step_id, num_rows = self._sent.popleft()
-        answers = await asyncio.gather(*(_read(call) for call in self._calls))
+        answers = await _together([_read(call) for call in self._calls])
         for answer in answers:
             if answer.step_id != step_id:
                 raise WorkersLostError(f"answer to step {answer.step_id}, not {step_id}")
@@ -222,6 +224,13 @@ def _input_ids(row: Row) -> Seq[int]:
     if row.previous_row is not None:
         return (-1 - row.previous_row,)
     return row.seq.tokens[row.start : row.start + row.num_tokens]
+
+
+async def _together(calls: Seq[Coroutine[Any, Any, Answer]]) -> Seq[Answer]:
+    """`asyncio.gather`, without a task for a lone rank: two fewer turns of the loop per step."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    return await asyncio.gather(*calls)
 
 
 async def _write(call: ExecuteCall, request: worker_pb2.StepRequest) -> None:

@@ -1,0 +1,100 @@
+"""A worker process without a model, for measuring what is around it.
+
+It speaks `worker.proto`, checks nothing and answers every step at once or, with `--step-us` and
+`--token-us`, after the time that a step of so many tokens would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import grpc
+import numpy as np
+
+from shared.pb import worker_pb2
+from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from shared.server import exit_with_parent
+
+VOCAB_SIZE = 32_000
+
+
+class InstantWorker(WorkerServiceServicer):
+    """Rank 0 of one."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._info = worker_pb2.GetInfoResponse(
+            rank=0,
+            world_size=1,
+            device="none",
+            dtype="none",
+            model_fingerprint="instant",
+            attention_backend="none",
+            block_size=options.block_size,
+            num_blocks=options.num_blocks,
+            max_model_len=options.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            incarnation="instant",
+        )
+        self._step_s = options.step_us * 1e-6
+        self._token_s = options.token_us * 1e-6
+
+    def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: object
+    ) -> worker_pb2.GetInfoResponse:
+        return self._info
+
+    def Configure(
+        self, request: worker_pb2.ConfigureRequest, context: object
+    ) -> worker_pb2.ConfigureResponse:
+        self._info.epoch = request.epoch
+        return worker_pb2.ConfigureResponse()
+
+    def Execute(
+        self, request_iterator: Iterator[worker_pb2.StepRequest], context: object
+    ) -> Iterator[worker_pb2.StepResponse]:
+        done = 0.0  # when the step before ends: those that wait run one after the other
+        for step in request_iterator:
+            duration = self._step_s + self._token_s * (len(step.input_ids) // 4)
+            if duration:
+                done = max(done, time.monotonic()) + duration
+                time.sleep(max(0.0, done - time.monotonic()))
+            # One token for all; a row that samples nothing gets -1.
+            token_ids = np.frombuffer(step.samples, "u1").astype("<i4") * 8 - 1
+            yield worker_pb2.StepResponse(
+                step_id=step.step_id, token_ids=token_ids.tobytes(), step_time_s=duration
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.instant_worker", description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens, %(default)s")
+    parser.add_argument("--step-us", type=float, default=0.0, help="time of a step, %(default)s")
+    parser.add_argument("--token-us", type=float, default=0.0, help="and of each token in it")
+    options = parser.parse_args()
+    exit_with_parent()
+    # Threads and not asyncio, whose sleeps are whole milliseconds: a step may take less.
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)])
+    add_WorkerServiceServicer_to_server(InstantWorker(options), server)
+    server.add_insecure_port(options.address)
+    server.start()
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    signal.signal(signal.SIGTERM, stop)
+    stopped.wait()
+    server.stop(None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Steps per second while all sequences decode, through a scheduler's gRPC stream."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.errors import BenchError
+from bench.instant_worker import VOCAB_SIZE
+from bench.scheduler_client import SchedulerConnection, connect
+from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
+
+_UNIQUE = 16  # tokens at the end of a prompt that no other has
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Of one window of steps. CPU times are of all threads of a process."""
+
+    num_seqs: int
+    steps_per_s: float
+    tokens_per_s: float  # as they arrive at the client
+    mean_batch: float
+    mean_context: float  # tokens, in the middle of the window
+    scheduler_cpu_ms: float  # per step
+    worker_cpu_ms: float
+    client_cpu_ms: float
+
+
+async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -> list[Decode]:
+    """Windows of about `steps` steps in whose middle contexts are about `context` tokens long; each
+    with sequences of its own, in the same two processes.
+
+    Raises:
+        BenchError: the scheduler failed, or made other steps than decodes of all sequences.
+    """
+    # Until the last of them runs the others already decode: room for twice the window.
+    most_tokens = context + 2 * steps
+    sizes = Sizes(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(2048, 2 * num_seqs),
+        max_model_len=most_tokens,
+        num_blocks=num_seqs * (most_tokens // _BLOCK_SIZE + 1),
+        block_size=_BLOCK_SIZE,
+    )
+    rng = np.random.default_rng(0)
+    prompt_len = max(context - steps // 2, _UNIQUE + 1)
+    found = []
+    async with running_scheduler(sizes) as scheduler:
+        for _ in range(rounds):
+            prompts = _prompts(rng, num_seqs, prompt_len)
+            async with connect(scheduler.stub) as connection:
+                await _start(connection, prompts, most_tokens - prompt_len)
+                found.append(await _window(scheduler, connection, num_seqs, steps))
+            while (await scheduler.load()).running:
+                pass  # what was aborted is being taken out
+    return found
+
+
+def _prompts(rng: np.random.Generator, num_seqs: int, prompt_len: int) -> npt.NDArray[np.int32]:
+    """[num_seqs, prompt_len], alike except for their ends."""
+    prompts = rng.integers(VOCAB_SIZE, size=(num_seqs, prompt_len), dtype=np.int32)
+    prompts[:, :-_UNIQUE] = prompts[0, :-_UNIQUE]
+    return prompts
+
+
+async def _start(
+    connection: SchedulerConnection, prompts: npt.NDArray[np.int32], max_tokens: int
+) -> None:
+    """Returns once all sequences decode. The first is ahead, so that the others find their prompts
+    in the cache and start together: the contexts of a window would differ by its length else."""
+    await connection.submit(prompts[0], max_tokens)
+    await connection.read()
+    for prompt in prompts[1:]:
+        await connection.submit(prompt, max_tokens)
+    await connection.read_until(lambda: connection.num_started == len(prompts))
+
+
+async def _window(
+    scheduler: SchedulerUnderTest, connection: SchedulerConnection, num_seqs: int, steps: int
+) -> Decode:
+    before, started = await scheduler.load(), time.perf_counter()
+    cpu = scheduler.scheduler_cpu_s(), scheduler.worker_cpu_s(), time.process_time()
+    tokens, context = connection.num_tokens, connection.mean_context()
+    await connection.read_until(lambda: connection.num_tokens >= tokens + steps * num_seqs)
+    after, ended = await scheduler.load(), time.perf_counter()
+    done = after.steps - before.steps
+    if (before.waiting, after.waiting, after.running) != (0, 0, num_seqs):
+        raise BenchError(f"{after.running} sequences of {num_seqs} ran, {after.waiting} waited")
+    return Decode(
+        num_seqs=num_seqs,
+        steps_per_s=done / (ended - started),
+        tokens_per_s=(connection.num_tokens - tokens) / (ended - started),
+        mean_batch=(after.step_sequences - before.step_sequences) / done,
+        mean_context=(context + connection.mean_context()) / 2,
+        scheduler_cpu_ms=1e3 * (scheduler.scheduler_cpu_s() - cpu[0]) / done,
+        worker_cpu_ms=1e3 * (scheduler.worker_cpu_s() - cpu[1]) / done,
+        client_cpu_ms=1e3 * (time.process_time() - cpu[2]) / done,
+    )

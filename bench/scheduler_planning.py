@@ -1,0 +1,144 @@
+"""What it takes to plan a step, to encode it and to apply its answer, in this process."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.errors import BenchError
+from bench.instant_worker import VOCAB_SIZE
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.scheduler import Scheduler, Step
+from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.worker_client import encode_step
+
+_BLOCK_SIZE = 16
+_WAITING_PROMPT = 16  # tokens
+_WARM_UP = 20  # steps
+
+
+@dataclass(frozen=True)
+class Planning:
+    """All sequences decode, one step ahead. Milliseconds of wall time per step."""
+
+    num_seqs: int
+    waiting: int
+    context: int  # tokens, in the middle of what was measured
+    plan_ms_p50: float
+    plan_ms_p99: float
+    apply_ms_p50: float
+    apply_ms_p99: float
+    plan_and_apply_ms_p50: float  # of the sums
+    plan_and_apply_ms_p99: float
+    encode_ms_p50: float
+    encode_ms_p99: float
+
+
+def measure_planning(
+    cases: Seq[tuple[int, int]], num_seqs: int, steps: int, rounds: int
+) -> list[Planning]:
+    """One result per case (waiting sequences, context); `rounds` times `steps` steps of each, the
+    cases in turn, so that what else the machine does falls on all of them."""
+    samples: list[list[tuple[float, float, float]]] = [[] for _ in cases]
+    for _ in range(rounds):
+        for (waiting, context), collected in zip(cases, samples, strict=True):
+            collected += _DecodingBatch(num_seqs, waiting, context, steps).run(steps)
+    return [
+        _summary(num_seqs, waiting, context, np.array(collected))
+        for (waiting, context), collected in zip(cases, samples, strict=True)
+    ]
+
+
+class _DecodingBatch:
+    """A scheduler with `num_seqs` sequences past their prompts and `waiting` more than can run."""
+
+    def __init__(self, num_seqs: int, waiting: int, context: int, steps: int) -> None:
+        prompt_len = max(context - steps // 2, 1)
+        max_tokens = 2 * steps + prompt_len + 10 * _WARM_UP  # more than will be made
+        blocks_each = (prompt_len + max_tokens) // _BLOCK_SIZE + 1
+        limits = Limits(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=max(2048, 2 * num_seqs),
+            max_model_len=blocks_each * _BLOCK_SIZE,
+            max_waiting=num_seqs + waiting,
+            vocab_size=VOCAB_SIZE,
+        )
+        self._scheduler = Scheduler(limits, BlockManager(num_seqs * blocks_each, _BLOCK_SIZE))
+        self._in_flight: deque[Step] = deque()
+        self._step_ids = itertools.count(1)
+        rng = np.random.default_rng(0)
+        shared = rng.integers(VOCAB_SIZE, size=prompt_len - 1)
+        for number in range(num_seqs):
+            # One token of its own: the rest is in the cache, so that all start together.
+            prompt = [*shared.tolist(), number % VOCAB_SIZE]
+            self._add(number, prompt, max_tokens)
+            if number == 0:
+                while not self._scheduler.stats.sampled_tokens:
+                    self._turn()
+        while self._scheduler.num_running < num_seqs:
+            self._turn()
+        for number in range(waiting):
+            prompt = rng.integers(VOCAB_SIZE, size=_WAITING_PROMPT).tolist()
+            self._add(num_seqs + number, prompt, max_tokens)
+        for _ in range(_WARM_UP):
+            self._turn()
+
+    def run(self, steps: int) -> list[tuple[float, float, float]]:
+        """Seconds to plan, encode and apply, of each step.
+
+        Raises:
+            BenchError: a step was not one of decodes only.
+        """
+        gc.collect()
+        before = self._scheduler.stats.step_tokens
+        samples = [self._turn() for _ in range(steps)]
+        done = self._scheduler.stats.step_tokens - before
+        if done != steps * self._scheduler.limits.max_num_seqs:
+            raise BenchError(f"{steps} steps had {done} tokens")
+        return samples
+
+    def _turn(self) -> tuple[float, float, float]:
+        """Plans a step, then applies the answer to the one before."""
+        began = time.perf_counter()
+        step = self._scheduler.schedule(began)
+        planned = time.perf_counter()
+        encoded = planned
+        if step is not None:
+            encode_step(step, _BLOCK_SIZE, 1, next(self._step_ids))
+            encoded = time.perf_counter()
+            self._in_flight.append(step)
+        if len(self._in_flight) < 2 and step is not None:
+            return planned - began, encoded - planned, 0.0
+        oldest = self._in_flight.popleft()
+        answer = [7] * len(oldest.rows)
+        received = time.perf_counter()
+        self._scheduler.apply(oldest, answer)
+        return planned - began, encoded - planned, time.perf_counter() - received
+
+    def _add(self, number: int, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens, temperature=0.6, seed=number)
+        refused = self._scheduler.add(Sequence((0, number), prompt, params))
+        if refused is not None:
+            raise BenchError(f"sequence {number} was refused: {refused.message}")
+
+
+def _summary(
+    num_seqs: int, waiting: int, context: int, seconds: npt.NDArray[np.float64]
+) -> Planning:
+    """`seconds`: [steps, 3], to plan, encode and apply."""
+    plan, encode, apply = 1e3 * seconds.T
+    figures = {"plan": plan, "apply": apply, "plan_and_apply": plan + apply, "encode": encode}
+    percentiles = {
+        f"{name}_ms_p{q}": float(np.percentile(values, q))
+        for name, values in figures.items()
+        for q in (50, 99)
+    }
+    return Planning(num_seqs, waiting, context, **percentiles)
