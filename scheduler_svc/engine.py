@@ -83,7 +83,7 @@ class Engine:
         refused = self.scheduler.add(seq)
         if refused:
             if refused.finished is FinishCause.QUEUE_FULL:
-                refused = refused._replace(retry_after_s=self.load.retry_after_s(self.clock()))
+                refused.retry_after_s = self.load.retry_after_s(self.clock())
             self._emit([refused])
         self._wake.set()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
 
 from scheduler_svc.admission import Limits, refusal
 from scheduler_svc.block_manager import BlockManager
@@ -23,7 +23,9 @@ from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.waiting_queue import WaitingQueue
 
 
-class Row(NamedTuple):
+# Not frozen: that would make each several times as expensive, and a step makes two per sequence.
+@dataclass(slots=True, eq=False)
+class Row:
     """`num_tokens` tokens of `seq` from position `start` on. A row that does not reach the
     sequence's last token is mid-prompt and samples nothing. If the token at `start` is not known
     yet, it is the one that row `previous_row` of the step before samples."""
@@ -35,11 +37,14 @@ class Row(NamedTuple):
     previous_row: int | None = None
 
 
-class Step(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Step:
+    number: int  # 1, 2, 3, ...
     rows: list[Row]
 
 
-class Output(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Output:
     """News of one sequence: a token and its index in the completion, its end, or both."""
 
     seq: Sequence
@@ -79,8 +84,9 @@ class Scheduler:
         self._waiting = WaitingQueue(self._max_short_tokens)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
-        self._steps_in_flight = 0
-        self._fenced: set[Sequence] = set()  # ended, their blocks still written by steps in flight
+        self._last_step = self._last_answered = 0
+        # Ended, their blocks still written by steps in flight: by the last of these.
+        self._fenced: dict[int, list[Sequence]] = {}
 
     @property
     def num_running(self) -> int:
@@ -149,7 +155,7 @@ class Scheduler:
                     full.append(seq)
 
         crowded = len(full) > self.blocks.num_free_blocks
-        if crowded and self._steps_in_flight:
+        if crowded and self._last_answered < self._last_step:
             return None
         while len(full) > self.blocks.num_free_blocks:
             preempted = self._preempt_last()
@@ -159,41 +165,41 @@ class Scheduler:
         for seq in full:
             self.blocks.append_slot(seq)
 
-        rows = [_row(seq, 1, number) for number, seq in enumerate(decodes)]
+        number = self._last_step + 1
+        rows = [_row(seq, 1, number, i) for i, seq in enumerate(decodes)]
         budget = _prefill_budget(self.limits, len(rows))
         for seq, num_tokens in self._share(budget, prompts, now, may_admit=not crowded):
-            rows.append(_row(seq, num_tokens, len(rows)))
+            rows.append(_row(seq, num_tokens, number, len(rows)))
         if not rows:
             return None
-        self._steps_in_flight += 1
+        self._last_step = number
         self.stats.steps += 1
         self.stats.step_sequences += len(rows)
         self.stats.step_tokens += sum(row.num_tokens for row in rows)
-        return Step(rows)
+        return Step(number, rows)
 
     def apply(self, step: Step, token_ids: Seq[int]) -> list[Output]:
         """Takes in the answer to the oldest step in flight: `token_ids[i]` was sampled for row
         i."""
-        self._steps_in_flight -= 1
-        block_size = self.blocks.block_size
+        self._last_answered = step.number
+        block_size, finished = self.blocks.block_size, Status.FINISHED
         outputs = []
-        for (seq, _, num_tokens, samples, _), token in zip(step.rows, token_ids, strict=True):
-            seq.num_steps_in_flight -= 1
-            if seq.status is Status.FINISHED:  # meanwhile, its token is dropped
-                if not seq.num_steps_in_flight:
-                    self._fenced.remove(seq)
-                    self.blocks.free(seq)
+        for row, token in zip(step.rows, token_ids, strict=True):
+            seq = row.seq
+            if seq.status is finished:  # meanwhile; its token is dropped
                 continue
-            seq.num_computed_tokens += num_tokens
-            if seq.num_computed_tokens >= (seq.num_published_blocks + 1) * block_size:
+            computed = seq.num_computed_tokens = row.start + row.num_tokens
+            if computed >= (seq.num_published_blocks + 1) * block_size:
                 self.blocks.publish(seq)
-            if samples:
-                offset = seq.num_generated_tokens
+            if row.samples:
                 seq.tokens.append(token)
-                cause = seq.finish_cause()
-                if cause:
+                cause = None
+                if token in seq.end_token_ids or computed == seq.max_scheduled_tokens:
+                    cause = seq.finish_cause()
                     self._end(seq)
-                outputs.append(Output(seq, token, offset, cause))
+                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, cause))
+        for seq in self._fenced.pop(step.number, ()):
+            self.blocks.free(seq)
         self.stats.sampled_tokens += len(outputs)
         return outputs
 
@@ -215,12 +221,12 @@ class Scheduler:
         self.stats.preemptions += len(self._running)
         self._running.clear()
         self._fenced.clear()
-        self._steps_in_flight = 0
+        self._last_answered = self._last_step
         self.blocks.reset()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks or queues contradict each other. For tests."""
-        self.blocks.check_integrity([*self._running, *self._fenced])
+        self.blocks.check_integrity([*self._running, *chain(*self._fenced.values())])
         self._waiting.check_integrity()
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
         waiting = [s for s in self._sequences.values() if s in self._waiting]
@@ -308,8 +314,8 @@ class Scheduler:
             self._waiting.remove(seq)
         else:
             del self._running[seq]
-            if seq.num_steps_in_flight:
-                self._fenced.add(seq)
+            if seq.last_step > self._last_answered:
+                self._fenced.setdefault(seq.last_step, []).append(seq)
             else:
                 self.blocks.free(seq)
         seq.status = Status.FINISHED
@@ -322,17 +328,13 @@ def _prefill_budget(limits: Limits, num_decodes: int) -> int:
     return min(budget, limits.max_num_prefill_tokens) if num_decodes else budget
 
 
-def _row(seq: Sequence, num_tokens: int, number: int) -> Row:
-    """Row `number` of the step being planned, which counts as scheduled from now on."""
+def _row(seq: Sequence, num_tokens: int, step: int, index: int) -> Row:
+    """Row `index` of the step being planned, which counts as scheduled from now on."""
     start = seq.num_scheduled_tokens
     previous_row = seq.last_row if start == len(seq.tokens) else None
-    seq.num_scheduled_tokens = start + num_tokens
-    seq.num_steps_in_flight += 1
-    seq.last_row = number
-    seq.num_unscheduled_tokens -= num_tokens
-    if seq.num_unscheduled_tokens:
-        return Row(seq, start, num_tokens, False, previous_row)
-    seq.num_tokens_to_sample -= 1
-    if seq.num_tokens_to_sample:
-        seq.num_unscheduled_tokens = 1
-    return Row(seq, start, num_tokens, True, previous_row)
+    end = seq.num_scheduled_tokens = start + num_tokens
+    seq.last_step, seq.last_row = step, index
+    left = seq.num_unscheduled_tokens - num_tokens
+    # After the last one comes the one that it samples, unless that is not to be computed any more.
+    seq.num_unscheduled_tokens = left or (1 if end < seq.max_scheduled_tokens else 0)
+    return Row(seq, start, num_tokens, not left, previous_row)

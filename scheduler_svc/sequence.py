@@ -45,8 +45,8 @@ class Sequence:
     """Tokens int32[prompt + generated], of which the first `num_computed_tokens` are in the cache,
     and the first `num_scheduled_tokens` will be once the steps in flight are answered.
 
-    A step that samples is followed by one more token to schedule, known or not: pending tokens
-    count in `num_unscheduled_tokens` unless they are the last that the sequence may have.
+    `num_unscheduled_tokens` counts a token that a step in flight will sample, too, unless it is the
+    last that the sequence may have.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
     """
@@ -58,9 +58,12 @@ class Sequence:
         "block_table",
         "cache_salt",
         "deadline",
+        "end_token_ids",
         "first_scheduled",
         "key",
         "last_row",
+        "last_step",
+        "max_scheduled_tokens",
         "num_blocks_needed",
         "num_cached_prompt_tokens",
         "num_computed_tokens",
@@ -68,8 +71,6 @@ class Sequence:
         "num_published_blocks",
         "num_resumed_tokens",
         "num_scheduled_tokens",
-        "num_steps_in_flight",
-        "num_tokens_to_sample",
         "num_unscheduled_tokens",
         "params",
         "priority",
@@ -98,6 +99,9 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self.tokens.extend(generated_ids)
         self.num_resumed_tokens = self.num_generated_tokens  # that it came with
+        self.end_token_ids = params.eos_token_ids | params.stop_token_ids
+        # The last token that it may have is not computed: nothing is sampled after it.
+        self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
         self.arrival = arrival  # seconds, the engine's clock
         self.arrival_number = -1  # given by the waiting queue, as is its turn there
         self.turn = -1
@@ -120,15 +124,14 @@ class Sequence:
 
     def finish_cause(self) -> FinishCause | None:
         """What the last token ends this sequence with, None while it goes on."""
-        num_generated = self.num_generated_tokens
-        if not num_generated:
+        if self.num_generated_tokens == 0:
             return None
         token, params = self.tokens[-1], self.params
         if token in params.eos_token_ids:
             return FinishCause.EOS
         if token in params.stop_token_ids:
             return FinishCause.STOP_TOKEN
-        if num_generated >= params.max_tokens:
+        if self.num_generated_tokens >= params.max_tokens:
             return FinishCause.LENGTH
         return None
 
@@ -138,10 +141,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_unscheduled_tokens = self.num_tokens
-        # Beyond what steps in flight will sample:
-        self.num_tokens_to_sample = self.params.max_tokens - self.num_generated_tokens
-        self.num_steps_in_flight = 0  # with this sequence, not answered yet
-        self.last_row = -1  # in the last step that had this sequence
+        self.last_step = 0  # that had this sequence
+        self.last_row = -1  # in that step
         self.num_published_blocks = 0
         self.num_blocks_needed = 0  # free ones, to be admitted, when that was last tried
         self.block_table = array("i")

@@ -8,7 +8,6 @@ import itertools
 from array import array
 from collections.abc import AsyncIterator
 
-import numpy as np
 import structlog
 from grpc import aio
 
@@ -29,39 +28,32 @@ class Connection:
     the next one."""
 
     def __init__(self) -> None:
-        self._requests: list[int] = []
-        self._offsets: list[int] = []
-        self._token_ids: list[int] = []
-        self._started: list[scheduler_pb2.Started] = []
-        self._finished: list[scheduler_pb2.Finished] = []
+        self._outputs: list[Output] = []
         self._news = asyncio.Event()
 
     def add(self, output: Output) -> None:
-        if output.token is not None:
-            self._requests.append(output.seq.key[1])
-            self._offsets.append(output.offset)
-            self._token_ids.append(output.token)
-            if output.offset == output.seq.num_resumed_tokens:
-                self._started.append(_started(output.seq))
-        if output.finished is not None:
-            self._finished.append(_finished(output))
-        self._news.set()
+        if not self._outputs:
+            self._news.set()
+        self._outputs.append(output)
 
     async def write_to(self, context: Context) -> None:
         """Writes what there is to say, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()
-            step_output = scheduler_pb2.StepOutput(
-                requests=np.array(self._requests, "<u8").tobytes(),
-                offsets=np.array(self._offsets, "<i4").tobytes(),
-                token_ids=np.array(self._token_ids, "<i4").tobytes(),
-                started=self._started,
-                finished=self._finished,
-            )
-            self._requests, self._offsets, self._token_ids = [], [], []
-            self._started, self._finished = [], []
-            await context.write(scheduler_pb2.SchedulerMessage(step_output=step_output))
+            outputs, self._outputs = self._outputs, []
+            await context.write(scheduler_pb2.SchedulerMessage(step_output=_step_output(outputs)))
+
+
+def _step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
+    tokens = [output for output in outputs if output.token is not None]
+    return scheduler_pb2.StepOutput(
+        requests=array("Q", [output.seq.key[1] for output in tokens]).tobytes(),
+        offsets=array("i", [output.offset for output in tokens]).tobytes(),
+        token_ids=array("i", [output.token for output in tokens]).tobytes(),
+        started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
+        finished=[_finished(output) for output in outputs if output.finished is not None],
+    )
 
 
 class SchedulerServicer(SchedulerServiceServicer):

@@ -178,8 +178,9 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
 
 def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
     """The columns of `worker.proto` for a step: T tokens of S sequences."""
-    seqs, *columns = zip(*step.rows, strict=True)
-    starts, query_lens, samples = (np.array(column, np.int32) for column in columns[:3])
+    rows, seqs = step.rows, [row.seq for row in step.rows]
+    starts = np.array([row.start for row in rows], np.int32)
+    query_lens = np.array([row.num_tokens for row in rows], np.int32)
     context_lens = starts + query_lens
     num_blocks = -(-context_lens // block_size)
     tables = [seq.block_table for seq in seqs]
@@ -199,14 +200,14 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
     return worker_pb2.StepRequest(
         epoch=epoch,
         step_id=step_id,
-        input_ids=array("i", chain.from_iterable(map(_input_ids, step.rows))).tobytes(),
+        input_ids=array("i", chain.from_iterable(map(_input_ids, rows))).tobytes(),
         positions=positions.tobytes(),
         slot_mapping=slots.astype(np.int32).tobytes(),
         query_lens=query_lens.tobytes(),
         context_lens=context_lens.tobytes(),
         block_table=block_table,
         block_table_offsets=table_offsets.tobytes(),
-        samples=samples.astype(np.uint8).tobytes(),
+        samples=bytes([row.samples for row in rows]),
         temperatures=array("f", [seq.params.temperature for seq in seqs]).tobytes(),
         seeds=array("Q", [seq.params.seed for seq in seqs]).tobytes(),
     )
