@@ -8,6 +8,7 @@ import itertools
 from array import array
 from collections.abc import AsyncIterator
 
+import numpy as np
 import structlog
 from grpc import aio
 
@@ -50,7 +51,7 @@ def _step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
     return scheduler_pb2.StepOutput(
         requests=array("Q", [output.seq.key[1] for output in tokens]).tobytes(),
         offsets=array("i", [output.offset for output in tokens]).tobytes(),
-        token_ids=array("i", [output.token for output in tokens]).tobytes(),
+        token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
         started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
         finished=[_finished(output) for output in outputs if output.finished is not None],
     )
