@@ -96,10 +96,10 @@ def test_concurrent_greedy_completions_equal_transformers(demo_stack: str, oracl
 @pytest.mark.parametrize(
     "variables",
     [
-        {"tp": 2, "frontends": 2},
+        {"tp": 2, "frontends": 2, "sync": 1},
         {"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8},
     ],
-    ids=["two ranks", "a cache so small that sequences are preempted, short chunks"],
+    ids=["two ranks, no step ahead", "a cache so small that sequences are preempted, short chunks"],
 )
 def test_no_configuration_changes_a_token(
     variables: dict[str, object], demo_model: Path, oracle: Oracle

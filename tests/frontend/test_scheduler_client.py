@@ -35,7 +35,7 @@ def request(max_tokens: int = 5, deadline: float | None = None) -> Request:
         stop_token_ids=(8, 9),
         stop=("unseen by the scheduler",),
     )
-    return Request("an-id", PROMPT, sampling, deadline)
+    return Request("an-id", PROMPT, sampling, deadline, priority=-3, cache_salt="salt")
 
 
 class Connected:
@@ -81,6 +81,7 @@ async def test_a_request_is_submitted_whole(
     assert submit.request_id == "an-id"
     assert np.frombuffer(submit.prompt_ids, "<i4").tolist() == PROMPT
     assert submit.generated_ids == b""
+    assert (submit.priority, submit.cache_salt) == (-3, "salt")
     assert 0 < submit.timeout_s <= 60
     assert submit.sampling == pb.TokenSampling(
         temperature=0.5,
@@ -220,6 +221,8 @@ async def test_streams_go_on_after_a_lost_connection(
     assert np.frombuffer(again[0].generated_ids, "<i4").tolist() == [11]
     assert again[0].sampling == first.sampling
     assert again[1].generated_ids == b""
+    assert not first.resubmitted
+    assert all(submit.resubmitted for submit in again)
     for _ in range(4):
         scheduler.step()
     assert await rest(begun) == [11, 12, 13, 11, 12]
