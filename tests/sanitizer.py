@@ -1,0 +1,231 @@
+"""A worker without a model that trusts nothing: it runs steps of `worker.proto` on a cache of token
+ids and raises when a step does what would corrupt a real cache or read a corrupt one.
+
+Like a key and a value, what a slot holds depends on all tokens up to its position: it is the state
+of `tests.oracle` there. A wrong slot, position, table or prefix is found where it is attended to.
+
+Pure: no asyncio, no gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from shared.pb import worker_pb2
+from tests.oracle import EMPTY, VOCAB_SIZE, extend
+from tests.step_columns import Ints, StepColumns, describe
+
+
+class SanitizerError(AssertionError):
+    """A step that a worker must never get."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The sequence behind a row, of which the protocol says nothing."""
+
+    name: str
+    number: int  # its own among all sequences, from 1 on
+    salt: int  # only sequences of the same salt may share blocks
+    seed: int
+    states: Ints  # of the tokens it may ever compute: its last one needs no step
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the scheduler knew when it sent a step."""
+
+    owners: Seq[Owner]  # of the rows
+    answered: int  # the last step whose answer it had
+    references: Ints  # per block, how many live sequences hold it
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class Sanitizer:
+    """One epoch of a worker."""
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int, epoch: int) -> None:
+        slots = num_blocks * block_size
+        self._limits = limits
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._epoch = epoch
+        self._step_id = 0
+        self._last_tokens: list[int] = []
+        # Per slot: what it holds, -1 while never written, ...
+        self._tokens = np.full(slots, -1, np.int64)
+        self._positions = np.full(slots, -1, np.int64)
+        self._states = np.full(slots, -1, np.int64)
+        self._salts = np.zeros(slots, np.int64)
+        # ... who wrote it, in which step, and the last step that attended to it.
+        self._writers = np.zeros(slots, np.int64)
+        self._written = np.zeros(slots, np.int64)
+        self._attended = np.zeros(slots, np.int64)
+
+    def run(self, request: worker_pb2.StepRequest, beside: Beside | None = None) -> list[int]:
+        """The sampled token of each row, -1 where a row samples nothing.
+
+        Raises:
+            SanitizerError: the step is wrong; the message shows it.
+        """
+        try:
+            return self._run(StepColumns(request, self._block_size), beside)
+        except SanitizerError as error:
+            shown = describe(request, [o.name for o in beside.owners] if beside else None)
+            raise SanitizerError(f"{error}\n{shown}") from None
+
+    def _run(self, step: StepColumns, beside: Beside | None) -> list[int]:
+        self._check_order(step.request)
+        self._check_limits(step)
+        self._check_columns(step)
+        if beside is not None:
+            self._check_writes(step, beside)
+        self._write(step, beside)
+        self._check_attended(step)
+        if beside is not None:
+            self._check_owners(step, beside)
+        self._attended[step.attended_slots] = step.request.step_id
+        last = self._states[step.attended_slots[np.cumsum(step.context_lens) - 1]] % VOCAB_SIZE
+        self._last_tokens = np.where(step.samples != 0, last, -1).tolist()
+        return self._last_tokens
+
+    def _check_order(self, request: worker_pb2.StepRequest) -> None:
+        expected = (self._epoch, self._step_id + 1)
+        if (request.epoch, request.step_id) != expected:
+            _fail(f"epoch and step {(request.epoch, request.step_id)}, expected {expected}")
+        self._step_id += 1
+
+    def _check_limits(self, step: StepColumns) -> None:
+        rows = len(step.query_lens)
+        if not 0 < rows <= self._limits.max_num_seqs:
+            _fail(f"{rows} rows, at most {self._limits.max_num_seqs} are allowed")
+        if step.query_lens.min() <= 0:
+            _fail("an empty row")
+        tokens = int(step.query_lens.sum())
+        if tokens > self._limits.max_num_batched_tokens:
+            _fail(f"{tokens} tokens, at most {self._limits.max_num_batched_tokens} are allowed")
+        if step.context_lens.max() > self._limits.max_model_len:
+            _fail(f"a context longer than the model's {self._limits.max_model_len}")
+
+    def _check_columns(self, step: StepColumns) -> None:
+        """The redundant columns say the same; every slot is written once."""
+        tokens = int(step.query_lens.sum())
+        if not len(step.input_ids) == len(step.positions) == len(step.slots) == tokens:
+            _fail("columns of different lengths")
+        blocks = -(-step.context_lens // self._block_size)
+        if len(step.offsets) != len(blocks) + 1 or (np.diff(step.offsets) != blocks).any():
+            _fail("block tables of a length that does not fit the context")
+        if step.offsets[0] != 0 or step.offsets[-1] != len(step.table):
+            _fail("block table offsets")
+        if not ((step.table >= 0) & (step.table < self._num_blocks)).all():
+            _fail("a block that does not exist")
+        if (step.positions != step.expected_positions()).any():
+            _fail("positions are not contiguous up to the context length")
+        step.find_slots()
+        if (step.slots != step.written_slots).any():
+            _fail("slots are not where the block table says")
+        if len(np.unique(step.slots)) != len(step.slots):
+            _fail("a slot is written twice")
+
+    def _check_writes(self, step: StepColumns, beside: Beside) -> None:
+        """No write to what somebody else reads."""
+        references = beside.references[step.slots // self._block_size]
+        if (references != 1).any():
+            _fail(f"writes to a block that {references[references != 1][0]} sequences hold")
+        in_flight = np.maximum(self._attended[step.slots], self._written[step.slots])
+        if (in_flight > beside.answered).any():
+            _fail(
+                f"writes to a slot of step {in_flight.max()}, which is in flight: answered are "
+                f"those up to {beside.answered}"
+            )
+
+    def _write(self, step: StepColumns, beside: Beside | None) -> None:
+        ids, first = self._resolve(step.input_ids), 0
+        states: list[int] = []
+        for query_len, context_len, offset in zip(
+            step.query_lens.tolist(), step.context_lens.tolist(), step.first_attended, strict=True
+        ):
+            start = context_len - query_len
+            before = step.attended_slots[offset + start - 1]
+            state = int(self._states[before]) if start else EMPTY
+            for token in ids[first : first + query_len]:
+                state = extend(state, token)
+                states.append(state)
+            first += query_len
+        self._tokens[step.slots] = ids
+        self._states[step.slots] = states
+        self._positions[step.slots] = step.positions
+        self._written[step.slots] = step.request.step_id
+        if beside is not None:
+            owners = beside.owners
+            self._writers[step.slots] = np.repeat([o.number for o in owners], step.query_lens)
+            self._salts[step.slots] = np.repeat([o.salt for o in owners], step.query_lens)
+
+    def _resolve(self, input_ids: Ints) -> list[int]:
+        """Puts the tokens that the step before sampled where it is referred to."""
+        ids: list[int] = input_ids.tolist()
+        for place in np.flatnonzero(input_ids < 0).tolist():
+            row = -1 - ids[place]
+            if row >= len(self._last_tokens):
+                _fail(f"refers to row {row}, which the step before did not have")
+            if self._last_tokens[row] < 0:
+                _fail(f"refers to row {row}, which sampled nothing in the step before")
+            ids[place] = self._last_tokens[row]
+        if max(ids) >= VOCAB_SIZE:
+            _fail("a token outside of the vocabulary")
+        return ids
+
+    def _check_attended(self, step: StepColumns) -> None:
+        """Each slot of a context holds a token computed after exactly those before it."""
+        slots = step.attended_slots
+        if (self._positions[slots] != step.attended_positions).any():
+            place = np.flatnonzero(self._positions[slots] != step.attended_positions)[0]
+            _fail(
+                f"position {step.attended_positions[place]} of {step.row_name(place)} attends to a "
+                f"slot that holds position {self._positions[slots[place]]}"
+            )
+        found = self._states[slots]
+        before = np.concatenate(([EMPTY], found[:-1]))
+        before[step.first_attended] = EMPTY
+        wrong = np.flatnonzero(extend(before, self._tokens[slots]) != found)
+        if len(wrong):
+            _fail(
+                f"position {step.attended_positions[wrong[0]]} of {step.row_name(wrong[0])} was "
+                "computed after other tokens"
+            )
+
+    def _check_owners(self, step: StepColumns, beside: Beside) -> None:
+        """The tokens are the sequence's own; what others computed was answered before."""
+        slots, lens = step.attended_slots, step.context_lens
+        for owner, context_len in zip(beside.owners, lens.tolist(), strict=True):
+            if context_len > len(owner.states):
+                _fail(f"{owner.name} needs no token at position {context_len - 1}")
+        expected = np.concatenate(
+            [o.states[:n] for o, n in zip(beside.owners, lens.tolist(), strict=True)]
+        )
+        foreign = self._writers[slots] != np.repeat([o.number for o in beside.owners], lens)
+        salts = np.repeat([owner.salt for owner in beside.owners], lens)
+        for wrong, what in (
+            (self._states[slots] != expected, "holds another sequence's tokens"),
+            (foreign & (self._written[slots] > beside.answered), "comes from a step in flight"),
+            (self._salts[slots] != salts, "was computed for another cache salt"),
+        ):
+            if wrong.any():
+                place = np.flatnonzero(wrong)[0]
+                _fail(f"position {step.attended_positions[place]} of {step.row_name(place)} {what}")
+        if step.seeds.tolist() != [owner.seed for owner in beside.owners]:
+            _fail("seeds of other rows")
+
+
+def _fail(message: str) -> NoReturn:
+    raise SanitizerError(message)

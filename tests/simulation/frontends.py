@@ -1,0 +1,224 @@
+"""Frontends that trust nothing: each output has to be the one that the oracle expects, at the
+scheduler's edge and again where a frontend receives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from random import Random
+
+from scheduler_svc.engine import MAX_STEP_FAILURES, Engine
+from scheduler_svc.scheduler import Output
+from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
+from tests.sanitizer import Owner
+from tests.simulation.checked_scheduler import CheckedScheduler
+from tests.simulation.knobs import Knobs
+from tests.simulation.workload import Request
+
+_RETRY_S = 1.0
+_TWINS_END = (FinishCause.INVALID, FinishCause.QUEUE_FULL)
+
+
+@dataclass
+class Attempt:
+    """A submission of a request; there are more of it after a lost connection."""
+
+    client: Client
+    seq: Sequence
+    owner: Owner
+    num_tokens: int
+    ended: bool = False
+    twin: bool = False  # of one that has its number, to be refused
+
+
+@dataclass
+class Client:
+    """Whoever waits for a request."""
+
+    request: Request
+    delivered: list[int]
+    attempts: list[Attempt] = field(default_factory=list)
+    submitted: bool = False
+    ended: str = ""  # how
+
+    @property
+    def current(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+
+class Connection:
+    """A frontend's stream. Outputs come in order, some time after they were sent."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.alive = True
+        self.last_at = 0.0
+
+
+class Frontends:
+    """All of them."""
+
+    def __init__(
+        self, knobs: Knobs, rng: Random, requests: Seq[Request], counts: Counter[str]
+    ) -> None:
+        self._knobs = knobs
+        self._rng = rng
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self._clients = [Client(r, r.tokens[: r.resumed]) for r in requests]
+        self._connections: list[Connection | None] = []
+        self._num_connections = 0
+        self._attempts: dict[int, Attempt] = {}  # by the sequence's id
+        self._by_key: dict[SequenceKey, Attempt] = {}
+        self.all_ended = self._loop.create_future()
+
+    def serve(self, engine: Engine, scheduler: CheckedScheduler) -> None:
+        """Plans all that they will do with this engine."""
+        self._engine, self._scheduler = engine, scheduler
+        for _ in range(self._knobs.frontends):
+            self._connections.append(self._connect())
+        for client in self._clients:
+            self._loop.call_at(client.request.at, self._submit, client)
+            if client.request.abort_at is not None:
+                self._loop.call_at(client.request.abort_at, self._abort, client)
+        end = self._clients[-1].request.at + self._knobs.longest_turn_s * 20
+        for _ in range(self._knobs.disconnects):
+            self._loop.call_at(self._rng.uniform(0, end), self._disconnect)
+
+    def attempt_of(self, seq: Sequence) -> Attempt:
+        return self._attempts[id(seq)]
+
+    def attempt_at(self, key: SequenceKey) -> Attempt:
+        return self._by_key[key]
+
+    def emit(self, outputs: Seq[Output]) -> None:
+        """What the engine calls."""
+        delivered: dict[Connection, list[Output]] = {}
+        for output in outputs:
+            attempt = self.attempt_of(output.seq)
+            if attempt.twin:
+                assert output.finished in _TWINS_END, "two requests of one number"
+                continue
+            self._check(attempt, output)
+            connection = self._connections[attempt.client.request.frontend]
+            if connection is not None and connection.number == output.seq.key[0]:
+                delivered.setdefault(connection, []).append(output)
+        for connection, news in delivered.items():
+            delay = self._rng.uniform(0, self._knobs.output_s)
+            connection.last_at = max(connection.last_at, self._loop.time() + delay) + 1e-6
+            self._loop.call_at(connection.last_at, self._deliver, connection, news)
+
+    def _check(self, attempt: Attempt, output: Output) -> None:
+        name, request = attempt.owner.name, attempt.client.request
+        now = self._loop.time()
+        late = now - max(request.deadline or now, attempt.seq.arrival)
+        assert not attempt.ended, f"{name}: an output after its end: {output}"
+        assert late <= self._knobs.longest_turn_s + 1e-3, f"{name}: {late} s after its deadline"
+        if output.token is not None:
+            assert output.offset == attempt.num_tokens, f"{name}: offset {output.offset}"
+            expected = request.tokens[attempt.num_tokens : attempt.num_tokens + 1]
+            assert [output.token] == expected, f"{name}: token {output.token}, not {expected}"
+            attempt.num_tokens += 1
+        attempt.ended = output.finished is not None
+        if output.finished is not None:
+            self._check_end(attempt, output.finished)
+        elif attempt.num_tokens == len(request.tokens):
+            raise AssertionError(f"{name}: goes on after its last token")
+
+    def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
+        request = attempt.client.request
+        if cause is FinishCause.INTERNAL:
+            right = self._scheduler.losses_in_a_row + 1 >= MAX_STEP_FAILURES
+        elif cause is FinishCause.DEADLINE:
+            right = request.deadline is not None and request.deadline <= self._loop.time()
+        elif cause is FinishCause.QUEUE_FULL:
+            right = self._scheduler.num_waiting > 0 and not attempt.seq.resubmitted
+        else:
+            right = cause is request.cause and attempt.num_tokens == len(request.tokens)
+        self._counts[f"ended {cause.name}"] += 1
+        assert right, f"{attempt.owner.name}: {cause.name} after {attempt.num_tokens} tokens"
+
+    def _deliver(self, connection: Connection, outputs: list[Output]) -> None:
+        """A frontend receives outputs, unless its connection was lost on the way."""
+        if not connection.alive:
+            return
+        for output in outputs:
+            client = self.attempt_of(output.seq).client
+            if client.ended:  # aborted meanwhile
+                continue
+            if output.token is not None:
+                assert output.offset == len(client.delivered), "tokens lost or repeated"
+                client.delivered.append(output.token)
+                if len(client.delivered) == client.request.abort_after and not output.finished:
+                    self._abort(client)
+            if output.finished is FinishCause.QUEUE_FULL:
+                self._loop.call_later(_RETRY_S, self._retry, client, client.current)
+            elif output.finished is not None:
+                self._end(client, output.finished.name)
+
+    def _submit(self, client: Client, resubmitted: bool = False) -> None:
+        client.submitted = True
+        connection = self._connections[client.request.frontend]
+        if client.ended or connection is None:
+            return  # it is submitted again with the next connection
+        request, now = client.request, self._loop.time()
+        key = (connection.number, request.number)
+        seq = request.sequence(key, client.delivered, now, resubmitted=resubmitted)
+        number = len(self._attempts) + 1
+        owner = request.owner(number, f"request {request.number} ({key[0]}, {key[1]})")
+        attempt = Attempt(client, seq, owner, len(client.delivered))
+        client.attempts.append(attempt)
+        self._attempts[id(seq)] = self._by_key[key] = attempt
+        self._counts["submitted"] += 1
+        self._counts["resumed"] += bool(client.delivered)
+        self._engine.submit(seq)
+        if key in self._engine.scheduler.open_sequences() and self._rng.random() < 0.05:
+            twin = request.sequence(key, client.delivered, now)
+            self._attempts[id(twin)] = Attempt(client, twin, owner, 0, twin=True)
+            self._engine.submit(twin)
+
+    def _retry(self, client: Client, refused: Attempt | None) -> None:
+        if client.current is refused:
+            self._submit(client)
+
+    def _abort(self, client: Client) -> None:
+        """The client has gone, or has what it wants."""
+        if client.ended:
+            return
+        if attempt := client.current:
+            self._engine.abort(attempt.seq.key)
+            attempt.ended = True
+        self._end(client, "ABORTED")
+
+    def _end(self, client: Client, how: str) -> None:
+        assert not client.ended, f"request {client.request.number} ended twice"
+        client.ended = how
+        if all(client.ended for client in self._clients) and not self.all_ended.done():
+            self.all_ended.set_result(None)
+
+    def _connect(self) -> Connection:
+        self._num_connections += 1
+        return Connection(self._num_connections)
+
+    def _disconnect(self) -> None:
+        frontend = self._rng.randrange(self._knobs.frontends)
+        connection = self._connections[frontend]
+        if connection is None:
+            return
+        self._counts["disconnects"] += 1
+        connection.alive = False
+        self._connections[frontend] = None
+        self._engine.abort_connection(connection.number)
+        for attempt in self._attempts.values():
+            if attempt.seq.key[0] == connection.number:
+                attempt.ended = True
+        self._loop.call_later(self._rng.uniform(0, 1), self._reconnect, frontend)
+
+    def _reconnect(self, frontend: int) -> None:
+        """Prompt and delivered tokens are submitted again."""
+        self._connections[frontend] = self._connect()
+        for client in self._clients:
+            if client.request.frontend == frontend and client.submitted:
+                self._submit(client, resubmitted=True)

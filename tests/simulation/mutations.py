@@ -1,0 +1,109 @@
+"""Bugs planted by hand, one at a time, in a copy of the code: who finds them?
+
+    python -m tests.simulation.mutations [--seeds 200] [--only WORD]
+
+A row per bug: whether the scheduler's unit tests and its state machines find it, and how many
+simulated seeds. Exits with 1 if one is found by nothing, or its text is not in the code any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.simulation.planted_bugs import BUGS, Bug
+
+ROOT = Path(__file__).parents[2]
+_TESTS = "tests/scheduler_svc"
+_UNIT = [
+    f"{_TESTS}/test_{name}.py" for name in ("scheduler", "block_manager", "policy", "waiting_queue")
+]
+_STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
+_MOST_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Finding:
+    unit_tests: bool
+    state_machines: bool
+    seeds: int
+
+    def __bool__(self) -> bool:
+        return self.unit_tests or self.state_machines or self.seeds > 0
+
+
+def plant(bug: Bug, root: Path) -> None:
+    """Raises:
+    LookupError: a text to be replaced is not there exactly once.
+    """
+    path = root / "scheduler_svc" / bug.file
+    text = path.read_text()
+    if text.count(bug.old) != 1:
+        raise LookupError(f"{bug.name}: {bug.file} has {text.count(bug.old)} times\n{bug.old}")
+    path.write_text(text.replace(bug.old, bug.new))
+
+
+def find(bug: Bug | None, seeds: int) -> Finding:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        for name in ("scheduler_svc", "shared", "tests"):
+            shutil.copytree(ROOT / name, root / name)
+        shutil.copy(ROOT / "pyproject.toml", root)
+        if bug is not None:
+            plant(bug, root)
+        return Finding(
+            _fails(root, "pytest", "-qx", *_UNIT),
+            _fails(root, "pytest", "-qx", "-ptests.simulation.no_shrinking", *_STATE_MACHINES),
+            _failing_seeds(root, seeds),
+        )
+
+
+def _fails(root: Path, module: str, *args: str) -> bool:
+    return _run(root, module, *args).returncode != 0
+
+
+def _failing_seeds(root: Path, seeds: int) -> int:
+    result = _run(root, "tests.simulation", f"--seeds={seeds}", "--seed=0")
+    counted = re.search(r"(\d+) fail$", result.stdout, re.MULTILINE)
+    return int(counted[1]) if counted else seeds  # it does not start or end
+
+
+def _run(root: Path, module: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *args]
+    try:
+        return subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=_MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations")
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--only", default="", help="bugs with this in their name")
+    args = parser.parse_args()
+    if find(None, args.seeds):
+        print("fails without a planted bug: look at that first")
+        return 1
+    print("| planted bug | unit tests | state machines | seeds |\n|---|---|---|---|", flush=True)
+    all_found = True
+    for bug in BUGS:
+        if args.only not in bug.name:
+            continue
+        found = find(bug, args.seeds)
+        all_found = all_found and bool(found)
+        unit, machines = ("found" if f else "-" for f in (found.unit_tests, found.state_machines))
+        seeds = f"{found.seeds} of {args.seeds}"
+        print(f"| {bug.name} | {unit} | {machines} | {seeds} |", flush=True)
+    return 0 if all_found else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

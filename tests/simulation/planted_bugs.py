@@ -1,0 +1,261 @@
+"""Bugs that a hand might write: (file, text, what it becomes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+_FENCE = """\
+            if seq.last_step > self._last_answered:
+                self._fenced.setdefault(seq.last_step, []).append(seq)
+            else:
+                self.blocks.free(seq)
+"""
+
+BUGS = [
+    Bug(
+        "a decode takes its block one token late",
+        "scheduler.py",
+        "if seq.num_scheduled_tokens == len(seq.block_table) * block_size:",
+        "if seq.num_scheduled_tokens == len(seq.block_table) * block_size + 1:",
+    ),
+    Bug(
+        "blocks are freed while a step is in flight",
+        "scheduler.py",
+        _FENCE,
+        "            self.blocks.free(seq)\n",
+    ),
+    Bug(
+        "blocks of the ended are freed at the first of two answers",
+        "scheduler.py",
+        "self._fenced.setdefault(seq.last_step, [])",
+        "self._fenced.setdefault(self._last_answered + 1, [])",
+    ),
+    Bug(
+        "blocks of the ended are never freed",
+        "scheduler.py",
+        "for seq in self._fenced.pop(step.number, ()):",
+        "for seq in self._fenced.pop(step.number + 1, ()):",
+    ),
+    Bug(
+        "blocks are published before the answer",
+        "block_manager.py",
+        "full = seq.num_computed_tokens // self.block_size",
+        "full = min(seq.num_scheduled_tokens, seq.num_tokens) // self.block_size",
+    ),
+    Bug(
+        "a shared block is freed by each who holds it",
+        "block_manager.py",
+        "            self._ref_counts[block] -= 1\n            if self._ref_counts[block] == 0:",
+        "            self._ref_counts[block] -= 1\n            if self._ref_counts[block] >= 0:",
+    ),
+    Bug(
+        "a cached block that is shared again stays evictable",
+        "block_manager.py",
+        "                del self._cached[block]",
+        "                self._cached.move_to_end(block)",
+    ),
+    Bug(
+        "eviction forgets to unname a block",
+        "block_manager.py",
+        "            del self._block_of[self._name_of.pop(block)]",
+        "            self._name_of.pop(block)",
+    ),
+    Bug(
+        "a block's name leaves out the blocks before it",
+        "block_manager.py",
+        "parent = seq.block_hashes[i - 1] if i else self._hash",
+        "parent = self._hash",
+    ),
+    Bug(
+        "names do not depend on the cache salt",
+        "block_manager.py",
+        "self._hash(seq.cache_salt.encode())",
+        'self._hash(b"")',
+    ),
+    Bug(
+        "a prefix hit leaves no token to compute",
+        "block_manager.py",
+        "full = (seq.num_tokens - 1) // self.block_size",
+        "full = seq.num_tokens // self.block_size",
+    ),
+    Bug(
+        "blocks that would be shared count as free",
+        "block_manager.py",
+        "missing + sum(self._ref_counts[b] == 0 for b in shared)",
+        "missing",
+    ),
+    Bug(
+        "what a waiting prompt needs is stale after it ran",
+        "sequence.py",
+        "        self.num_blocks_needed = 0",
+        "        self.num_blocks_needed = self.num_tokens",
+    ),
+    Bug(
+        "a token after the end is not dropped",
+        "scheduler.py",
+        "            if seq.status is finished:  # meanwhile; its token is dropped\n"
+        "                continue\n",
+        "",
+    ),
+    Bug(
+        "previous_row is the row of this step",
+        "scheduler.py",
+        "previous_row = seq.last_row if",
+        "previous_row = index if",
+    ),
+    Bug(
+        "a step is planned beyond max_tokens",
+        "scheduler.py",
+        "(1 if end < seq.max_scheduled_tokens else 0)",
+        "1",
+    ),
+    Bug(
+        "the last token but one is never computed",
+        "scheduler.py",
+        "(1 if end < seq.max_scheduled_tokens else 0)",
+        "(1 if end < seq.max_scheduled_tokens - 1 else 0)",
+    ),
+    Bug(
+        "what is left to schedule is stale after a reset",
+        "sequence.py",
+        "        self.num_unscheduled_tokens = self.num_tokens\n",
+        "        self.num_unscheduled_tokens = self.num_prompt_tokens\n",
+    ),
+    Bug(
+        "the computed count is stale after a hit",
+        "block_manager.py",
+        "seq.num_unscheduled_tokens = seq.num_tokens - seq.num_scheduled_tokens",
+        "seq.num_unscheduled_tokens = seq.num_tokens",
+    ),
+    Bug(
+        "steps in flight are still counted after the cache was lost",
+        "scheduler.py",
+        "        self._last_answered = self._last_step\n",
+        "",
+    ),
+    Bug(
+        "the requeued lose their first",
+        "scheduler.py",
+        "        for seq in self._running:\n            seq.reset()\n",
+        "        for seq in list(self._running)[1:]:\n            seq.reset()\n",
+    ),
+    Bug(
+        "a preempted sequence is not queued again",
+        "scheduler.py",
+        "        seq.reset()\n        self._waiting.push(seq)\n",
+        "        seq.reset()\n",
+    ),
+    Bug(
+        "preemption does not wait for steps in flight",
+        "scheduler.py",
+        "        if crowded and self._last_answered < self._last_step:\n            return None\n",
+        "",
+    ),
+    Bug(
+        "decodes are not counted in the token budget",
+        "scheduler.py",
+        "budget = limits.max_num_batched_tokens - num_decodes",
+        "budget = limits.max_num_batched_tokens",
+    ),
+    Bug(
+        "a short prompt counts for its own half of the budget only",
+        "scheduler.py",
+        "                short -= num_tokens\n                budget -= num_tokens\n",
+        "                short -= num_tokens\n",
+    ),
+    Bug(
+        "a row more than max_num_seqs",
+        "scheduler.py",
+        "len(self._running) >= self.limits.max_num_seqs",
+        "len(self._running) > self.limits.max_num_seqs",
+    ),
+    Bug(
+        "a chunk that ends the prompt samples one token early",
+        "scheduler.py",
+        "return Row(seq, start, num_tokens, not left, previous_row)",
+        "return Row(seq, start, num_tokens, left < 2, previous_row)",
+    ),
+    Bug(
+        "offsets begin anew after resuming",
+        "scheduler.py",
+        "computed - seq.num_prompt_tokens, cause",
+        "computed - seq.num_prompt_tokens - seq.num_resumed_tokens, cause",
+    ),
+    Bug(
+        "sequences with a deadline expire only while they run",
+        "scheduler.py",
+        "LazyHeap(lambda s, _: s.status is not Status.FINISHED)",
+        "LazyHeap(lambda s, _: s.status is Status.RUNNING)",
+    ),
+    Bug(
+        "what was resubmitted complete goes on",
+        "scheduler.py",
+        "        if cause := seq.finish_cause():  # resubmitted",
+        "        if (cause := seq.finish_cause()) and False:  # resubmitted",
+    ),
+    Bug(
+        "the resubmitted are refused for a full queue",
+        "admission.py",
+        "    if seq.resubmitted:\n        return None",
+        "    if False:\n        return None",
+    ),
+    Bug(
+        "an admitted sequence stays in the queue of the short ones",
+        "waiting_queue.py",
+        "        return self._tickets.get(seq) == ticket\n",
+        "        return seq.status.name == 'WAITING'\n",
+    ),
+    Bug(
+        "waiting tokens are not given back",
+        "waiting_queue.py",
+        "        self.num_tokens -= seq.num_tokens\n",
+        "",
+    ),
+    Bug(
+        "tables have no partly filled block",
+        "worker_client.py",
+        "num_blocks = -(-context_lens // block_size)",
+        "num_blocks = np.maximum(context_lens // block_size, 1)",
+    ),
+    Bug(
+        "tables have a block too many at a boundary",
+        "worker_client.py",
+        "num_blocks = -(-context_lens // block_size)",
+        "num_blocks = context_lens // block_size + 1",
+    ),
+    Bug(
+        "tables begin where the prompt's tables would",
+        "worker_client.py",
+        "        tables = [table[:n] for",
+        "        tables = [table[-n:] for",
+    ),
+    Bug(
+        "a submission does not wake the engine",
+        "engine.py",
+        "            self._emit([refused])\n        self._wake.set()\n",
+        "            self._emit([refused])\n",
+    ),
+    Bug(
+        "an answer of before a loss is taken for one of after it",
+        "engine.py",
+        "            if not self._answer.cancel() and not self._answer.cancelled():\n"
+        "                self._answer.exception()  # nobody else will ask for it\n"
+        "            self._answer = None\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a lost connection aborts other frontends' requests",
+        "engine.py",
+        "            if key[0] == connection:",
+        "            if key[0] >= connection:",
+    ),
+]

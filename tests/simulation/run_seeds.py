@@ -1,0 +1,59 @@
+"""Many seeds on several processes."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from collections import Counter
+from dataclasses import dataclass, field
+from types import FrameType
+
+import structlog
+from tqdm import tqdm
+
+from tests.simulation.simulate import SimulationError, simulate
+
+_MOST_CPU_SECONDS = 5  # of a seed, which takes a tenth of one: it must be an endless loop
+_CHUNK = 20
+
+
+@dataclass
+class Summary:
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)  # in order of the seeds
+
+
+def run_seeds(seeds: range, processes: int, progress: bool = False) -> Summary:
+    """All of them, also after one failed."""
+    summary = Summary()
+    # Not forked: gRPC, which the scheduler's step encoder imports, does not like to be.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _quiet) as pool:
+        results = pool.imap(_run, seeds, chunksize=_CHUNK)
+        for counts in tqdm(results, total=len(seeds), disable=not progress, unit="seed"):
+            if isinstance(counts, str):
+                summary.failures.append(counts)
+            else:
+                summary.counts.update(counts)
+    return summary
+
+
+def _quiet() -> None:
+    """Lost workers are what a simulation is about: no word of them in the log."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    signal.signal(signal.SIGPROF, _too_long)
+
+
+def _run(seed: int) -> Counter[str] | str:
+    signal.setitimer(signal.ITIMER_PROF, _MOST_CPU_SECONDS)
+    try:
+        return simulate(seed).counts
+    except SimulationError as error:
+        return str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _too_long(signum: int, frame: FrameType | None) -> None:
+    raise TimeoutError("an endless loop")

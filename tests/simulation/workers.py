@@ -1,0 +1,123 @@
+"""Workers behind a simulated transport: the sanitizer runs the steps, answers take their time, and
+connections break."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from random import Random
+
+from scheduler_svc.engine import WorkersLostError
+from scheduler_svc.scheduler import Step
+from scheduler_svc.worker_client import encode_step
+from shared.pb import worker_pb2
+from tests.sanitizer import Beside, Limits, Sanitizer
+from tests.simulation.knobs import Knobs
+from tests.step_columns import describe
+
+Answer = asyncio.Future[list[int] | None]  # None: it was lost
+_SHOWN_STEPS = 8
+
+
+class SimulatedWorkers:
+    """An `Executor`. `beside` tells what the scheduler knows when it sends a step."""
+
+    def __init__(
+        self, knobs: Knobs, rng: Random, beside: Callable[[Step], Beside], counts: Counter[str]
+    ) -> None:
+        self._knobs = knobs
+        self._rng = rng
+        self._beside = beside
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self._epoch = 0
+        self.digest = 0  # of all steps, to compare runs
+        self._shown: deque[tuple[float, worker_pb2.StepRequest, list[str]]] = deque(
+            maxlen=_SHOWN_STEPS
+        )
+        self._configure()
+
+    async def send(self, step: Step) -> None:
+        self._step_id += 1
+        request = encode_step(step, self._knobs.block_size, self._epoch, self._step_id)
+        beside = self._beside(step)
+        names = [owner.name for owner in beside.owners]
+        self._shown.append((self._loop.time(), request, names))
+        loses = self._counts["losses"] < self._knobs.most_losses and self._happens(self._knobs.loss)
+        if self._broken or (loses and self._happens(0.25)):
+            raise self._lost("before a step was written")
+        tokens = self._sanitizer.run(request, beside)
+        self._counts["steps"] += 1
+        self._counts["rows"] += len(step.rows)
+        self._counts["rows mid-prompt"] += sum(not row.samples for row in step.rows)
+        self._counts["tokens not known yet"] += sum(
+            row.previous_row is not None for row in step.rows
+        )
+        self.digest = zlib.crc32(request.SerializeToString(deterministic=True), self.digest)
+        answer: Answer = self._loop.create_future()
+        self._answers.append(answer)
+        self._unread.append(answer)
+        self._loop.call_at(self._answered_at(), _resolve, answer, tokens)
+        if loses and self._happens(0.3):
+            raise self._lost("after a step was written")
+        if loses:
+            delay = self._rng.uniform(0, 2 * (self._knobs.step_s + self._knobs.answer_s))
+            self._loop.call_later(delay, self._break, self._epoch)
+        await asyncio.sleep(self._rng.uniform(0, self._knobs.send_s))
+
+    async def receive(self) -> Seq[int]:
+        tokens = await self._unread.popleft()
+        if tokens is None:
+            raise self._lost("before an answer came")
+        return tokens
+
+    async def recover(self) -> None:
+        self._break(self._epoch)
+        await asyncio.sleep(self._rng.uniform(0, self._knobs.recover_s))
+        self._configure()
+
+    def last_steps(self) -> str:
+        return "\n".join(
+            f"at {time:.4f} s, {describe(request, names)}" for time, request, names in self._shown
+        )
+
+    def _configure(self) -> None:
+        knobs = self._knobs
+        limits = Limits(knobs.max_num_seqs, knobs.max_num_batched_tokens, knobs.max_model_len)
+        self._epoch += 1
+        self._step_id = 0
+        self._broken = False
+        self._answers: list[Answer] = []
+        self._unread: deque[Answer] = deque()
+        self._free_at = [0.0] * knobs.ranks
+        self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.block_size, self._epoch)
+
+    def _answered_at(self) -> float:
+        """When the last rank's answer comes. A rank runs one step after the other, and ranks do
+        not wait for each other."""
+        knobs, now = self._knobs, self._loop.time()
+        for rank, free_at in enumerate(self._free_at):
+            self._free_at[rank] = max(free_at, now) + self._rng.uniform(0, knobs.step_s)
+        return max(self._free_at) + self._rng.uniform(0, knobs.answer_s)
+
+    def _happens(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def _break(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._broken = True
+            for answer in self._answers:
+                _resolve(answer, None)
+
+    def _lost(self, when: str) -> WorkersLostError:
+        self._counts["losses"] += 1
+        self._broken = True
+        return WorkersLostError(f"planted: {when}")
+
+
+def _resolve(answer: Answer, tokens: list[int] | None) -> None:
+    if not answer.done():
+        answer.set_result(tokens)

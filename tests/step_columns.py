@@ -1,0 +1,79 @@
+"""The columns of a step of `worker.proto` as arrays, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.pb import worker_pb2
+
+Ints = NDArray[np.int64]
+
+
+class StepColumns:
+    """The columns of a step, and where its tokens and contexts lie in the cache."""
+
+    def __init__(self, request: worker_pb2.StepRequest, block_size: int) -> None:
+        self.request = request
+        self._block_size = block_size
+        self.input_ids = _ints(request.input_ids)
+        self.positions = _ints(request.positions)
+        self.slots = _ints(request.slot_mapping)
+        self.query_lens = _ints(request.query_lens)
+        self.context_lens = _ints(request.context_lens)
+        self.table = _ints(request.block_table)
+        self.offsets = _ints(request.block_table_offsets)
+        self.samples = np.frombuffer(request.samples, np.uint8)
+        self.seeds = np.frombuffer(request.seeds, "<u8")
+
+    def expected_positions(self) -> Ints:
+        starts = self.context_lens - self.query_lens
+        return _ranges(starts, self.query_lens)
+
+    def find_slots(self) -> None:
+        """Slots of each row's context, one after the other, and of the tokens to be written."""
+        self.attended_positions = _ranges(np.zeros_like(self.context_lens), self.context_lens)
+        self.attended_slots = self._slots(self.attended_positions, self.context_lens)
+        self.first_attended: Ints = np.cumsum(self.context_lens) - self.context_lens
+        self.written_slots = self._slots(self.positions, self.query_lens)
+
+    def row_name(self, place: np.int64) -> str:
+        """The row of the context at `place` of `attended_slots`."""
+        return f"row {int(np.searchsorted(self.first_attended, place, 'right')) - 1}"
+
+    def _slots(self, positions: Ints, lens: Ints) -> Ints:
+        blocks = self.table[np.repeat(self.offsets[:-1], lens) + positions // self._block_size]
+        slots: Ints = blocks * self._block_size + positions % self._block_size
+        return slots
+
+
+def describe(request: worker_pb2.StepRequest, names: Seq[str] | None = None) -> str:
+    """A step as text, one line per row; it may be malformed."""
+    input_ids, query_lens = _ints(request.input_ids).tolist(), _ints(request.query_lens).tolist()
+    context_lens, table = _ints(request.context_lens).tolist(), _ints(request.block_table).tolist()
+    offsets, slots = _ints(request.block_table_offsets).tolist(), _ints(request.slot_mapping)
+    lines = [f"step {request.step_id} of epoch {request.epoch}: {len(query_lens)} rows"]
+    first = 0
+    for row, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=False)):
+        span = slice(first, first + query_len)
+        first += query_len
+        lines.append(
+            f"  row {row}{f' {names[row]}' if names else ''}: "
+            f"positions {context_len - query_len}..{context_len - 1}, ids {input_ids[span]}, "
+            f"slots {slots[span].tolist()}, blocks {table[slice(*offsets[row : row + 2])]}"
+            f"{', samples' if any(request.samples[row : row + 1]) else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _ranges(starts: Ints, lens: Ints) -> Ints:
+    """start, start + 1, ... of each row, all rows in one array."""
+    steps = np.arange(lens.sum())
+    ranges: Ints = steps + np.repeat(starts - (np.cumsum(lens) - lens), lens)
+    return ranges
+
+
+def _ints(column: bytes) -> Ints:
+    return np.frombuffer(column, "<i4").astype(np.int64)
