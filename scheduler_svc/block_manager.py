@@ -95,14 +95,9 @@ class BlockManager:
         Call it only once the step that wrote them has been answered.
         """
         full = seq.num_computed_tokens // self.block_size
-        if full == seq.num_published_blocks:
-            return
         self._extend_hashes(seq, full)
-        for block, name in zip(
-            seq.block_table[seq.num_published_blocks : full],
-            seq.block_hashes[seq.num_published_blocks : full],
-            strict=True,
-        ):
+        for i in range(seq.num_published_blocks, full):
+            name, block = seq.block_hashes[i], seq.block_table[i]
             if name not in self._block_of:  # else another sequence computed the same prefix
                 self._block_of[name] = block
                 self._name_of[block] = name
