@@ -125,22 +125,10 @@ BUGS = [
         "(1 if end < seq.max_scheduled_tokens - 1 else 0)",
     ),
     Bug(
-        "what is left to schedule is stale after a reset",
-        "sequence.py",
-        "        self.num_unscheduled_tokens = self.num_tokens\n",
-        "        self.num_unscheduled_tokens = self.num_prompt_tokens\n",
-    ),
-    Bug(
         "the computed count is stale after a hit",
         "block_manager.py",
         "seq.num_unscheduled_tokens = seq.num_tokens - seq.num_scheduled_tokens",
         "seq.num_unscheduled_tokens = seq.num_tokens",
-    ),
-    Bug(
-        "steps in flight are still counted after the cache was lost",
-        "scheduler.py",
-        "        self._last_answered = self._last_step\n",
-        "",
     ),
     Bug(
         "the requeued lose their first",
