@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from frontend.detokenizer import IncrementalDetokenizer
 from frontend.request import Sampling
 from frontend.stop_strings import StopStringMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What a completion grew by; `offset` is the index of the first of `token_ids`."""
 
     text: str
