@@ -11,6 +11,7 @@ import structlog
 from frontend.model_files import ModelFilesError
 from frontend.server import SERVICE_NAME, serve
 from shared.config import FrontendSettings, settings_or_exit
+from shared.event_loop import EventLoop
 from shared.logging import configure_logging
 from shared.server import Server, exit_with_parent
 
@@ -24,7 +25,8 @@ def main() -> None:
         exit_with_parent()
     _hide_torch()
     try:
-        asyncio.run(_serve(settings))
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(_serve(settings))
     except (ModelFilesError, OSError) as error:
         log.error("cannot start", reason=str(error))
         raise SystemExit(2) from None

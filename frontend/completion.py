@@ -10,7 +10,7 @@ from frontend.request import Sampling
 from frontend.stop_strings import StopStringMatcher
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What a completion grew by; `offset` is the index of the first of `token_ids`."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from frontend.completion import CompletionBuilder, Delta
 from frontend.token_stream import FinishReason, Start, TokenStream
@@ -31,26 +31,24 @@ class Generation:
         """`table`: the bytes of each token; `received_at`: when the request came, on the clock of
         `time.monotonic`."""
         self.stream = stream
-        self.ending: Ending | None = None  # set before the last chunk is handed out
+        self.ending: Ending | None = None  # set with the last delta
         self._builder = CompletionBuilder(table, stream.request.sampling)
         self._received_at = received_at
 
-    async def chunks(self) -> AsyncIterator[Delta]:
-        """The completion in as many deltas as it takes: tokens that come while the consumer is busy
-        with one join the next.
+    async def next_delta(self) -> Delta:
+        """What the completion grew by; the last delta sets `ending`. Tokens that come while the
+        caller is busy with one delta join the next.
 
         Raises:
             ServiceError: the request failed.
         """
         stream, builder = self.stream, self._builder
-        while True:
-            delta = builder.feed(await stream.read(builder.num_tokens))
-            if stream.finish is not None or builder.stop_string is not None:
-                break
-            yield delta
-        delta = replace(delta, text=delta.text + builder.finish())
+        delta = builder.feed(await stream.read(builder.num_tokens))
+        if stream.finish is None and builder.stop_string is None:
+            return delta
+        delta.text += builder.finish()
         self.ending = self._make_ending()
-        yield delta
+        return delta
 
     def elapsed_s(self) -> float:
         """Seconds since the request came."""

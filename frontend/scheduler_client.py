@@ -18,6 +18,7 @@ from grpc import aio
 from frontend.request import Request
 from frontend.scheduler_messages import abort_message, finish_of, new_tokens, submit_message
 from frontend.token_stream import FinishReason, Start, TokenStream
+from frontend.turns import Turns
 from shared.errors import InternalError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
@@ -55,6 +56,7 @@ class SchedulerClient:
         self._resume_timeout_s = resume_timeout_s
         self._handles = itertools.count(1)
         self._open: dict[int, TokenStream] = {}
+        self._turns = Turns()
         self._giving_up: asyncio.TimerHandle | None = None
         # Both None while there is no connection.
         self._info: pb.EngineInfo | None = None
@@ -79,7 +81,7 @@ class SchedulerClient:
         """
         if self._outgoing is None:
             raise UnavailableError("no engine is ready")
-        stream = TokenStream(next(self._handles), request)
+        stream = TokenStream(next(self._handles), request, self._turns)
         self._open[stream.handle] = stream
         self._outgoing.put_nowait(submit_message(stream))
         return stream

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frontend.request import Request
+from frontend.turns import Turns
 from shared.errors import ServiceError
 
 
@@ -31,8 +32,8 @@ class Start:
 class TokenStream:
     """Filled by the scheduler client, read by the one call that serves the request."""
 
-    def __init__(self, handle: int, request: Request) -> None:
-        """`handle`: what the scheduler knows the request by."""
+    def __init__(self, handle: int, request: Request, turns: Turns) -> None:
+        """`handle`: what the scheduler knows the request by; `turns`: that readers share."""
         self.handle = handle
         self.request = request
         self.tokens: list[int] = []
@@ -40,21 +41,24 @@ class TokenStream:
         self.start: Start | None = None
         self.finish: FinishReason | None = None  # set once the completion is complete
         self.error: ServiceError | None = None
-        self._changed = asyncio.Event()
+        self._turns = turns
+        self._turn: asyncio.Future[None] | None = None  # of the reader, not asked for yet
 
     @property
     def ended(self) -> bool:
         return self.finish is not None or self.error is not None
 
     async def read(self, seen: int) -> Sequence[int]:
-        """The tokens after the first `seen`, once there are some or the completion is complete.
+        """The tokens after the first `seen`, once there are some or the completion is complete, and
+        the reader's turn has come.
 
         Raises:
             ServiceError: the request failed.
         """
-        while not self.ended and len(self.tokens) == seen:
-            self._changed.clear()
-            await self._changed.wait()
+        turn = self._turn = asyncio.get_running_loop().create_future()
+        if self.ended or len(self.tokens) > seen:
+            self.wake()
+        await turn
         if self.error is not None:
             raise self.error
         return self.tokens[seen:]
@@ -67,7 +71,9 @@ class TokenStream:
 
     def wake(self) -> None:
         """Tells the reader that there is more."""
-        self._changed.set()
+        if self._turn is not None:
+            self._turns.ask(self._turn)
+            self._turn = None
 
     def complete(self, reason: FinishReason) -> None:
         """The scheduler says that no token follows."""
