@@ -34,6 +34,10 @@ def _mode_parser() -> argparse.ArgumentParser:
         default="stack",
         help="%(default)s; the other two have flags of their own",
     )
+    for mode in ("scheduler", "frontend"):
+        parser.add_argument(
+            f"--{mode}", action="store_const", const=mode, dest="mode", help=f"--mode {mode}"
+        )
     return parser
 
 

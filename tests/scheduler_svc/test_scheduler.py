@@ -328,6 +328,17 @@ def test_blocks_are_published_when_their_step_was_answered() -> None:
     assert third.num_cached_prompt_tokens == 4
 
 
+def test_what_a_step_in_flight_writes_is_not_published() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4, max_num_seqs=4)
+    scheduler.add(make(1, [1] * 12, 4))
+    steps = [scheduler.schedule(), scheduler.schedule()]  # a block each
+    assert steps[0]
+    scheduler.apply(steps[0], [-1])
+    other = make(2, [1] * 12)
+    assert scheduler.blocks.allocate_prompt(other)
+    assert other.num_computed_tokens == 4
+
+
 def test_nothing_in_flight_is_preempted() -> None:
     scheduler = make_scheduler(num_blocks=4)
     first, second = make(1, [1] * 7, 8), make(2, [2] * 7, 8)

@@ -213,6 +213,23 @@ async def test_abort_and_a_lost_connection_free_the_blocks(tmp_path: Path) -> No
         assert load.blocks_free + load.blocks_cached == load.blocks
 
 
+async def test_a_frontend_that_goes_leaves_the_others_alone(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker) as stack:
+        frontends = [await stack.frontend() for _ in range(3)]
+        worker.gate.clear()
+        for frontend in frontends:
+            await frontend.submit(1, [1, 2, 3], 5)
+        await worker.step_arrived.wait()
+        await stack.until(lambda load: load.waiting + load.running == 3)
+        frontends[1].close()
+        await stack.until(lambda load: load.waiting + load.running == 2)
+        worker.gate.set()
+        for frontend in (frontends[0], frontends[2]):
+            await frontend.read_until_finished(1)
+            assert frontend.tokens[1] == completion([1, 2, 3], 5)
+
+
 async def test_a_failed_step_is_computed_again_in_a_new_epoch(tmp_path: Path) -> None:
     worker = FakeWorker()
     worker.fail_steps = {4}

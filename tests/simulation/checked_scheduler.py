@@ -11,7 +11,7 @@ class CheckedScheduler(Scheduler):
     """Checks itself after every answer and counts them."""
 
     answered = 0  # steps, since the cache was lost
-    losses_in_a_row = 0  # of the cache, since a step was answered
+    losses_in_a_row = 0  # epochs that were lost since a step was answered; the workers count
 
     def apply(self, step: Step, token_ids: Seq[int]) -> list[Output]:
         outputs = super().apply(step, token_ids)
@@ -23,5 +23,4 @@ class CheckedScheduler(Scheduler):
     def requeue_all(self) -> None:
         super().requeue_all()
         self.answered = 0
-        self.losses_in_a_row += 1
         self.check_integrity()

@@ -130,7 +130,7 @@ class Frontends:
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
         request = attempt.client.request
         if cause is FinishCause.INTERNAL:
-            right = self._scheduler.losses_in_a_row + 1 >= MAX_STEP_FAILURES
+            right = self._scheduler.losses_in_a_row >= MAX_STEP_FAILURES
         elif cause is FinishCause.DEADLINE:
             right = request.deadline is not None and request.deadline <= self._loop.time()
         elif cause is FinishCause.QUEUE_FULL:

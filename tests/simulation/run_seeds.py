@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import signal
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -29,8 +30,8 @@ def run_seeds(seeds: range, processes: int, progress: bool = False) -> Summary:
     summary = Summary()
     # Not forked: gRPC, which the scheduler's step encoder imports, does not like to be.
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, _quiet) as pool:
-        results = pool.imap(_run, seeds, chunksize=_CHUNK)
+    with ProcessPoolExecutor(processes, context, _quiet) as pool:
+        results = pool.map(_run, seeds, chunksize=_CHUNK)
         for counts in tqdm(results, total=len(seeds), disable=not progress, unit="seed"):
             if isinstance(counts, str):
                 summary.failures.append(counts)

@@ -62,7 +62,7 @@ class Simulation:
         self._scheduler = CheckedScheduler(
             knobs.limits, BlockManager(knobs.num_blocks, knobs.block_size)
         )
-        self._workers = SimulatedWorkers(knobs, rng, self._beside, counts)
+        self._workers = SimulatedWorkers(knobs, rng, self._scheduler, self._beside, counts)
         self._frontends = Frontends(knobs, rng, plan(knobs, rng), counts)
         clock = asyncio.get_running_loop().time
         engine = Engine(

@@ -15,6 +15,7 @@ from scheduler_svc.scheduler import Step
 from scheduler_svc.worker_client import encode_step
 from shared.pb import worker_pb2
 from tests.sanitizer import Beside, Limits, Sanitizer
+from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
 from tests.step_columns import describe
 
@@ -26,14 +27,21 @@ class SimulatedWorkers:
     """An `Executor`. `beside` tells what the scheduler knows when it sends a step."""
 
     def __init__(
-        self, knobs: Knobs, rng: Random, beside: Callable[[Step], Beside], counts: Counter[str]
+        self,
+        knobs: Knobs,
+        rng: Random,
+        scheduler: CheckedScheduler,
+        beside: Callable[[Step], Beside],
+        counts: Counter[str],
     ) -> None:
+        self._scheduler = scheduler
         self._knobs = knobs
         self._rng = rng
         self._beside = beside
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
+        self._lost_epoch = 0
         self.digest = 0  # of all steps, to compare runs
         self._shown: deque[tuple[float, worker_pb2.StepRequest, list[str]]] = deque(
             maxlen=_SHOWN_STEPS
@@ -75,6 +83,7 @@ class SimulatedWorkers:
         return tokens
 
     async def recover(self) -> None:
+        assert self._broken, "recovers although nothing was lost"
         self._break(self._epoch)
         await asyncio.sleep(self._rng.uniform(0, self._knobs.recover_s))
         self._configure()
@@ -113,8 +122,11 @@ class SimulatedWorkers:
                 _resolve(answer, None)
 
     def _lost(self, when: str) -> WorkersLostError:
-        self._counts["losses"] += 1
         self._broken = True
+        if self._lost_epoch != self._epoch:  # sender and receiver may both notice
+            self._lost_epoch = self._epoch
+            self._counts["losses"] += 1
+            self._scheduler.losses_in_a_row += 1
         return WorkersLostError(f"planted: {when}")
 
 
