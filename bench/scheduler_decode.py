@@ -14,7 +14,7 @@ from bench.scheduler_client import SchedulerConnection, connect
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
 
 _UNIQUE = 16  # tokens at the end of a prompt that no other has
-_BLOCK_SIZE = 16
+_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)

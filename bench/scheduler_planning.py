@@ -20,7 +20,7 @@ from scheduler_svc.scheduler import Scheduler, Step
 from scheduler_svc.sequence import SamplingParams, Sequence
 from scheduler_svc.worker_client import encode_step
 
-_BLOCK_SIZE = 16
+_BLOCK_SIZE = 64
 _WAITING_PROMPT = 16  # tokens
 _WARM_UP = 20  # steps
 
