@@ -80,8 +80,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
-        self._max_short_tokens = _prefill_budget(self.limits, num_decodes=1) // 2
-        self._waiting = WaitingQueue(self._max_short_tokens)
+        self._waiting = WaitingQueue(_prefill_budget(self.limits, num_decodes=1) // 2)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
         self._last_step = self._last_answered = 0
