@@ -59,7 +59,7 @@ def find(bug: Bug | None, seeds: int) -> Finding:
         if bug is not None:
             plant(bug, root)
         return Finding(
-            _fails(root, "pytest", "-qx", *_UNIT),
+            _fails(root, "pytest", "-qx", "--timeout=30", *_UNIT),
             _fails(root, "pytest", "-qx", "-ptests.simulation.no_shrinking", *_STATE_MACHINES),
             _failing_seeds(root, seeds),
         )
