@@ -223,7 +223,9 @@ async def test_a_frontend_that_goes_leaves_the_others_alone(tmp_path: Path) -> N
         await worker.step_arrived.wait()
         await stack.until(lambda load: load.waiting + load.running == 3)
         frontends[1].close()
-        await stack.until(lambda load: load.waiting + load.running == 2)
+        await stack.until(lambda load: load.frontends == 2)
+        load = await stack.load()
+        assert load.waiting + load.running == 2
         worker.gate.set()
         for frontend in (frontends[0], frontends[2]):
             await frontend.read_until_finished(1)

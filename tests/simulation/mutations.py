@@ -22,8 +22,7 @@ from tests.simulation.planted_bugs import BUGS, Bug
 ROOT = Path(__file__).parents[2]
 _TESTS = "tests/scheduler_svc"
 _UNIT = [
-    f"{_TESTS}/test_{name}.py"
-    for name in ("scheduler", "block_manager", "policy", "waiting_queue", "service")
+    f"{_TESTS}/test_{name}.py" for name in ("scheduler", "block_manager", "policy", "waiting_queue")
 ]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
 _MOST_SECONDS = 600
@@ -59,7 +58,7 @@ def find(bug: Bug | None, seeds: int) -> Finding:
         if bug is not None:
             plant(bug, root)
         return Finding(
-            _fails(root, "pytest", "-qx", "--timeout=30", *_UNIT),
+            _fails(root, "pytest", "-qx", *_UNIT),
             _fails(root, "pytest", "-qx", "-ptests.simulation.no_shrinking", *_STATE_MACHINES),
             _failing_seeds(root, seeds),
         )
