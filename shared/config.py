@@ -75,6 +75,7 @@ class SchedulerSettings(ServiceSettings):
     drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
+    model: str = Field("models/demo", description="model directory, for structured output")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
     max_num_batched_tokens: int = Field(2048, gt=0, description="tokens in a step")
     max_num_prefill_tokens: int = Field(

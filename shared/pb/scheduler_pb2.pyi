@@ -19,6 +19,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 2
+    GRAMMAR_KIND_EBNF: _GrammarKind.ValueType  # 3
+    GRAMMAR_KIND_JSON: _GrammarKind.ValueType  # 4
+    """any object or array; no text"""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 2
+GRAMMAR_KIND_EBNF: GrammarKind.ValueType  # 3
+GRAMMAR_KIND_JSON: GrammarKind.ValueType  # 4
+"""any object or array; no text"""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
+
 class _FinishCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -88,6 +111,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESUBMITTED_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the frontend, never used twice on a stream"""
     request_id: _builtins.str
@@ -105,6 +129,10 @@ class Submit(_message.Message):
     """cached prefixes are shared only among equal salts"""
     resubmitted: _builtins.bool
     """accepted before a connection was lost: not refused for a full queue"""
+    n: _builtins.int
+    """Completions of one prompt, numbered request, request + 1, ..., sampled with seed, seed + 1, ...
+    0 is 1. With beam search there are as many as beams, the best first.
+    """
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
     def __init__(
@@ -120,10 +148,11 @@ class Submit(_message.Message):
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         resubmitted: _builtins.bool = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "generated_ids", b"generated_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "generated_ids", b"generated_ids", "n", b"n", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,17 +167,54 @@ class TokenSampling(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_IDS_FIELD_NUMBER: _builtins.int
+    BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
     seed: _builtins.int
     max_tokens: _builtins.int
     """of the whole completion, generated_ids included"""
+    min_tokens: _builtins.int
+    """before these neither kind of token above can be sampled"""
+    top_k: _builtins.int
+    """0: off"""
+    top_p: _builtins.float
+    """0 and 1: off"""
+    min_p: _builtins.float
+    """0: off"""
+    repetition_penalty: _builtins.float
+    """0 and 1: off"""
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    bias_ids: _builtins.bytes
+    """int32[]"""
+    bias_values: _builtins.bytes
+    """float32[]"""
+    logprobs: _builtins.int
+    prompt_logprobs: _builtins.int
+    beam_width: _builtins.int
+    """0: sample"""
+    length_penalty: _builtins.float
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty when the request ignores them"""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def grammar(self) -> Global___Grammar: ...
     def __init__(
         self,
         *,
@@ -157,14 +223,59 @@ class TokenSampling(_message.Message):
         max_tokens: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        top_p: _builtins.float = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        bias_ids: _builtins.bytes = ...,
+        bias_values: _builtins.bytes = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        beam_width: _builtins.int = ...,
+        length_penalty: _builtins.float = ...,
+        grammar: Global___Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "beam_width", b"beam_width", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "eos_token_ids", b"eos_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+
+Global___TokenSampling: _TypeAlias = TokenSampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the completion must match. Tokens that cannot go on are masked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TokenSampling: _TypeAlias = TokenSampling  # noqa: Y015
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
@@ -263,6 +374,7 @@ class StepOutput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     requests: _builtins.bytes
     """uint64[N]"""
     offsets: _builtins.bytes
@@ -273,6 +385,8 @@ class StepOutput(_message.Message):
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___Started]: ...
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobRows]: ...
     def __init__(
         self,
         *,
@@ -281,14 +395,57 @@ class StepOutput(_message.Message):
         token_ids: _builtins.bytes = ...,
         started: _abc.Iterable[Global___Started] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
+        logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class LogprobRows(_message.Message):
+    """Log-probabilities of consecutive tokens of one request: per row the token itself, then the most
+    likely ones. `prompt` rows belong to the prompt's tokens first, first + 1, ..., others to those of
+    the completion, and come with them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    prompt: _builtins.bool
+    first: _builtins.int
+    width: _builtins.int
+    """entries per row"""
+    token_ids: _builtins.bytes
+    """int32[rows, width]"""
+    values: _builtins.bytes
+    """float32[rows, width]"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        prompt: _builtins.bool = ...,
+        first: _builtins.int = ...,
+        width: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "prompt", b"prompt", "request", b"request", "token_ids", b"token_ids", "values", b"values", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogprobRows: _TypeAlias = LogprobRows  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
@@ -326,12 +483,15 @@ class Finished(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     cause: Global___FinishCause.ValueType
     message: _builtins.str
     """for the last three causes, what to tell the client"""
     retry_after_s: _builtins.float
     """with QUEUE_FULL"""
+    score: _builtins.float
+    """of beam search"""
     def __init__(
         self,
         *,
@@ -339,10 +499,11 @@ class Finished(_message.Message):
         cause: Global___FinishCause.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        score: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "message", b"message", "request", b"request", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "message", b"message", "request", b"request", "retry_after_s", b"retry_after_s", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

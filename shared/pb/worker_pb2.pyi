@@ -151,6 +151,9 @@ class StepRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TEMPERATURES_FIELD_NUMBER: _builtins.int
     SEEDS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """1, 2, 3, ... within an epoch"""
@@ -174,6 +177,14 @@ class StepRequest(_message.Message):
     """float32[S], 0 is greedy"""
     seeds: _builtins.bytes
     """uint64[S]"""
+    copies: _builtins.bytes
+    """int32[2C]: from block, to block, ...; copied before anything is written"""
+    @_builtins.property
+    def features(self) -> Global___SamplingFeatures:
+        """absent where no row asks for any"""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     def __init__(
         self,
         *,
@@ -189,14 +200,127 @@ class StepRequest(_message.Message):
         samples: _builtins.bytes = ...,
         temperatures: _builtins.bytes = ...,
         seeds: _builtins.bytes = ...,
+        copies: _builtins.bytes = ...,
+        features: Global___SamplingFeatures | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "epoch", b"epoch", "input_ids", b"input_ids", "positions", b"positions", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "epoch", b"epoch", "features", b"features", "input_ids", b"input_ids", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
+
+@_typing.final
+class SamplingFeatures(_message.Message):
+    """What F of the rows that sample ask for beyond a temperature. Applied in this order: bias,
+    penalties, mask, temperature, top_k, top_p, min_p.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTIES_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTIES_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTIES_FIELD_NUMBER: _builtins.int
+    PROMPT_LENS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BIAS_OFFSETS_FIELD_NUMBER: _builtins.int
+    BIAS_IDS_FIELD_NUMBER: _builtins.int
+    BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
+    MASKS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.bytes
+    """int32[F], ascending"""
+    top_k: _builtins.bytes
+    """int32[F], 0: off"""
+    top_p: _builtins.bytes
+    """float32[F], 1: off"""
+    min_p: _builtins.bytes
+    """float32[F], 0: off"""
+    repetition_penalties: _builtins.bytes
+    """float32[F], 1: off; of all tokens of the context"""
+    presence_penalties: _builtins.bytes
+    """float32[F], 0: off; of those from prompt_lens on"""
+    frequency_penalties: _builtins.bytes
+    """float32[F], 0: off; likewise"""
+    prompt_lens: _builtins.bytes
+    """int32[F], tokens"""
+    num_logprobs: _builtins.bytes
+    """int32[F], -1: none, k: the sampled token's and the k largest"""
+    bias_offsets: _builtins.bytes
+    """int32[F+1]"""
+    bias_ids: _builtins.bytes
+    """int32[sum]"""
+    bias_values: _builtins.bytes
+    """float32[sum], added to the logits; -inf: never sampled"""
+    masked: _builtins.bytes
+    """int32[M], ascending indices into rows"""
+    masks: _builtins.bytes
+    """uint32[M, ceil(vocab / 32)], lowest bit first, 1: allowed"""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.bytes = ...,
+        top_k: _builtins.bytes = ...,
+        top_p: _builtins.bytes = ...,
+        min_p: _builtins.bytes = ...,
+        repetition_penalties: _builtins.bytes = ...,
+        presence_penalties: _builtins.bytes = ...,
+        frequency_penalties: _builtins.bytes = ...,
+        prompt_lens: _builtins.bytes = ...,
+        num_logprobs: _builtins.bytes = ...,
+        bias_offsets: _builtins.bytes = ...,
+        bias_ids: _builtins.bytes = ...,
+        bias_values: _builtins.bytes = ...,
+        masked: _builtins.bytes = ...,
+        masks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "bias_offsets", b"bias_offsets", "bias_values", b"bias_values", "frequency_penalties", b"frequency_penalties", "masked", b"masked", "masks", b"masks", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "presence_penalties", b"presence_penalties", "prompt_lens", b"prompt_lens", "repetition_penalties", b"repetition_penalties", "rows", b"rows", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplingFeatures: _TypeAlias = SamplingFeatures  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """P rows that score their first tokens' successors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TARGET_OFFSETS_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.bytes
+    """int32[P], ascending"""
+    num_logprobs: _builtins.bytes
+    """int32[P], k: the target's and the k largest"""
+    target_offsets: _builtins.bytes
+    """int32[P+1]"""
+    targets: _builtins.bytes
+    """int32[sum]: entry i of a row follows the row's token i"""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.bytes = ...,
+        num_logprobs: _builtins.bytes = ...,
+        target_offsets: _builtins.bytes = ...,
+        targets: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_logprobs", b"num_logprobs", "rows", b"rows", "target_offsets", b"target_offsets", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class StepResponse(_message.Message):
@@ -205,21 +329,32 @@ class StepResponse(_message.Message):
     STEP_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STEP_TIME_S_FIELD_NUMBER: _builtins.int
+    LOGPROB_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_VALUES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     token_ids: _builtins.bytes
     """int32[S], -1 for rows that sample nothing; empty on ranks other than 0"""
     step_time_s: _builtins.float
     """on the execution thread"""
+    logprob_ids: _builtins.bytes
+    """Log-softmax of the model's logits, on rank 0 only. First the rows of features that have
+    num_logprobs >= 0, in order, 1 + k entries each; then each target, likewise.
+    int32[]
+    """
+    logprob_values: _builtins.bytes
+    """float32[]"""
     def __init__(
         self,
         *,
         step_id: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
         step_time_s: _builtins.float = ...,
+        logprob_ids: _builtins.bytes = ...,
+        logprob_values: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
