@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,8 +32,8 @@ class DecodeGraphs:
 
     Args:
         run: a step from its padded host form (of which it may use the number of sequences alone)
-            and its columns on the device, through to the sampled tokens, which it leaves in a
-            tensor of its own.
+            and its columns on the device, through to the sampled tokens and the logits, which it
+            leaves in tensors that outlive it, and returns the logits.
         max_blocks: of one sequence.
     """
 
@@ -40,7 +41,7 @@ class DecodeGraphs:
         self,
         platform: Platform,
         backend: Backend,
-        run: Callable[[Step, StepTensors], None],
+        run: Callable[[Step, StepTensors], torch.Tensor],
         max_num_seqs: int,
         max_blocks: int,
     ) -> None:
@@ -48,6 +49,8 @@ class DecodeGraphs:
         self._backend = backend
         self._sizes = graph_sizes(max_num_seqs)
         self._replays: dict[int, Callable[[], None]] = {}
+        self._tensors: dict[int, StepTensors] = {}
+        self._logits: dict[int, torch.Tensor] = {}
         largest = padded(_nothing(), self._sizes[-1])
         header = pack(self._columns(largest), pinned=False)
         table_entries = max_num_seqs * max_blocks
@@ -62,16 +65,22 @@ class DecodeGraphs:
             self._upload(step)
             lengths = [len(array) for array in arrays]
             lengths[-1] = table_entries
-            tensors = unpack(self._buffer, lengths)
-            self._replays[size] = platform.capture(_bind(run, step, tensors))
+            self._tensors[size] = unpack(self._buffer, lengths)
+            self._replays[size] = platform.capture(partial(self._run, run, step))
             taken = (platform.graph_bytes() - before) / 2**20
             progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 
-    def replay(self, step: Step) -> None:
-        """Runs `step`, which only decodes, of at most `max_num_seqs` sequences."""
+    def replay(self, step: Step) -> tuple[StepTensors, torch.Tensor]:
+        """Runs `step`, which only decodes, of at most `max_num_seqs` sequences -> its columns and
+        logits, both padded and there until the next step."""
         size = self._sizes[bisect_left(self._sizes, step.num_seqs)]
         self._upload(padded(step, size))
         self._replays[size]()
+        return self._tensors[size], self._logits[size]
+
+    def _run(self, run: Callable[[Step, StepTensors], torch.Tensor], step: Step) -> None:
+        size = step.num_seqs
+        self._logits[size] = run(step, self._tensors[size])
 
     def _columns(self, step: Step) -> list[np.ndarray]:
         return columns(step, self._backend.column(step))
@@ -79,12 +88,6 @@ class DecodeGraphs:
     def _upload(self, step: Step) -> None:
         host = pack(self._columns(step), pinned=self._platform.pinned)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
-
-
-def _bind(
-    run: Callable[[Step, StepTensors], None], step: Step, tensors: StepTensors
-) -> Callable[[], None]:
-    return lambda: run(step, tensors)
 
 
 def _nothing() -> Step:

@@ -1,11 +1,50 @@
-"""How many KV cache blocks a rank can hold."""
+"""The cache's blocks: how many a rank can hold, which tokens are in them, and copies of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 
 from shared.config import WorkerSettings
 from worker_svc.errors import StartError
+
+TOKEN_ID_BYTES = 4  # of a token in a `TokenCache`
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """The ids of the tokens whose keys and values are cached, slot by slot: block tables lead to
+    them too, so that a sequence's history is known wherever its cache is."""
+
+    slots: torch.Tensor  # [num_blocks * block_size] int32
+    block_size: int
+
+    @staticmethod
+    def allocate(num_blocks: int, block_size: int, device: torch.device) -> TokenCache:
+        slots = torch.zeros(num_blocks * block_size, dtype=torch.int32, device=device)
+        return TokenCache(slots, block_size)
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """[num_blocks, block_size]"""
+        return self.slots.view(-1, self.block_size)
+
+
+def copy_blocks(
+    caches: Sequence[torch.Tensor],
+    tokens: TokenCache,
+    sources: torch.Tensor,
+    destinations: torch.Tensor,
+) -> None:
+    """Keys, values and tokens of blocks sources [C] int32 to blocks destinations [C] int32, none of
+    which is a source too. A cache per layer, [2, blocks, ...]."""
+    destinations = destinations.long()
+    for cache in caches:
+        cache.index_copy_(1, destinations, cache.index_select(1, sources))
+    tokens.blocks.index_copy_(0, destinations, tokens.blocks.index_select(0, sources))
 
 
 def blocks_that_fit(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,17 +17,19 @@ from worker_svc.config import find_model_dir, load_model_config
 from worker_svc.cuda_graph import DecodeGraphs
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
-from worker_svc.kv_cache import blocks_that_fit
+from worker_svc.feature_runner import FeatureRunner
+from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.logprobs import Logprobs, asked_for
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.platforms.base import PendingTokens, Platform
+from worker_svc.platforms.base import PendingArrays, Platform, Stopwatch
+from worker_svc.platforms.choice import choose_platform
 from worker_svc.sampler import Sampler
-from worker_svc.step import Int32s, Step
-from worker_svc.step_tensors import StepTensors, columns, pack, unpack
+from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors, columns, upload
+from worker_svc.warm_up import warm_up_steps
 from worker_svc.weights import WeightReader, model_fingerprint
-
-# On a CPU a few tokens warm up: a full step of a large model takes minutes there.
-CPU_WARM_UP_TOKENS = 8
+from worker_svc.wire import Float32s, Int32s
 
 
 @dataclass(frozen=True)
@@ -42,33 +46,48 @@ class RunnerInfo:
     vocab_size: int
 
 
+class StepResult(NamedTuple):
+    """Of a step of S sequences."""
+
+    token_ids: Int32s  # [S], -1 for rows that sample nothing
+    seconds: float
+    logprob_ids: Int32s  # as in `StepResponse`, likewise
+    logprob_values: Float32s
+
+
 @dataclass(frozen=True)
 class PendingStep:
     """A step that the device may still be working on."""
 
     samples: NDArray[np.bool_]
-    tokens: PendingTokens
+    logprob_counts: list[Int32s]  # of each `Logprobs`
+    arrays: PendingArrays  # the tokens; then of each `Logprobs` the ids and the values
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
-        return self.tokens.ready()
+        return self.arrays.ready()
 
-    def wait(self) -> tuple[Int32s, float]:
-        """-> the token sampled per row [S], -1 for rows that sample nothing, and the seconds that
-        the step took.
-
+    def wait(self) -> StepResult:
+        """
         Raises:
             RuntimeError: the device failed.
         """
-        tokens, seconds = self.tokens.wait()
-        return np.where(self.samples, tokens, -1).astype("<i4"), seconds
+        (tokens, *logprobs), seconds = self.arrays.wait()
+        token_ids = np.where(self.samples, tokens, -1).astype("<i4")
+        asked = [
+            asked_for(*of_rows)
+            for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
+        ]
+        ids = [np.zeros(0, "<i4"), *(ids for ids, _ in asked)]
+        values = [np.zeros(0, "<f4"), *(values for _, values in asked)]
+        return StepResult(token_ids, seconds, np.concatenate(ids), np.concatenate(values))
 
 
 class ModelRunner:
     """One rank. Use from one thread: torch keeps its number of threads per thread.
 
-    `configure`, then `launch` step after step. Between steps the KV cache and the tokens of the
-    last step stay on the device, nothing else.
+    `configure`, then `launch` step after step. Between steps the KV cache, the ids of the tokens in
+    it and those that the last step sampled stay on the device, nothing else.
 
     Raises:
         StartError: the model or the settings cannot be served.
@@ -93,14 +112,21 @@ class ModelRunner:
             self._model = Qwen3ForCausalLM(
                 reader, config, max_model_len, platform.ops, self._tp, self._backend
             )
-        vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
+        self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
+        self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
+        self._features = FeatureRunner(
+            vocab, self._tp, platform.ops, self._model.lm_head, self._upload
+        )
         # What each row of the last step sampled.
         self._last_tokens = torch.zeros(
             settings.max_num_seqs, dtype=torch.int32, device=platform.device
         )
-        self._caches: list[torch.Tensor] = []
-        self._num_blocks = 0
+        self._logits: torch.Tensor | None = None
+        if platform.captures:  # one buffer for all graphs, not one in each
+            shape_of_logits = settings.max_num_seqs, vocab.shard_size
+            self._logits = torch.empty(shape_of_logits, dtype=config.dtype, device=platform.device)
+        self._allocate(0)
         self._graphs: DecodeGraphs | None = None
         activations = self._warm_up()
         self.info = RunnerInfo(
@@ -112,7 +138,7 @@ class ModelRunner:
             num_blocks=blocks_that_fit(
                 settings,
                 platform.cache_bytes(settings, activations),
-                shape.cache_bytes_per_token * self._backend.block_size,
+                (shape.cache_bytes_per_token + TOKEN_ID_BYTES) * self._backend.block_size,
                 self._backend.block_size,
                 max_model_len,
             ),
@@ -130,12 +156,11 @@ class ModelRunner:
         if alone and num_blocks == self._num_blocks:
             return  # nobody reads what an earlier epoch wrote
         self._graphs = None
-        self._caches, self._num_blocks = [], 0  # free the old one before the new one is allocated
+        self._allocate(0)  # free the old one before the new one is allocated
         settings = self._settings
         device = self._platform.device
         self._tp.join(epoch, device, settings.master_addr, settings.master_port)
-        self._caches = self._backend.allocate(num_blocks)
-        self._num_blocks = num_blocks
+        self._allocate(num_blocks)
         if self._platform.captures:
             with torch.inference_mode():
                 self._graphs = DecodeGraphs(
@@ -151,11 +176,21 @@ class ModelRunner:
         returns before the step, or even the one before it, is done."""
         with torch.inference_mode():
             stopwatch = self._platform.start()
-            if self._graphs and step.decodes_only:
-                self._graphs.replay(step)
+            if len(step.copies):
+                sources, destinations = self._upload(list(np.ascontiguousarray(step.copies.T)))
+                copy_blocks(self._caches, self._tokens, sources, destinations)
+            of_prompts: list[Logprobs] = []
+            if self._graphs and step.decodes_only and step.prompt_targets is None:
+                tensors, logits = self._graphs.replay(step)
             else:
-                self._run(step, self._to_device(step), int(step.context_lens.max()))
-            return PendingStep(step.samples, stopwatch.fetch(self._last_tokens[: step.num_seqs]))
+                tensors = self._to_device(step)
+                logits, of_prompts = self._run_eagerly(step, tensors)
+            of_samples: list[Logprobs] = []
+            if step.features is not None:
+                of_samples = self._features.sample(
+                    step.features, step, tensors, logits, self._last_tokens, self._tokens
+                )
+            return self._fetch(step, stopwatch, of_samples + of_prompts)
 
     def run(self, step: Step) -> Int32s:
         """`launch` and wait -> the token sampled per row [S]."""
@@ -165,87 +200,80 @@ class ModelRunner:
         """This rank's logits [N, shard_size] of the N rows of `step` that sample."""
         with torch.inference_mode():
             tensors = self._to_device(step)
-            logits = self._forward(step, tensors, int(step.context_lens.max()))
-            return logits[np.flatnonzero(step.samples)]
+            hidden = self._hidden_states(step, tensors, int(step.context_lens.max()))
+            return self._model.lm_head(hidden)[np.flatnonzero(step.samples)]
 
     def is_lost(self, error: Exception) -> bool:
         """Whether no step can succeed in this process after `error`."""
         return self._platform.is_lost(error)
 
-    def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> None:
-        logits = self._forward(step, tensors, max_context_len)
+    def _allocate(self, num_blocks: int) -> None:
+        size = self._backend.block_size
+        self._num_blocks = 0  # until there is memory for them
+        self._caches = self._backend.allocate(num_blocks) if num_blocks else []
+        self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device)
+        self._num_blocks = num_blocks
+
+    def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
+        """-> this rank's logits [S, shard_size]; the tokens are in `_last_tokens`."""
+        return self._sample(self._hidden_states(step, tensors, max_context_len), tensors)
+
+    def _run_eagerly(self, step: Step, tensors: StepTensors) -> tuple[torch.Tensor, list[Logprobs]]:
+        """The same, and the log-probabilities of prompts."""
+        max_context_len = int(step.context_lens.max())
+        if step.prompt_targets is None:
+            return self._run(step, tensors, max_context_len), []
+        hidden = self._hidden_states(step, tensors, max_context_len, every_token=True)
+        logprobs = self._features.score(step.prompt_targets, step, hidden)
+        return self._sample(hidden[tensors.query_starts[1:] - 1], tensors), logprobs
+
+    def _hidden_states(
+        self, step: Step, tensors: StepTensors, max_context_len: int, *, every_token: bool = False
+    ) -> torch.Tensor:
+        self._platform.ops.store_tokens(
+            self._tokens.slots, tensors.slot_mapping, tensors.input_ids, self._last_tokens
+        )
+        metadata = self._backend.plan(step, tensors, max_context_len)
+        return self._model.hidden_states(
+            tensors, self._last_tokens, self._caches, metadata, every_token=every_token
+        )
+
+    def _sample(self, hidden: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        logits = self._model.lm_head(hidden, self._logits)
         tokens = self._sampler(logits, tensors.temperatures, tensors.uniforms)
         self._last_tokens[: len(tokens)] = tokens
+        return logits
 
-    def _forward(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
-        metadata = self._backend.plan(step, tensors, max_context_len)
-        return self._model.forward(tensors, self._last_tokens, self._caches, metadata)
+    def _fetch(self, step: Step, stopwatch: Stopwatch, logprobs: Sequence[Logprobs]) -> PendingStep:
+        results = [self._last_tokens[: step.num_seqs]]
+        for each in logprobs:
+            results += [each.ids, each.values]
+        counts = [each.counts for each in logprobs]
+        return PendingStep(step.samples, counts, stopwatch.fetch(results))
 
     def _to_device(self, step: Step) -> StepTensors:
-        arrays = columns(step, self._backend.column(step))
-        host = pack(arrays, pinned=self._platform.pinned)
-        device = host.to(self._platform.device, non_blocking=True)
-        return unpack(device, [len(array) for array in arrays])
+        return StepTensors(*self._upload(columns(step, self._backend.column(step))))
 
     def _warm_up(self) -> int:
         """Runs the largest prompts and decodes there can be, so that kernels are compiled and
         memory is taken before the first request -> the bytes of device memory that steps need
         beside the weights and the cache."""
-        settings = self._settings
-        most_tokens, most_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
-        longest = self._max_model_len
-        if self._platform.device.type == "cpu":
-            most_tokens, most_seqs, longest = CPU_WARM_UP_TOKENS, 1, CPU_WARM_UP_TOKENS
-        most_seqs = min(most_seqs, most_tokens)
-        longest = min(longest, self._max_model_len)
-        shares = np.diff(np.linspace(0, most_tokens, most_seqs + 1).astype(np.int32))
-        prompts = np.minimum(shares, longest)
-        self._caches = self._backend.allocate(1)
-        measure = self._platform.peak_bytes
-        prompts_bytes = measure(partial(self.run, self._dummy_step(prompts, prompts)))
-        ones = np.ones_like(prompts)
-        decodes_bytes = measure(partial(self.run, self._dummy_step(ones, ones * longest)))
-        self._caches = []
+        platform = self._platform
+        prompts, decodes = warm_up_steps(
+            self._settings,
+            platform.device.type == "cpu",
+            self._max_model_len,
+            self._backend.block_size,
+            self._vocab.vocab_size,
+        )
+        self._allocate(1)
+        prompts_bytes = platform.peak_bytes(partial(self.run, prompts))
+        decodes_bytes = platform.peak_bytes(partial(self.run, decodes))
+        self._allocate(0)
         # Graphs have a pool of memory of their own.
-        if self._platform.captures:
+        if platform.captures:
             return prompts_bytes + decodes_bytes
         return max(prompts_bytes, decodes_bytes)
-
-    def _dummy_step(self, query_lens: Int32s, context_lens: Int32s) -> Step:
-        """All in one block."""
-        size = self._backend.block_size
-        starts = context_lens - query_lens
-        positions = np.concatenate(list(map(np.arange, starts, context_lens))).astype(np.int32)
-        offsets = np.concatenate(([0], np.cumsum(-(-context_lens // size)))).astype(np.int32)
-        num_seqs = len(query_lens)
-        return Step(
-            step_id=0,
-            input_ids=np.zeros(len(positions), np.int32),
-            positions=positions,
-            slot_mapping=positions % size,
-            query_lens=query_lens,
-            context_lens=context_lens,
-            block_table=np.zeros(offsets[-1], np.int32),
-            block_table_offsets=offsets,
-            samples=np.ones(num_seqs, np.bool_),
-            temperatures=np.ones(num_seqs, np.float32),
-            seeds=np.zeros(num_seqs, np.uint64),
-        )
-
-
-def choose_platform(settings: WorkerSettings) -> Platform:
-    """
-    Raises:
-        StartError: the device asked for is not there.
-    """
-    # Only the one that is needed: there is no Triton without a GPU, and a GPU needs no numba.
-    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        from worker_svc.platforms.cuda import CudaPlatform
-
-        return CudaPlatform(settings)
-    from worker_svc.platforms.cpu import CpuPlatform
-
-    return CpuPlatform(settings)
 
 
 def _max_model_len(settings: WorkerSettings, limit: int) -> int:

@@ -36,7 +36,7 @@ class Sampler:
             logits,
             vocab.chunk_size,
             vocab.num_tokens,
-            *self._gather(maxima, sums),
+            *gather_chunks(maxima, sums, self._tp),
             self._tp.rank * vocab.num_chunks,
             temperatures,
             uniforms,
@@ -45,13 +45,14 @@ class Sampler:
             return tokens
         return self._tp.all_gather(tokens).amax(0)  # −1 on all ranks but one
 
-    def _gather(
-        self, maxima: torch.Tensor, sums: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each [S, num_chunks] per rank -> [S, num_chunks * ranks] in the vocabulary's order."""
-        if self._tp.size == 1:
-            return maxima, sums
-        # [ranks, 2, S, num_chunks]
-        both = self._tp.all_gather(torch.stack((maxima, sums)))
-        maxima, sums = both.permute(1, 2, 0, 3).flatten(2)
+
+def gather_chunks(
+    maxima: torch.Tensor, sums: torch.Tensor, tp: TensorParallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each [S, num_chunks] per rank -> [S, num_chunks * ranks] in the vocabulary's order."""
+    if tp.size == 1:
         return maxima, sums
+    # [ranks, 2, S, num_chunks]
+    both = tp.all_gather(torch.stack((maxima, sums)))
+    maxima, sums = both.permute(1, 2, 0, 3).flatten(2)
+    return maxima, sums

@@ -173,17 +173,18 @@ class WorkerService(WorkerServiceServicer):
         pending = await launched.pending
         try:
             if pending.ready():
-                tokens, seconds = pending.wait()
+                result = pending.wait()
             else:
                 loop = asyncio.get_running_loop()
-                tokens, seconds = await loop.run_in_executor(self._results, pending.wait)
+                result = await loop.run_in_executor(self._results, pending.wait)
         except Exception as error:
             raise self._failed(launched.epoch, launched.step_id, error) from error
-        return StepResponse(
-            step_id=launched.step_id,
-            token_ids=tokens.tobytes() if self._settings.rank == 0 else b"",
-            step_time_s=seconds,
-        )
+        response = StepResponse(step_id=launched.step_id, step_time_s=result.seconds)
+        if self._settings.rank == 0:
+            response.token_ids = result.token_ids.tobytes()
+            response.logprob_ids = result.logprob_ids.tobytes()
+            response.logprob_values = result.logprob_values.tobytes()
+        return response
 
     def _failed(self, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
         """Ends the epoch, since what the cache holds is no longer known."""

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb.worker_pb2 import StepRequest
+from worker_svc.step_features import (
+    Features,
+    PromptTargets,
+    decode_features,
+    decode_prompt_targets,
+)
+from worker_svc.wire import (
+    FLOAT32,
+    INT32,
+    UINT8,
+    UINT64,
+    Int32s,
+    check_length,
+    check_offsets,
+    check_values,
+    column,
+)
 
-Int32s = NDArray[np.int32]
-Scalar = TypeVar("Scalar", bound=np.generic)
-
-INT32: np.dtype[np.int32] = np.dtype("<i4")
-UINT64: np.dtype[np.uint64] = np.dtype("<u8")
-FLOAT32: np.dtype[np.float32] = np.dtype("<f4")
-UINT8: np.dtype[np.uint8] = np.dtype("u1")
+__all__ = ["Int32s", "Step", "StepLimits", "decode_step"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,9 @@ class Step:
     samples: NDArray[np.bool_]  # [S]
     temperatures: NDArray[np.float32]  # [S]
     seeds: NDArray[np.uint64]  # [S]
+    copies: Int32s = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [C, 2] from, to
+    features: Features | None = None
+    prompt_targets: PromptTargets | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -72,19 +85,20 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     expected_id = previous.step_id + 1 if previous else 1
     if request.step_id != expected_id:
         raise FailedPreconditionError(f"step_id: {request.step_id}, expected {expected_id}")
-    samples = _column("samples", request.samples, UINT8)
+    samples = column("samples", request.samples, UINT8)
     step = Step(
         step_id=request.step_id,
-        input_ids=_column("input_ids", request.input_ids, INT32),
-        positions=_column("positions", request.positions, INT32),
-        slot_mapping=_column("slot_mapping", request.slot_mapping, INT32),
-        query_lens=_column("query_lens", request.query_lens, INT32),
-        context_lens=_column("context_lens", request.context_lens, INT32),
-        block_table=_column("block_table", request.block_table, INT32),
-        block_table_offsets=_column("block_table_offsets", request.block_table_offsets, INT32),
+        input_ids=column("input_ids", request.input_ids, INT32),
+        positions=column("positions", request.positions, INT32),
+        slot_mapping=column("slot_mapping", request.slot_mapping, INT32),
+        query_lens=column("query_lens", request.query_lens, INT32),
+        context_lens=column("context_lens", request.context_lens, INT32),
+        block_table=column("block_table", request.block_table, INT32),
+        block_table_offsets=column("block_table_offsets", request.block_table_offsets, INT32),
         samples=samples.view(np.bool_),
-        temperatures=_column("temperatures", request.temperatures, FLOAT32),
-        seeds=_column("seeds", request.seeds, UINT64),
+        temperatures=column("temperatures", request.temperatures, FLOAT32),
+        seeds=column("seeds", request.seeds, UINT64),
+        copies=_decode_copies(request.copies, limits),
     )
     if samples.max(initial=0) > 1:
         raise InvalidArgumentError("samples", "not 0 or 1")
@@ -93,28 +107,47 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     _check_block_table(step, limits)
     _check_tokens(step, limits)
     _check_input_ids(step, limits, previous)
-    return step
+    return _with_features(step, request, limits)
 
 
-def _column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
-    if len(data) % dtype.itemsize:
-        raise InvalidArgumentError(name, f"{len(data)} bytes, no multiple of {dtype.itemsize}")
-    return np.frombuffer(data, dtype)
+def _with_features(step: Step, request: StepRequest, limits: StepLimits) -> Step:
+    features, targets = None, None
+    if request.HasField("features"):
+        features = decode_features(
+            request.features, step.samples, step.context_lens, limits.vocab_size
+        )
+    if request.HasField("prompt_logprobs"):
+        targets = decode_prompt_targets(request.prompt_logprobs, step.query_lens, limits.vocab_size)
+    if features is None and targets is None:
+        return step
+    return replace(step, features=features, prompt_targets=targets)
+
+
+def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
+    blocks = column("copies", data, INT32)
+    if not len(blocks):
+        return blocks.reshape(0, 2)
+    if len(blocks) % 2:
+        raise InvalidArgumentError("copies", f"{len(blocks)} entries, not pairs")
+    last = limits.num_blocks - 1
+    check_values("copies", blocks, (blocks >= 0) & (blocks <= last), f"in 0..{last}")
+    copies = blocks.reshape(-1, 2)
+    sources, destinations = copies.T
+    written, times = np.unique(destinations, return_counts=True)
+    if len(twice := written[times > 1]):
+        raise InvalidArgumentError("copies", f"block {twice[0]} is copied to twice")
+    if len(both := np.intersect1d(written, sources)):
+        raise InvalidArgumentError("copies", f"block {both[0]} is copied to and from")
+    return copies
 
 
 def _check_lengths(step: Step) -> None:
     if step.num_seqs == 0:
         raise InvalidArgumentError("query_lens", "a step has at least one sequence")
     for name in ("context_lens", "samples", "temperatures", "seeds"):
-        _check_length(step, name, step.num_seqs)
-    _check_length(step, "block_table_offsets", step.num_seqs + 1)
+        check_length(name, getattr(step, name), step.num_seqs)
     for name in ("positions", "slot_mapping"):
-        _check_length(step, name, step.num_tokens)
-
-
-def _check_length(step: Step, name: str, expected: int) -> None:
-    if len(getattr(step, name)) != expected:
-        raise InvalidArgumentError(name, f"{len(getattr(step, name))} entries, expected {expected}")
+        check_length(name, getattr(step, name), step.num_tokens)
 
 
 def _check_sequences(step: Step, limits: StepLimits) -> None:
@@ -145,11 +178,8 @@ def _check_sequences(step: Step, limits: StepLimits) -> None:
 
 def _check_block_table(step: Step, limits: StepLimits) -> None:
     offsets, table = step.block_table_offsets, step.block_table
+    check_offsets("block_table_offsets", offsets, step.num_seqs, len(table))
     num_blocks = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] != len(table) or (num_blocks < 0).any():
-        raise InvalidArgumentError(
-            "block_table_offsets", f"not rising from 0 to {len(table)}, the length of block_table"
-        )
     if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
     if (most := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():

@@ -58,20 +58,34 @@ def pack(arrays: Sequence[NDArray[Any]], *, pinned: bool) -> torch.Tensor:
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     data = buffer.numpy()
     for array, offset in zip(arrays, offsets, strict=True):
-        data[offset : offset + array.nbytes] = array.view(np.uint8)
+        data[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
     return buffer
 
 
 def unpack(buffer: torch.Tensor, lengths: Sequence[int]) -> StepTensors:
     """Views of `buffer`, which may be longer, for columns of these many entries."""
-    sizes = [length * _DTYPES[i].itemsize for i, length in enumerate(lengths)]
+    return StepTensors(*views(buffer, lengths, _DTYPES))
+
+
+def views(
+    buffer: torch.Tensor, lengths: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """What `pack` made one buffer of, column by column."""
+    sizes = [length * dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
     offsets, _ = _layout(sizes)
-    return StepTensors(
-        *(
-            buffer[offset : offset + size].view(dtype)
-            for offset, size, dtype in zip(offsets, sizes, _DTYPES, strict=True)
-        )
-    )
+    return [
+        buffer[offset : offset + size].view(dtype)
+        for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
+    ]
+
+
+def upload(
+    arrays: Sequence[NDArray[Any]], device: torch.device, *, pinned: bool
+) -> list[torch.Tensor]:
+    """One copy brings them to the device, flat."""
+    buffer = pack(arrays, pinned=pinned).to(device, non_blocking=True)
+    dtypes = [_TORCH_DTYPES[array.dtype.name] for array in arrays]
+    return views(buffer, [array.size for array in arrays], dtypes)
 
 
 def padded(step: Step, size: int) -> Step:
@@ -97,6 +111,12 @@ def padded(step: Step, size: int) -> Step:
     )
 
 
+_TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "uint32": torch.int32,  # bit patterns
+}
 _DTYPES = [torch.float64, torch.float32] + [torch.int32] * (len(fields(StepTensors)) - 2)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu_check.inputs import count_differences, poisoned, relative_error, rounding
 from bench.gpu_check.kernels_attention import check_decode, check_large_cache, check_prompt
+from bench.gpu_check.kernels_features import check_filters, check_history, check_masks
 from bench.gpu_check.kernels_sampling import check_sampling
 from bench.gpu_check.parts import PartPlan
 from bench.gpu_check.records import Report
@@ -38,6 +39,9 @@ def parts(setup: Setup) -> list[PartPlan[Setup]]:
         PartPlan("store_kv", check_store_kv),
         PartPlan("norm_rope_store", check_norm_rope_store),
         PartPlan("sampling", check_sampling),
+        PartPlan("token history", check_history),
+        PartPlan("token masks", check_masks),
+        PartPlan("filters", check_filters),
         PartPlan("decode_attention", check_decode),
         PartPlan("prompt_attention", check_prompt),
         PartPlan("cache over 2^31 elements", check_large_cache),

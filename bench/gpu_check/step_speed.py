@@ -12,6 +12,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu_check.decode_speed import copy_rate
+from bench.gpu_check.features_speed import measure_features
 from bench.gpu_check.parts import PartPlan
 from bench.gpu_check.prompt_speed import attention_flops, matmul_rate
 from bench.gpu_check.records import Report
@@ -31,6 +32,7 @@ def parts(setup: Setup) -> list[PartPlan[Setup]]:
         PartPlan("decodes", partial(measure_decodes, loaded=loaded)),
         PartPlan("prompts", partial(measure_prompts, loaded=loaded)),
         PartPlan("kernels", partial(profile_steps, loaded=loaded)),
+        PartPlan("sampling features", measure_features),
     ]
 
 

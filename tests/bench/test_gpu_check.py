@@ -136,6 +136,10 @@ def wrong_tokens(*args: object) -> torch.Tensor:
     return 1 + select_tokens(*args)
 
 
+def keeping_all(*_: object) -> None:
+    """Masks and penalizes nothing."""
+
+
 def raising(*_: object) -> None:
     raise ValueError("no such thing")
 
@@ -146,6 +150,9 @@ def raising(*_: object) -> None:
         ("kernels", "rms_norm", wrong_norm, "rms_norm", "1 x 40 float16"),
         ("kernels_sampling", "select_tokens", wrong_tokens, "sampling", "1 x 301 float16, tokens"),
         ("kernels", "store_kv", raising, "store_kv", None),
+        ("kernels_features", "keep_likely", keeping_all, "filters", "1 x 301, 20 0.95 0.05, top_k"),
+        ("kernels_features", "apply_masks", keeping_all, "token masks", "1 x 301"),
+        ("kernels_features", "penalize", keeping_all, "token history", "penalize 1 x 301"),
     ],
 )
 def test_what_is_wrong_fails(
@@ -192,7 +199,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("decode_speed", ["copy", "tiny, batch 1, context 9", "tiny, batch 2, context 9"]),
         ("prompt_speed", ["matrix product", "tiny, 1 x 9 of 9", "tiny, 2 x 3 of 12"]),
-        ("step_speed", ["batch 2, context 9, on the GPU", "1 x 6 tokens"]),
+        ("step_speed", ["batch 2, context 9, on the GPU", "1 x 6 tokens", "penalize, batch 2"]),
     ],
 )
 def test_measuring_sections_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shared.config import WorkerSettings
-from shared.pb.worker_pb2 import StepRequest
+from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from worker_svc.step import Step, StepLimits, decode_step
 
 TINY: dict[str, Any] = {
@@ -51,6 +51,65 @@ def worker_settings(model: Path, **overrides: Any) -> WorkerSettings:
     return WorkerSettings(model=str(model), device="cpu", threads=1, **overrides)
 
 
+def i4(values: Sequence[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def f4(values: Sequence[float]) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The features of one row."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    prompt_len: int = 0
+    logprobs: int = -1
+    bias: Mapping[int, float] = field(default_factory=dict)
+    allowed: Sequence[int] | None = None  # None: no mask
+
+
+def sampling_features(asked: Mapping[int, Asked], vocab_size: int) -> SamplingFeatures:
+    """Of rows in ascending order."""
+    each = list(asked.values())
+    masked = [i for i, row in enumerate(each) if row.allowed is not None]
+    masks = np.zeros((len(masked), -(-vocab_size // 32) * 32), np.uint8)
+    for mask, i in zip(masks, masked, strict=True):
+        mask[list(each[i].allowed or ())] = 1
+    return SamplingFeatures(
+        rows=i4(list(asked)),
+        top_k=i4([row.top_k for row in each]),
+        top_p=f4([row.top_p for row in each]),
+        min_p=f4([row.min_p for row in each]),
+        repetition_penalties=f4([row.repetition for row in each]),
+        presence_penalties=f4([row.presence for row in each]),
+        frequency_penalties=f4([row.frequency for row in each]),
+        prompt_lens=i4([row.prompt_len for row in each]),
+        num_logprobs=i4([row.logprobs for row in each]),
+        bias_offsets=i4(np.cumsum([0] + [len(row.bias) for row in each]).tolist()),
+        bias_ids=i4([token for row in each for token in row.bias]),
+        bias_values=f4([value for row in each for value in row.bias.values()]),
+        masked=i4(masked),
+        masks=np.packbits(masks, axis=1, bitorder="little").tobytes(),
+    )
+
+
+def prompt_logprobs(targets: Mapping[int, Sequence[int]], k: int) -> PromptLogprobs:
+    """Of rows in ascending order."""
+    return PromptLogprobs(
+        rows=i4(list(targets)),
+        num_logprobs=i4([k] * len(targets)),
+        target_offsets=i4(np.cumsum([0] + [len(each) for each in targets.values()]).tolist()),
+        targets=i4([token for each in targets.values() for token in each]),
+    )
+
+
 @dataclass
 class Batch:
     """Sequences with block tables of their own, turned into steps of any mix."""
@@ -74,9 +133,13 @@ class Batch:
         silent: Sequence[int] = (),
         temperatures: Sequence[float] | None = None,
         seeds: Sequence[int] | None = None,
+        copies: Sequence[tuple[int, int]] = (),
+        features: Mapping[int, Asked] | None = None,
+        targets: Mapping[int, Sequence[int]] | None = None,
+        num_prompt_logprobs: int = 0,
     ) -> StepRequest:
         """A step that appends `chunks` (sequence, token ids); the sequences in `silent` sample
-        nothing."""
+        nothing. Features and prompt targets by row."""
         size = self.limits.block_size
         ids: list[int] = []
         positions: list[int] = []
@@ -97,9 +160,6 @@ class Batch:
         self.step_id += 1
         rows = len(chunks)
 
-        def i4(values: Sequence[int]) -> bytes:
-            return np.array(values, "<i4").tobytes()
-
         return StepRequest(
             epoch=self.epoch,
             step_id=self.step_id,
@@ -111,8 +171,11 @@ class Batch:
             block_table=i4(tables),
             block_table_offsets=i4(offsets),
             samples=bytes(int(seq not in silent) for seq, _ in chunks),
-            temperatures=np.array(temperatures or [0.0] * rows, "<f4").tobytes(),
+            temperatures=f4(temperatures or [0.0] * rows),
             seeds=np.array(seeds or [0] * rows, "<u8").tobytes(),
+            copies=i4([block for pair in copies for block in pair]),
+            features=sampling_features(features, self.limits.vocab_size) if features else None,
+            prompt_logprobs=prompt_logprobs(targets, num_prompt_logprobs) if targets else None,
         )
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> Step:

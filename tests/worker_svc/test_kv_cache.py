@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from shared.config import WorkerSettings
 from worker_svc.errors import StartError
-from worker_svc.kv_cache import blocks_that_fit
+from worker_svc.kv_cache import TokenCache, blocks_that_fit, copy_blocks
 
 MIB = 1 << 20
 
@@ -39,3 +40,16 @@ def test_too_little_for_one_sequence() -> None:
     )
     with pytest.raises(StartError, match=r"10 MiB are missing.* 0 MiB are left"):
         fit(-3 * MIB)
+
+
+def test_copied_blocks() -> None:
+    """Keys, values and tokens of the blocks named, in every layer, and of no other."""
+    caches = [torch.randn(2, 6, 3, 4, 5).bfloat16() for _ in range(2)]
+    tokens = TokenCache(torch.arange(24, dtype=torch.int32), 4)
+    before = [cache.clone() for cache in caches]
+    sources, destinations = torch.tensor([[1, 1, 4], [0, 5, 2]], dtype=torch.int32)
+    copy_blocks(caches, tokens, sources, destinations)
+    held = [1, 1, 4, 3, 4, 1]  # which of the old blocks
+    assert tokens.slots.tolist() == [4 * block + i for block in held for i in range(4)]
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache, old[:, held])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.worker_svc.harness import Batch, limits, save_model
+from tests.worker_svc.harness import Asked, Batch, limits, save_model
 
 NUM_BLOCKS = 64
 
@@ -71,17 +72,21 @@ class Ranks:
         for future in [stub.Configure.future(request) for stub in self.stubs]:
             future.result(timeout=60)
 
-    def run(self, requests: list[Any]) -> list[list[int]]:
-        """Rank 0's tokens; the others must answer with none."""
+    def execute(self, requests: list[Any]) -> list[StepResponse]:
+        """Rank 0's answers; those of the others must hold nothing."""
 
-        def execute(stub: WorkerServiceStub) -> list[list[int]]:
-            answers = stub.Execute(iter(requests), timeout=60)
-            return [np.frombuffer(a.token_ids, "<i4").tolist() for a in answers]
+        def execute(stub: WorkerServiceStub) -> list[StepResponse]:
+            return list(stub.Execute(iter(requests), timeout=60))
 
         with ThreadPoolExecutor(len(self.stubs)) as pool:
             first, *others = pool.map(execute, self.stubs)
-        assert all(tokens == [] for other in others for tokens in other)
+        for answer in (answer for other in others for answer in other):
+            assert answer.token_ids == answer.logprob_ids == answer.logprob_values == b""
         return first
+
+    def run(self, requests: list[Any]) -> list[list[int]]:
+        """-> the tokens."""
+        return [np.frombuffer(a.token_ids, "<i4").tolist() for a in self.execute(requests)]
 
     def close(self) -> None:
         self._channels.close()
@@ -114,6 +119,25 @@ def workload(epoch: int, vocab: int) -> list[Any]:
     return steps
 
 
+def workload_of_features(epoch: int, vocab: int) -> list[Any]:
+    """Prompts that are scored, then decodes one step ahead, every row with other features."""
+    batch = Batch(limits(num_blocks=NUM_BLOCKS, vocab_size=vocab), epoch=epoch)
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(vocab, size=n).tolist() for n in (5, 40, 17, 64)]
+    sampling: dict[str, Any] = {"temperatures": [0.0, 0.8, 0.9, 1.2], "seeds": [1, 2, 3, 4]}
+    sampling["features"] = {
+        0: Asked(repetition=1.5, frequency=0.3, prompt_len=5, logprobs=3),
+        1: Asked(top_k=50, top_p=0.8, min_p=0.01, logprobs=0),
+        2: Asked(bias={7: 2.0, 299: -np.inf}, allowed=range(0, vocab, 3)),
+        3: Asked(presence=0.6, prompt_len=64, top_p=0.9, logprobs=vocab),
+    }
+    scored = {row: text[1:] for row, text in enumerate(texts) if row != 2}
+    prompts = list(enumerate(texts))
+    steps = [batch.request(prompts, **sampling, targets=scored, num_prompt_logprobs=2)]
+    steps += [batch.request([(i, [-1 - i]) for i in range(4)], **sampling) for _ in range(20)]
+    return steps
+
+
 @pytest.fixture(scope="module")
 def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One key-value head for all ranks, biases, and a vocabulary that no chunk divides."""
@@ -122,22 +146,39 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class OneRank:
+    """What it answers to the workloads."""
+
+    tokens: list[list[int]]
+    of_features: list[StepResponse]
+
+
 @pytest.fixture(scope="module")
-def tokens_of_one_rank(
-    odd_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
+def one_rank(odd_model: Path, tmp_path_factory: pytest.TempPathFactory) -> OneRank:
     with ranks(odd_model, 1, tmp_path_factory.mktemp("one") / "1") as one:
         one.configure(1)
-        return one.run(workload(1, 301))
+        tokens = one.run(workload(1, 301))
+        one.configure(2)
+        return OneRank(tokens, one.execute(workload_of_features(2, 301)))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_give_the_tokens_of_one(
-    odd_model: Path, tmp_path: Path, tokens_of_one_rank: list[list[int]], tp: int
+    odd_model: Path, tmp_path: Path, one_rank: OneRank, tp: int
 ) -> None:
     with ranks(odd_model, tp, tmp_path / "ranks") as several:
         several.configure(1)
-        assert several.run(workload(1, 301)) == tokens_of_one_rank
+        assert several.run(workload(1, 301)) == one_rank.tokens
+        several.configure(2)
+        answers = several.execute(workload_of_features(2, 301))
+    for ours, theirs in zip(answers, one_rank.of_features, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        values = [np.frombuffer(each.logprob_values, "<f4") for each in (ours, theirs)]
+        assert len(values[0]) == len(np.frombuffer(ours.logprob_ids, "<i4"))
+        np.testing.assert_allclose(values[0], values[1], atol=1e-4)
+        # Less likely ones may change places: sums over ranks round differently.
+        assert ours.logprob_ids[:24] == theirs.logprob_ids[:24]
 
 
 def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path) -> None:

@@ -1,33 +1,14 @@
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
 
+from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels import cpu_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampler import Sampler
 from worker_svc.uniforms import uniforms
-
-
-class ThreadRank(TensorParallel):
-    """A rank among threads of this process."""
-
-    def __init__(self, rank: int, parts: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        super().__init__(rank, len(parts))
-        self._parts = parts
-        self._barrier = barrier
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._parts[self.rank] = x
-        self._barrier.wait()
-        gathered = torch.stack(self._parts)
-        self._barrier.wait()
-        return gathered
 
 
 def sample(
@@ -38,19 +19,15 @@ def sample(
     ranks: int = 1,
 ) -> list[int]:
     """Cuts whole logits [N, vocab] over ranks; all must sample the same."""
-    barrier, parts = threading.Barrier(ranks), [torch.empty(0)] * ranks
 
-    def run(rank: int) -> list[int]:
-        vocab = VocabPartition(logits.shape[1], rank, ranks)
-        local = logits.new_full((len(logits), vocab.shard_size), torch.nan)
-        local[:, : vocab.num_tokens] = logits[:, vocab.start : vocab.start + vocab.num_tokens]
-        sampler = Sampler(vocab, ThreadRank(rank, parts, barrier), cpu_ops)
+    def run(tp: TensorParallel) -> list[int]:
+        vocab, local = shard(logits, tp)
         random = uniforms(np.array(seeds, np.uint64), np.array(positions, np.int32))
+        sampler = Sampler(vocab, tp, OPS)
         tokens = sampler(local, torch.tensor(temperatures), torch.from_numpy(random))
         return tokens.tolist()
 
-    with ThreadPoolExecutor(ranks) as pool:
-        results = list(pool.map(run, range(ranks)))
+    results = on_ranks(ranks, run)
     assert all(result == results[0] for result in results)
     return results[0]
 

@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from numpy.typing import NDArray
 
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from shared.server import Server
-from tests.worker_svc.harness import Batch, limits, worker_settings
+from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from worker_svc import server as worker_server
 from worker_svc.model_runner import ModelRunner, PendingStep
 from worker_svc.server import WorkerService
-from worker_svc.step import Int32s, Step
+from worker_svc.step import Step
+from worker_svc.wire import Int32s
 
 NUM_BLOCKS = 64
 
@@ -94,8 +96,8 @@ class Gate:
 
 
 @dataclass
-class DeviceTokens:
-    """The tokens of a step on a device that works until it is told that it is done."""
+class DeviceArrays:
+    """The results of a step on a device that works until it is told that it is done."""
 
     token_ids: Int32s
     done: threading.Event = field(default_factory=threading.Event)
@@ -104,29 +106,29 @@ class DeviceTokens:
     def ready(self) -> bool:
         return self.done.is_set()
 
-    def wait(self) -> tuple[Int32s, float]:
+    def wait(self) -> tuple[list[NDArray[Any]], float]:
         assert self.done.wait(30)
         if self.error:
             raise self.error
-        return self.token_ids, 0.25
+        return [self.token_ids], 0.25
 
 
 class Device:
     """Replaces `ModelRunner.launch` by one that returns at once, as on a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: queue.Queue[DeviceTokens] = queue.Queue()
+        self.steps: queue.Queue[DeviceArrays] = queue.Queue()
         launch = ModelRunner.launch
 
         def launched(runner: ModelRunner, step: Step) -> PendingStep:
             pending = launch(runner, step)
-            tokens = DeviceTokens(pending.wait()[0])
-            self.steps.put(tokens)
-            return PendingStep(pending.samples, tokens)
+            arrays = DeviceArrays(pending.wait().token_ids)
+            self.steps.put(arrays)
+            return PendingStep(pending.samples, [], arrays)
 
         monkeypatch.setattr(ModelRunner, "launch", launched)
 
-    async def next_step(self) -> DeviceTokens:
+    async def next_step(self) -> DeviceArrays:
         return await asyncio.to_thread(self.steps.get, timeout=30)
 
 
@@ -167,6 +169,38 @@ async def test_steps_are_answered_in_order(worker: Worker, tiny_dir: Path) -> No
     assert all(r.step_time_s > 0 for r in responses)
     await call.done_writing()
     assert await call.read() is aio.EOF
+
+
+async def test_log_probabilities_come_with_the_tokens(worker: Worker, tiny_dir: Path) -> None:
+    chunks = [(0, [1, 2, 3]), (1, [4, 5])]
+    asked: dict[str, Any] = {
+        "features": {0: Asked(logprobs=2)},
+        "targets": {1: [5]},
+        "num_prompt_logprobs": 1,
+    }
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request(chunks, **asked))
+    response = await call.read()
+
+    runner = ModelRunner(worker_settings(tiny_dir))
+    runner.configure(1, NUM_BLOCKS)
+    expected = runner.launch(Batch(limits(num_blocks=NUM_BLOCKS)).step(chunks, **asked)).wait()
+    ids = np.frombuffer(response.logprob_ids, "<i4")
+    assert ids[0] == ids[1] == tokens(response)[0]  # greedy: the sampled one is the likeliest
+    assert ids[3] == 5
+    assert ids.tolist() == expected.logprob_ids.tolist()
+    values = np.frombuffer(response.logprob_values, "<f4")
+    assert values.tolist() == expected.logprob_values.tolist()
+    call.cancel()
+
+
+async def test_a_malformed_feature_is_named(worker: Worker) -> None:
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1])], features={0: Asked(top_p=1.5)}))
+    details = await refused(call, grpc.StatusCode.INVALID_ARGUMENT)
+    assert details == "features.top_p: 1.5 is not in (0, 1]"
 
 
 async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ def test_a_valid_step_is_decoded() -> None:
         ("temperatures", f4(0, float("inf"))),
         ("seeds", b"\x00" * 15),
         ("seeds", b"\x00" * 8),
+        ("copies", b"\x00" * 7),
+        ("copies", i4(0, 1, 3)),
+        ("copies", i4(0, 8)),
+        ("copies", i4(-1, 1)),
+        ("copies", i4(0, 1, 2, 1)),  # to block 1 twice
+        ("copies", i4(0, 1, 1, 2)),  # from and to block 1
+        ("copies", i4(3, 3)),
     ],
 )
 def test_a_malformed_column_is_named(column: str, value: bytes) -> None:
@@ -155,9 +162,11 @@ def test_random_bytes_never_pass_as_something_else() -> None:
     seed = 0
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    columns = [f.name for f in StepRequest.DESCRIPTOR.fields if f.name not in ("epoch", "step_id")]
+    fields = StepRequest.DESCRIPTOR.fields
+    columns = [field.name for field in fields if field.type == field.TYPE_BYTES]
     for _ in range(2000):
         request: Any = valid()
+        request.copies = i4(0, 3, 1, 4)
         for column in rng.choice(columns, rng.integers(1, 4), replace=False):
             data = bytearray(getattr(request, column))
             for _ in range(rng.integers(1, 3)):
@@ -170,6 +179,14 @@ def test_random_bytes_never_pass_as_something_else() -> None:
         assert step.block_table.min() >= 0
         assert step.block_table.max() < LIMITS.num_blocks
         assert step.slot_mapping.max() < LIMITS.num_blocks * LIMITS.block_size
+        assert ((step.copies >= 0) & (step.copies < LIMITS.num_blocks)).all()
+
+
+def test_copies_are_pairs() -> None:
+    assert decode_step(valid(), LIMITS, None).copies.tolist() == []
+    request = valid()
+    request.copies = i4(0, 1, 0, 4)
+    assert decode_step(request, LIMITS, None).copies.tolist() == [[0, 1], [0, 4]]
 
 
 def test_harness_makes_valid_steps() -> None:

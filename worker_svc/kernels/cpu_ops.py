@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.kernels import cpu_linear
+from worker_svc.kernels.cpu_filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu_fused import add_rms_norm, rms_norm, silu_and_multiply
+from worker_svc.kernels.cpu_tokens import apply_masks, penalize, store_tokens
 from worker_svc.kernels.sampling_reference import (
     chunk_statistics_reference as chunk_statistics,
 )
@@ -19,12 +21,18 @@ from worker_svc.layers.ops import PackedWeight, PlainWeight
 
 __all__ = [
     "add_rms_norm",
+    "apply_masks",
     "chunk_statistics",
+    "count_by_key",
     "embed",
     "pack",
+    "penalize",
+    "pick_bins",
     "rms_norm",
     "select_tokens",
     "silu_and_multiply",
+    "store_tokens",
+    "weigh_by_key",
 ]
 
 

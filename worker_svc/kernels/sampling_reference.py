@@ -30,7 +30,7 @@ def chunk_statistics_reference(
     maxima = torch.full(shape, -torch.inf, device=logits.device)
     sums = torch.zeros(shape, device=logits.device)
     drawing = temperatures.nonzero().squeeze(1)
-    inverse = _inverse(temperatures)[drawing, None, None]
+    inverse = inverse_temperatures(temperatures)[drawing, None, None]
     for place, chunks in _valid_chunks(logits, chunk_size, num_tokens):
         largest = chunks.amax(dim=2).float()
         maxima[:, place] = largest
@@ -58,7 +58,7 @@ def select_tokens_reference(
     next to no mass between tokens. -1 where the chosen chunk is not one of this rank.
     """
     greedy = (temperatures == 0).unsqueeze(1)
-    inverse = _inverse(temperatures).unsqueeze(1)
+    inverse = inverse_temperatures(temperatures).unsqueeze(1)
     uniforms = uniforms.unsqueeze(1).masked_fill(greedy, 0)
 
     top = maxima.amax(dim=1, keepdim=True)
@@ -110,7 +110,8 @@ def _valid_chunks(
         yield slice(whole, whole + 1), logits[:, None, whole * chunk_size : num_tokens]
 
 
-def _inverse(temperatures: torch.Tensor) -> torch.Tensor:
+def inverse_temperatures(temperatures: torch.Tensor) -> torch.Tensor:
+    """What logits are multiplied with; 1 where the temperature is 0."""
     temperatures = temperatures.masked_fill(temperatures == 0, 1)
     return temperatures.clamp(LEAST_TEMPERATURE, LARGEST_TEMPERATURE).reciprocal_()
 

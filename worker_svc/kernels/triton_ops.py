@@ -5,19 +5,28 @@ from __future__ import annotations
 import torch
 
 from worker_svc.kernels.embedding import embed
+from worker_svc.kernels.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.silu_mul import silu_and_multiply
+from worker_svc.kernels.token_history import penalize, store_tokens
+from worker_svc.kernels.token_masks import apply_masks
 from worker_svc.layers.ops import PackedWeight, PlainWeight
 
 __all__ = [
     "add_rms_norm",
+    "apply_masks",
     "chunk_statistics",
+    "count_by_key",
     "embed",
     "pack",
+    "penalize",
+    "pick_bins",
     "rms_norm",
     "select_tokens",
     "silu_and_multiply",
+    "store_tokens",
+    "weigh_by_key",
 ]
 
 

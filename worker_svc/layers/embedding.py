@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.layers.ops import Ops
+from worker_svc.layers.ops import Ops, PlainWeight
 from worker_svc.weights import WeightReader
 
 
@@ -81,9 +81,13 @@ class VocabParallelHead:
 
     def __init__(self, ops: Ops, weight: torch.Tensor) -> None:
         self._weight = ops.pack(weight)
+        self._plain = weight if isinstance(self._weight, PlainWeight) else None
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._weight.matmul(hidden, None)
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The first rows of `out`, if it is given and the weight is as it was; else new memory."""
+        if out is None or self._plain is None:
+            return self._weight.matmul(hidden, None)
+        return torch.mm(hidden, self._plain.t(), out=out[: len(hidden)])
 
 
 def read_vocab_shard(

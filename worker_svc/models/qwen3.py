@@ -169,24 +169,27 @@ class Qwen3ForCausalLM:
         self.lm_head = VocabParallelHead(ops, head)
         reader.check_all_read()
 
-    def forward(
+    def hidden_states(
         self,
         tensors: StepTensors,
         last_tokens: torch.Tensor,
         caches: Sequence[torch.Tensor],
         metadata: Any,
+        *,
+        every_token: bool = False,
     ) -> torch.Tensor:
         """A step, the tokens [R] int32 that the step before sampled, a cache per layer and the
-        backend's plan of the step -> this rank's logits [S, shard_size] after each sequence's last
-        token."""
+        backend's plan of the step -> what `lm_head` makes logits of: the normalized hidden states
+        [S, hidden] after each sequence's last token, or [T, hidden] after every token."""
         x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cache, metadata)
-        if residual is not None and len(tensors.input_ids) > len(tensors.context_lens):
+        few = len(tensors.context_lens) < len(tensors.input_ids) and not every_token
+        if residual is not None and few:
             last = tensors.query_starts[1:] - 1
             x, residual = x[last], residual[last]
         x, _ = self.norm(x, residual)
-        return self.lm_head(x)
+        return x
 
 
 def _norm(parts: Parts, name: str) -> RMSNorm:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 
 from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.layers.ops import Ops
-from worker_svc.step import Int32s
 
 
-class PendingTokens(Protocol):
-    """The tokens of a step that the device may still be working on."""
+class PendingArrays(Protocol):
+    """The results of a step that the device may still be working on."""
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
         ...
 
-    def wait(self) -> tuple[Int32s, float]:
-        """-> the tokens, and the seconds that the step took on the device.
+    def wait(self) -> tuple[list[NDArray[Any]], float]:
+        """-> what was fetched, and the seconds that the step took on the device.
 
         Raises:
             RuntimeError: the device failed.
@@ -33,9 +33,9 @@ class PendingTokens(Protocol):
 class Stopwatch(Protocol):
     """Runs from the start of a step."""
 
-    def fetch(self, tokens: torch.Tensor) -> PendingTokens:
-        """Has `tokens` copied to the host once they are there; may not be overwritten before the
-        next step's stopwatch has started."""
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingArrays:
+        """Has `tensors` copied to the host once they are there; their memory may not be overwritten
+        before the next step's stopwatch has started."""
         ...
 
 

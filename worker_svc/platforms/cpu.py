@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
@@ -18,7 +20,6 @@ from worker_svc.kernels import cpu_ops
 from worker_svc.layers.ops import Ops
 from worker_svc.platforms.base import Platform
 from worker_svc.platforms.cpu_features import num_cores
-from worker_svc.step import Int32s
 
 DEFAULT_BLOCK_SIZE = 16
 # Of the memory that is free after the warm-up step. It belongs to others too: other ranks, the page
@@ -27,26 +28,27 @@ CACHE_SHARE = 0.4
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Arrays:
     """Already there."""
 
-    token_ids: Int32s
+    arrays: list[NDArray[Any]]
     seconds: float
 
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> tuple[Int32s, float]:
-        return self.token_ids, self.seconds
+    def wait(self) -> tuple[list[NDArray[Any]], float]:
+        return self.arrays, self.seconds
 
 
 class CpuStopwatch:
     def __init__(self) -> None:
         self._started = time.perf_counter()
 
-    def fetch(self, tokens: torch.Tensor) -> Tokens:
-        # A copy: the next step overwrites what this one sampled.
-        return Tokens(tokens.numpy().copy(), time.perf_counter() - self._started)
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Arrays:
+        # Copies: the next step overwrites what this one sampled.
+        arrays = [tensor.numpy().copy() for tensor in tensors]
+        return Arrays(arrays, time.perf_counter() - self._started)
 
 
 class CpuPlatform(Platform):

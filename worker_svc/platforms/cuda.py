@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
@@ -16,7 +17,6 @@ from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels import triton_ops
 from worker_svc.layers.ops import Ops
 from worker_svc.platforms.base import Platform
-from worker_svc.step import Int32s
 
 OLDEST = (8, 0)  # Ampere: the first with bfloat16
 # Of the whole memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
@@ -25,8 +25,8 @@ CAPTURE_WARM_UPS = 2  # cuBLAS and Triton allocate and compile in the first runs
 
 
 @dataclass(frozen=True)
-class TokensOnTheWay:
-    token_ids: torch.Tensor  # pinned, on the host
+class ArraysOnTheWay:
+    tensors: list[torch.Tensor]  # pinned, on the host
     started: torch.cuda.Event
     done: torch.cuda.Event
     copied: torch.cuda.Event
@@ -34,9 +34,10 @@ class TokensOnTheWay:
     def ready(self) -> bool:
         return bool(self.copied.query())
 
-    def wait(self) -> tuple[Int32s, float]:
+    def wait(self) -> tuple[list[NDArray[Any]], float]:
         self.copied.synchronize()  # lets other threads of Python run
-        return self.token_ids.numpy(), self.started.elapsed_time(self.done) / 1000
+        arrays = [tensor.numpy() for tensor in self.tensors]
+        return arrays, self.started.elapsed_time(self.done) / 1000
 
 
 class CudaStopwatch:
@@ -45,18 +46,19 @@ class CudaStopwatch:
         self._started = torch.cuda.Event(enable_timing=True)
         self._started.record()
 
-    def fetch(self, tokens: torch.Tensor) -> TokensOnTheWay:
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> ArraysOnTheWay:
         done = torch.cuda.Event(enable_timing=True)
         done.record()
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         side = self._platform.copy_stream
         copied = torch.cuda.Event()
         with torch.cuda.stream(side):
             side.wait_event(done)
-            host.copy_(tokens, non_blocking=True)
+            for there, here in zip(tensors, host, strict=True):
+                here.copy_(there, non_blocking=True)
             copied.record()
         self._platform.last_copy = copied
-        return TokensOnTheWay(host, self._started, done, copied)
+        return ArraysOnTheWay(host, self._started, done, copied)
 
 
 class CudaPlatform(Platform):

@@ -143,10 +143,10 @@ def test_a_gpu_that_is_too_old(cuda: FakeCuda) -> None:
         make_platform()
 
 
-def test_tokens_are_fetched_on_a_stream_of_their_own(cuda: FakeCuda) -> None:
+def test_results_are_fetched_on_a_stream_of_their_own(cuda: FakeCuda) -> None:
     platform = make_platform()
     tokens = torch.tensor([5, 6], dtype=torch.int32)
-    first = platform.start().fetch(tokens)
+    first = platform.start().fetch([tokens, torch.tensor([0.5])])
     assert not first.ready()
     tokens_of_next = platform.start()  # must not overwrite what is still being copied
     assert cuda.log[-6:] == [
@@ -157,10 +157,10 @@ def test_tokens_are_fetched_on_a_stream_of_their_own(cuda: FakeCuda) -> None:
         "main waits for event 3",
         "main records event 4",
     ]
-    ids, seconds = first.wait()
-    assert (ids.tolist(), seconds) == ([5, 6], 0.004)
+    arrays, seconds = first.wait()
+    assert ([array.tolist() for array in arrays], seconds) == ([[5, 6], [0.5]], 0.004)
     assert first.ready()
-    tokens_of_next.fetch(tokens)
+    tokens_of_next.fetch([tokens])
     assert "side waits for event 5" in cuda.log
 
 

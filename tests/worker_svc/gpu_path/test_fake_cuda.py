@@ -3,7 +3,7 @@ everything that is launched, without a GPU and without memory for the weights.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +14,25 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
+from shared.config import WorkerSettings
 from tools.make_model import BASE_CONFIG, SHAPES
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.config import ModelConfig, RopeConfig
 from worker_svc.distributed import TensorParallel
+from worker_svc.feature_runner import FeatureRunner
 from worker_svc.kernels import triton_ops
-from worker_svc.layers.embedding import VocabPartition
+from worker_svc.kv_cache import TokenCache, copy_blocks
+from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
+from worker_svc.logprobs import PIECE
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
 from worker_svc.sampler import Sampler
 from worker_svc.step import Step
 from worker_svc.step_tensors import StepTensors, columns
+from worker_svc.warm_up import NUM_LOGPROBS, warm_up_steps
 
 CUDA = torch.device("cuda", 0)
 MAX_MODEL_LEN = 4096
+VOCAB_SIZE = 151_936
 
 
 class FakeReader:
@@ -93,6 +99,9 @@ def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    if isinstance(index, torch.Tensor):
+        torch.ops.aten.index_put_(tensor, [index], value)
+        return
     part = get_item(tensor, index)
     part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
@@ -175,7 +184,8 @@ def test_forward(
             tensors = on_fake_gpu(columns(step, backend.column(step)))
             last_tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
             metadata = backend.plan(step, tensors, max(context_lens))
-            logits = model.forward(tensors, last_tokens, backend.allocate(16), metadata)
+            hidden = model.hidden_states(tensors, last_tokens, backend.allocate(16), metadata)
+            logits = model.lm_head(hidden)
             sampler = Sampler(vocab, tp, triton_ops)
             tokens = sampler(logits, tensors.temperatures, tensors.uniforms)
 
@@ -196,6 +206,45 @@ def test_forward(
         per_layer = (len(launches) - 4) / config.num_layers
         print(f"{name}, {ranks} ranks: {len(launches)} launches, {per_layer:.1f} a layer")
         assert per_layer == (6 if step.decodes_only else 7)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Sampling with all of them, and the scores of a prompt."""
+    settings = WorkerSettings(max_num_seqs=5, max_num_batched_tokens=2000)
+    prompts, decodes = warm_up_steps(settings, False, MAX_MODEL_LEN, 64, VOCAB_SIZE)
+    assert prompts.prompt_targets
+    assert decodes.features
+    with FakeTensorMode(), recorded(monkeypatch) as launches:
+        tp = TensorParallel(ranks - 1, ranks)
+        vocab = VocabPartition(VOCAB_SIZE, tp.rank, ranks)
+        head = VocabParallelHead(
+            triton_ops, torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=CUDA)
+        )
+        runner = FeatureRunner(vocab, tp, triton_ops, head, to_fake_gpu)
+        tensors = on_fake_gpu(columns(decodes, decodes.query_lens[:0]))
+        logits = head(torch.empty(8, 64, dtype=torch.bfloat16, device=CUDA))  # padded
+        tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
+        history = TokenCache.allocate(16, 64, CUDA)
+        scores = runner.sample(decodes.features, decodes, tensors, logits, tokens, history)
+        hidden = torch.empty(prompts.num_tokens, 64, dtype=torch.bfloat16, device=CUDA)
+        scores += runner.score(prompts.prompt_targets, prompts, hidden)
+        copy_blocks([torch.empty(2, 16, 64, 2, 8, device=CUDA)], history, tokens[:2], tokens[2:4])
+    assert [len(each.ids) for each in scores] == [5, PIECE]
+    for each in scores:
+        assert each.ids.shape == each.values.shape == (len(each.ids), 1 + NUM_LOGPROBS)
+        assert (each.ids.dtype, each.ids.device) == (torch.int32, CUDA)
+        assert (each.values.dtype, each.values.device) == (torch.float32, CUDA)
+    assert launches
+    for launch in launches:
+        assert all(size > 0 for size in launch.grid), launch
+        assert all(tensor.device == CUDA for tensor in launch.tensors), launch
+
+
+def to_fake_gpu(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """As `upload`."""
+    dtypes = {np.float32: torch.float32, np.int32: torch.int32, np.uint32: torch.int32}
+    return [torch.empty(a.size, dtype=dtypes[a.dtype.type], device=CUDA) for a in arrays]
 
 
 def test_sizes_of_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ that CUDA graphs run, and the FlashAttention backends on stand-ins."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
-from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
+from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
 from tests.worker_svc.interpreted import InterpretedPlatform
 from tests.worker_svc.test_model_runner import oracle_logits, prompts
 from worker_svc.cuda_graph import graph_sizes
-from worker_svc.model_runner import ModelRunner
+from worker_svc.model_runner import ModelRunner, StepResult
 
 VOCAB = 150
 SMALL: dict[str, Any] = {
@@ -129,6 +130,39 @@ def decode(runner: ModelRunner, batch: Batch) -> list[list[int]]:
     return [step.wait()[0].tolist() for step in pending]
 
 
+def decode_with_features(runner: ModelRunner, batch: Batch) -> list[StepResult]:
+    """The same sequences: prompts that are scored, then decodes that share steps with plain ones,
+    the last of them in a copied block."""
+    texts = prompts(VOCAB, [3, 18, 1])
+    heavy = Asked(repetition=1.4, presence=0.3, frequency=0.4, top_k=30, top_p=0.9, min_p=0.01)
+    first = replace(heavy, prompt_len=3, logprobs=0)
+    second = Asked(bias={7: 3.0, 8: -np.inf}, allowed=range(0, VOCAB, 2), logprobs=3)
+    steps: list[tuple[list[int], list[list[int]], dict[int, Asked]]] = [
+        ([0, 1, 2], texts, {0: first, 1: second}),
+        ([0, 1, 2], [[-1], [-2], [-3]], {0: first, 1: second}),
+        ([2, 0], [[-3], [-1]], {1: first}),
+        ([0], [[-2]], {0: first}),
+        ([3, 1], [[-1], [7]], {0: first}),
+    ]
+    pending = []
+    for index, (seqs, ids, asked) in enumerate(steps):
+        copies = []
+        if index == 4:
+            copies = [(batch.tables[0][0], batch.free.pop())]
+            batch.tables[3], batch.contexts[3] = [copies[0][1]], batch.contexts[0]
+        step = batch.step(
+            list(zip(seqs, ids, strict=True)),
+            temperatures=[0.9] * len(seqs),
+            seeds=[5 + seq for seq in seqs],
+            copies=copies,
+            features=asked,
+            targets={1: texts[1][1:]} if index == 0 else None,
+            num_prompt_logprobs=2,
+        )
+        pending.append(runner.launch(step))
+    return [step.wait() for step in pending]
+
+
 def poison(runner: ModelRunner) -> None:
     for cache in runner._caches:
         cache.fill_(torch.nan)
@@ -150,6 +184,37 @@ def test_padded_steps_on_static_buffers_equal_eager_ones(
     assert torch.equal(eager.nan_to_num(), padded.nan_to_num())
     unwritten = eager[0].isnan().flatten(2).all(2).sum().item()
     assert unwritten == NUM_BLOCKS * 16 - sum(batch.contexts.values())
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_features_equal_those_of_a_cpu(small_dir: Path, captures: bool) -> None:
+    """Beside the graphs, which know nothing of them."""
+    cpu = ModelRunner(worker_settings(small_dir, max_num_seqs=MAX_NUM_SEQS))
+    cpu.configure(1, NUM_BLOCKS)
+    theirs = decode_with_features(cpu, Batch(limits(vocab_size=VOCAB, num_blocks=NUM_BLOCKS)))
+    runner, batch, _ = make_runner(
+        small_dir, captures=captures, block_size=16, max_num_batched_tokens=32
+    )
+    ours = decode_with_features(runner, batch)
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.token_ids.tolist() == there.token_ids.tolist()
+        assert here.logprob_ids.tolist() == there.logprob_ids.tolist()
+        np.testing.assert_allclose(here.logprob_values, there.logprob_values, atol=1e-4)
+    assert [len(result.logprob_ids) for result in ours] == [1 + 4 + 17 * 3, 5, 1, 1, 1]
+
+
+def test_graphs_leave_their_logits_in_one_buffer(small_dir: Path) -> None:
+    """Kept in each graph's own memory, they would take it many times."""
+    runner, batch, _ = make_runner(small_dir, block_size=16)
+    assert runner._graphs
+    addresses = set()
+    for rows in (1, 2, 4):
+        step = batch.step([(seq, [seq]) for seq in range(rows)])
+        with torch.inference_mode():
+            _, logits = runner._graphs.replay(step)
+        assert logits.shape[0] == rows
+        addresses.add(logits.data_ptr())
+    assert len(addresses) == 1
 
 
 def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(

@@ -10,12 +10,16 @@ import torch
 
 from tests.worker_svc.kernels.compiled import Case
 from worker_svc.kernels.embedding import embed
+from worker_svc.kernels.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.kv_store import store_kv
 from worker_svc.kernels.qk_norm_rope import norm_rope_store
 from worker_svc.kernels.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.silu_mul import silu_and_multiply
+from worker_svc.kernels.token_history import penalize, store_tokens
+from worker_svc.kernels.token_masks import apply_masks
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.layers.ops import BIN_BITS
 
 TOKENS = 3
 VOCAB_SIZE = 151_936
@@ -103,9 +107,51 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     )
 
 
+def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """On float32 logits, whatever the model's type. The columns of a step are views of a buffer,
+    each case has some of any alignment."""
+    vocab = VocabPartition(VOCAB_SIZE, ranks - 1, ranks)
+    logits = empty(TOKENS, vocab.shard_size, dtype=torch.float32)
+    part, tokens = (vocab.start, vocab.num_tokens), empty(2**20, dtype=torch.int32)
+    bins = torch.zeros(TOKENS, 2**BIN_BITS, dtype=torch.int64)
+
+    def column(offset: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(TOKENS + offset, dtype=dtype)[offset:]
+
+    def launch(n: int) -> Iterator[tuple[str, Callable[[], object]]]:
+        ints, longs, floats = map(partial(column, n), (torch.int32, torch.int64, torch.float32))
+        yield "store_tokens", partial(store_tokens, tokens, ints, ints, ints)
+        history = [ints] * 5
+        values = [floats] * 3
+        yield "penalize", partial(penalize, logits, *part, tokens, 16, *history, *values)
+        masks = torch.zeros(TOKENS * 7 + n, dtype=torch.int32)[n:].view(TOKENS, 7)
+        yield "apply_masks", partial(apply_masks, logits, *part, ints, masks)
+        search = (longs, longs, bins)
+        yield "count_by_key", partial(count_by_key, logits, ints, part[1], *search)
+        weights = (ints, part[1], floats, floats)
+        yield "weigh_by_key", partial(weigh_by_key, logits, *weights, *search)
+        yield "pick_bins", partial(pick_bins, bins, longs, longs, longs, longs)
+        chunks = logits, vocab.chunk_size, vocab.num_tokens
+        temperatures = empty(TOKENS, dtype=torch.float32)
+        yield "chunk_statistics float32", partial(chunk_statistics, *chunks, temperatures)
+        sums = empty(TOKENS, vocab.num_chunks * ranks, dtype=torch.float32)
+        uniforms = empty(TOKENS, dtype=torch.float64)
+        selection = sums, sums, vocab.rank * vocab.num_chunks, temperatures, uniforms
+        yield "select_tokens float32", partial(select_tokens, *chunks, *selection)
+
+    for (name, first), *others in zip(*map(launch, (0, 1, 4)), strict=True):
+        launches = [first, *(other for _, other in others)]
+        yield f"{name} TP {ranks}", partial(_all, launches)
+
+
+def _all(launches: list[Callable[[], object]]) -> None:
+    for launch in launches:
+        launch()
+
+
 CASES = [
     Case(f"{name} {shape.name} {str(dtype).removeprefix('torch.')}", launch)
     for dtype in (torch.bfloat16, torch.float16)
     for shape in SHAPES
     for name, launch in launches(shape, dtype)
-]
+] + [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from worker_svc.kernels import cpu_tokens
+from worker_svc.kernels import token_history as module
+from worker_svc.kernels.token_history import (
+    penalize,
+    penalize_reference,
+    store_tokens,
+    store_tokens_reference,
+)
+from worker_svc.layers.embedding import VocabPartition
+
+PENALIZE = [penalize, penalize_reference, cpu_tokens.penalize]
+STORE = [store_tokens, store_tokens_reference, cpu_tokens.store_tokens]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few tokens are several programs, and several rounds of one."""
+    monkeypatch.setattr(module, "STORED", 4)
+    monkeypatch.setattr(module, "TILE", 8)
+    monkeypatch.setattr(module, "PROGRAMS", 2)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("store", STORE)
+def test_tokens_lie_in_their_slots(store: Callable[..., None]) -> None:
+    """Given ones and sampled ones; -1 is nowhere, whatever the id; nothing else changes."""
+    cache = torch.full((12,), 99, dtype=torch.int32)
+    store(cache, int32(3, -1, 0, 11, 7, -1), int32(5, 6, -1, -3, 0, -9), int32(70, 71, 72))
+    assert cache.tolist() == [70, 99, 99, 5, 99, 99, 99, 0, 99, 99, 99, 72]
+
+
+@pytest.mark.parametrize("store", STORE)
+def test_the_first_step_has_no_last_tokens(store: Callable[..., None]) -> None:
+    cache = torch.zeros(4, dtype=torch.int32)
+    store(cache, int32(1, 2), int32(8, 9), int32())
+    store(cache, int32(), int32(), int32())
+    assert cache.tolist() == [0, 8, 9, 0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of a step, of which some rows have penalties; the blocks that they do not use, and
+    what follows a sequence in its last one, hold tokens too."""
+
+    histories: list[list[int]]
+    rows: list[int]
+    prompt_lens: list[int]
+    penalties: list[tuple[float, float, float]]  # repetition, presence, frequency
+    logits: torch.Tensor  # [F, vocab]
+    block_size: int
+    tokens: torch.Tensor
+    block_table: torch.Tensor
+    table_offsets: torch.Tensor
+
+    def penalized(self, function: Callable[..., None], ranks: int) -> torch.Tensor:
+        """By ranks that each have a part of the vocabulary, with NaN as padding that stays."""
+        vocab_size = self.logits.shape[1]
+        parts = []
+        for rank in range(ranks):
+            vocab = VocabPartition(vocab_size, rank, ranks)
+            local = torch.full((len(self.rows), vocab.shard_size + 16), torch.nan)
+            part = local[:, : vocab.num_tokens]
+            part.copy_(self.logits[:, vocab.start : vocab.start + vocab.num_tokens])
+            function(
+                local[:, : vocab.shard_size],
+                vocab.start,
+                vocab.num_tokens,
+                self.tokens,
+                self.block_size,
+                self.block_table,
+                self.table_offsets,
+                int32(*self.rows),
+                int32(*map(len, self.histories)),
+                int32(*self.prompt_lens),
+                *torch.tensor(self.penalties).T.contiguous(),
+            )
+            assert local[:, vocab.num_tokens :].isnan().all()
+            parts.append(part)
+        return torch.cat(parts, dim=1)
+
+    def expected(self) -> torch.Tensor:
+        """Logit by logit, from the definition."""
+        out = self.logits.double()
+        for f, row in enumerate(self.rows):
+            repetition, presence, frequency = self.penalties[f]
+            history = self.histories[row]
+            times = Counter(history[self.prompt_lens[f] :])
+            for token in set(history):
+                logit = float(out[f, token])
+                logit = logit / repetition if logit > 0 else logit * repetition
+                out[f, token] = logit - frequency * times[token] - presence * (times[token] > 0)
+        return out.float()
+
+
+def random_batch(seed: int, vocab: int, block_size: int, lengths: list[int]) -> Batch:
+    rng = np.random.default_rng(seed)
+    # Few tokens, so that they repeat, within the prompt and after it.
+    histories = [(rng.integers(0, vocab, length) // 3 * 3).tolist() for length in lengths]
+    needed = [-(-length // block_size) for length in lengths]
+    table = rng.permutation(sum(needed) + 3)[: sum(needed)]
+    offsets = np.cumsum([0, *needed])
+    tokens = rng.integers(0, vocab, (sum(needed) + 3) * block_size)
+    for history, begin in zip(histories, offsets, strict=False):
+        for position, token in enumerate(history):
+            slot = table[begin + position // block_size] * block_size + position % block_size
+            tokens[slot] = token
+    rows = sorted(rng.permutation(len(lengths))[: len(lengths) - 1].tolist())
+    prompt_lens = [int(rng.integers(0, lengths[row] + 1)) for row in rows]
+    logits = 4 * rng.standard_normal((len(rows), vocab))
+    logits[:, ::5] = -np.inf
+    logits[:, 1::7] = 0
+    return Batch(
+        histories=histories,
+        rows=rows,
+        prompt_lens=prompt_lens,
+        penalties=[tuple(rng.uniform((0.5, -2, -2), (2, 2, 2))) for _ in rows],
+        logits=torch.from_numpy(logits).float(),
+        block_size=block_size,
+        tokens=torch.from_numpy(tokens).int(),
+        block_table=torch.from_numpy(table).int(),
+        table_offsets=torch.from_numpy(offsets).int(),
+    )
+
+
+@pytest.mark.parametrize("function", PENALIZE)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_penalties(function: Callable[..., None], ranks: int, seed: int) -> None:
+    """40 tokens are five chunks of eight: of four ranks the last has nothing but padding."""
+    vocab, block_size = (40, 5) if seed else (301, 16)
+    batch = random_batch(seed, vocab, block_size, lengths=[1, 33, 16, 40, 7])
+    actual = batch.penalized(function, ranks)
+    torch.testing.assert_close(actual, batch.expected(), rtol=1e-6, atol=1e-5)
+    one_rank = batch.penalized(function, 1)
+    assert torch.equal(actual, one_rank)  # bit for bit
+
+
+@pytest.mark.parametrize("function", PENALIZE)
+def test_what_is_not_penalized_stays(function: Callable[..., None]) -> None:
+    batch = random_batch(4, 301, 16, lengths=[30, 20, 9])
+    same = batch.__class__(**{**vars(batch), "penalties": [(1.0, 0.0, 0.0)] * len(batch.rows)})
+    assert torch.equal(same.penalized(function, 2), batch.logits)
+
+
+@pytest.mark.parametrize("function", PENALIZE)
+def test_other_rows_change_nothing(function: Callable[..., None]) -> None:
+    """Not even the last bit."""
+    batch = random_batch(5, 301, 16, lengths=[30, 20, 9, 50])
+    together = batch.penalized(function, 1)
+    for f in range(len(batch.rows)):
+        alone = {
+            name: getattr(batch, name)[f : f + 1]
+            for name in ("rows", "prompt_lens", "penalties", "logits")
+        }
+        found = batch.__class__(**{**vars(batch), **alone}).penalized(function, 1)
+        assert torch.equal(found[0], together[f])
+
+
+def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in ("_mark_tokens_kernel", "_penalize_kernel"):
+        monkeypatch.setattr(module, kernel, None)
+    none, floats = int32(), torch.empty(0)
+    for logits, count in ((torch.empty(0, 8), 8), (torch.empty(0, 8), 0)):
+        penalize(logits, 0, count, none, 4, none, int32(0), none, none, none, *[floats] * 3)

@@ -1,0 +1,65 @@
+"""Ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels import cpu_ops
+from worker_svc.layers.embedding import VocabPartition
+
+Result = TypeVar("Result")
+
+
+class ThreadRank(TensorParallel):
+    def __init__(self, rank: int, parts: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        super().__init__(rank, len(parts))
+        self._parts = parts
+        self._barrier = barrier
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._parts[self.rank] = x
+        self._barrier.wait()
+        gathered = torch.stack(self._parts)
+        self._barrier.wait()
+        return gathered
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.all_gather(x.clone()).sum(0))
+
+
+class _OneAtATime:
+    """Not every threading layer of numba can be entered by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
+            with self._lock:
+                return getattr(cpu_ops, name)(*args)
+
+        return run
+
+
+OPS: Any = _OneAtATime()  # `cpu_ops`
+
+
+def on_ranks(ranks: int, run: Callable[[TensorParallel], Result]) -> list[Result]:
+    """Of `run` on every rank."""
+    barrier, parts = threading.Barrier(ranks), [torch.empty(0)] * ranks
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: run(ThreadRank(rank, parts, barrier)), range(ranks)))
+
+
+def shard(logits: torch.Tensor, tp: TensorParallel) -> tuple[VocabPartition, torch.Tensor]:
+    """A rank's part of whole logits [N, vocab], NaN in the padding."""
+    vocab = VocabPartition(logits.shape[1], tp.rank, tp.size)
+    local = logits.new_full((len(logits), vocab.shard_size), torch.nan)
+    local[:, : vocab.num_tokens] = logits[:, vocab.start : vocab.start + vocab.num_tokens]
+    return vocab, local

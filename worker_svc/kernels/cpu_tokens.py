@@ -1,0 +1,132 @@
+"""What a sequence's own tokens, and masks, do to its logits, in numba."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+IMPOSSIBLE = np.float32(-np.inf)
+# A single row has no use for another thread, which would only have to be woken.
+PARALLEL_ROWS = 2
+
+
+def store_tokens(
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    input_ids: torch.Tensor,
+    last_tokens: torch.Tensor,
+) -> None:
+    _store_tokens(cache.numpy(), slot_mapping.numpy(), input_ids.numpy(), last_tokens.numpy())
+
+
+def penalize(
+    logits: torch.Tensor,
+    start: int,
+    count: int,
+    tokens: torch.Tensor,
+    block_size: int,
+    block_table: torch.Tensor,
+    table_offsets: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> None:
+    _penalize(
+        logits.numpy(),
+        start,
+        count,
+        tokens.numpy(),
+        block_size,
+        block_table.numpy(),
+        table_offsets.numpy(),
+        rows.numpy(),
+        context_lens.numpy(),
+        prompt_lens.numpy(),
+        repetition.numpy(),
+        presence.numpy(),
+        frequency.numpy(),
+    )
+
+
+def apply_masks(
+    logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
+) -> None:
+    _apply_masks(logits.numpy(), start, count, masked.numpy(), masks.numpy())
+
+
+@njit(cache=True, nogil=True)
+def _store_tokens(
+    cache: Int32s, slot_mapping: Int32s, input_ids: Int32s, last_tokens: Int32s
+) -> None:
+    for i in range(len(slot_mapping)):
+        if slot_mapping[i] >= 0:
+            token = input_ids[i]
+            cache[slot_mapping[i]] = token if token >= 0 else last_tokens[-1 - token]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _penalize(
+    logits: Float32s,
+    start: int,
+    count: int,
+    tokens: Int32s,
+    block_size: int,
+    block_table: Int32s,
+    table_offsets: Int32s,
+    rows: Int32s,
+    context_lens: Int32s,
+    prompt_lens: Int32s,
+    repetition: Float32s,
+    presence: Float32s,
+    frequency: Float32s,
+) -> None:
+    # Not by several threads: each would need its own, and clearing them is more than all the rest.
+    generated = np.zeros(count, np.int32)
+    for f in range(len(rows)):
+        table = block_table[table_offsets[rows[f]] :]
+        history = np.empty(context_lens[rows[f]], np.int32)
+        for position in range(len(history)):
+            slot = table[position // block_size] * block_size + position % block_size
+            history[position] = tokens[slot] - start
+        for column in history[prompt_lens[f] :]:
+            if 0 <= column < count:
+                generated[column] += 1
+        for column in history:
+            if 0 <= column < count and generated[column] >= 0:
+                logit, times = logits[f, column], generated[column]
+                logit = logit / repetition[f] if logit > 0 else logit * repetition[f]
+                if times > 0:
+                    logit -= frequency[f] * np.float32(times) + presence[f]
+                logits[f, column] = logit
+                generated[column] = -1  # done
+        for column in history:
+            if 0 <= column < count:
+                generated[column] = 0
+
+
+@njit
+def _mask_row(logits: Float32s, start: int, mask: Int32s) -> None:
+    end = start + len(logits)
+    for word in range(start // 32, (end + 31) // 32):
+        bits, first = mask[word], 32 * word
+        for token in range(max(first, start), min(first + 32, end)):
+            if not (bits >> (token - first)) & 1:
+                logits[token - start] = IMPOSSIBLE
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _apply_masks(logits: Float32s, start: int, count: int, masked: Int32s, masks: Int32s) -> None:
+    if len(masked) < PARALLEL_ROWS:
+        for m in range(len(masked)):
+            _mask_row(logits[masked[m], :count], start, masks[m])
+    else:
+        for m in prange(len(masked)):
+            _mask_row(logits[masked[m], :count], start, masks[m])

@@ -1,0 +1,87 @@
+"""The largest steps there can be, with all that a step may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shared.config import WorkerSettings
+from worker_svc.logprobs import PIECE
+from worker_svc.step import Step
+from worker_svc.step_features import Features, PromptTargets
+from worker_svc.wire import Int32s
+
+# On a CPU a few tokens warm up: a full step of a large model takes minutes there.
+CPU_TOKENS = 8
+NUM_LOGPROBS = 20
+
+
+def warm_up_steps(
+    settings: WorkerSettings, on_cpu: bool, max_model_len: int, block_size: int, vocab_size: int
+) -> tuple[Step, Step]:
+    """-> prompts and decodes, all of them in one block."""
+    most_tokens, most_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+    longest = max_model_len
+    if on_cpu:
+        most_tokens, most_seqs, longest = CPU_TOKENS, 1, min(CPU_TOKENS, max_model_len)
+    most_seqs = min(most_seqs, most_tokens)
+    shares = np.diff(np.linspace(0, most_tokens, most_seqs + 1).astype(np.int32))
+    lens = np.minimum(shares, longest)
+    prompts = _dummy_step(lens, lens, block_size, vocab_size)
+    scored = _dummy_targets(min(int(lens[0]), PIECE), vocab_size)
+    ones = np.ones_like(lens)
+    decodes = _dummy_step(ones, ones * longest, block_size, vocab_size)
+    return replace(prompts, prompt_targets=scored), decodes
+
+
+def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int, vocab_size: int) -> Step:
+    starts = context_lens - query_lens
+    positions = np.concatenate(list(map(np.arange, starts, context_lens))).astype(np.int32)
+    offsets = np.concatenate(([0], np.cumsum(-(-context_lens // block_size)))).astype(np.int32)
+    num_seqs = len(query_lens)
+    return Step(
+        step_id=0,
+        input_ids=np.zeros(len(positions), np.int32),
+        positions=positions,
+        slot_mapping=positions % block_size,
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_table=np.zeros(offsets[-1], np.int32),
+        block_table_offsets=offsets,
+        samples=np.ones(num_seqs, np.bool_),
+        temperatures=np.ones(num_seqs, np.float32),
+        seeds=np.zeros(num_seqs, np.uint64),
+        features=_dummy_features(num_seqs, vocab_size),
+    )
+
+
+def _dummy_features(num_seqs: int, vocab_size: int) -> Features:
+    rows = np.arange(num_seqs, dtype=np.int32)
+    zeros = np.zeros_like(rows)
+    part = np.full(num_seqs, 0.5, np.float32)
+    return Features(
+        rows=rows,
+        top_k=zeros + np.int32(1),
+        top_p=part,
+        min_p=part,
+        repetition_penalties=part,
+        presence_penalties=part,
+        frequency_penalties=part,
+        prompt_lens=zeros,
+        num_logprobs=zeros + np.int32(min(NUM_LOGPROBS, vocab_size)),
+        bias_offsets=np.arange(num_seqs + 1, dtype=np.int32),
+        bias_ids=zeros,
+        bias_values=part,
+        masked=rows,
+        masks=np.full((num_seqs, -(-vocab_size // 32)), 2**32 - 1, np.uint32),
+    )
+
+
+def _dummy_targets(num_targets: int, vocab_size: int) -> PromptTargets:
+    return PromptTargets(
+        rows=np.zeros(1, np.int32),
+        num_logprobs=np.full(1, min(NUM_LOGPROBS, vocab_size), np.int32),
+        offsets=np.array([0, num_targets], np.int32),
+        targets=np.zeros(num_targets, np.int32),
+    )

@@ -1,0 +1,58 @@
+"""Arrays on the wire: little-endian bytes, and the checks that all of them share."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import InvalidArgumentError
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+INT32: np.dtype[np.int32] = np.dtype("<i4")
+UINT32: np.dtype[np.uint32] = np.dtype("<u4")
+UINT64: np.dtype[np.uint64] = np.dtype("<u8")
+FLOAT32: np.dtype[np.float32] = np.dtype("<f4")
+UINT8: np.dtype[np.uint8] = np.dtype("u1")
+
+
+def column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
+    """
+    Raises:
+        InvalidArgumentError: `data` is no whole number of entries; it names the column, as those of
+            all functions here.
+    """
+    if len(data) % dtype.itemsize:
+        raise InvalidArgumentError(name, f"{len(data)} bytes, no multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+def check_length(name: str, array: NDArray[Any], expected: int) -> None:
+    if len(array) != expected:
+        raise InvalidArgumentError(name, f"{len(array)} entries, expected {expected}")
+
+
+def check_values(
+    name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: str
+) -> None:
+    """Refuses the first entry of `array` that is not `valid`, which has the given meaning."""
+    if not valid.all():
+        raise InvalidArgumentError(name, f"{array[~valid][0]} is not {meaning}")
+
+
+def check_ascending(name: str, indices: Int32s, count: int) -> None:
+    """Each below `count` and above the one before."""
+    check_values(name, indices, (indices >= 0) & (indices < count), f"in 0..{count - 1}")
+    if (np.diff(indices) <= 0).any():
+        raise InvalidArgumentError(name, "not ascending")
+
+
+def check_offsets(name: str, offsets: Int32s, parts: int, total: int) -> None:
+    """Where `parts` ragged rows begin in a column of `total` entries, and its end."""
+    check_length(name, offsets, parts + 1)
+    if offsets[0] != 0 or offsets[-1] != total or (offsets[1:] < offsets[:-1]).any():
+        raise InvalidArgumentError(name, f"not rising from 0 to {total}")
