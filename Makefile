@@ -27,18 +27,19 @@ help:  ## this list
 
 # The stamp's name holds the checkout's path and the Python, so that one that was moved or upgraded
 # gets a new environment. The lock makes one of several `make`s do the work and the others wait.
-# Triton is a part of torch's CUDA builds, of just their version. With a CPU build the tests need it.
+# Triton is a part of torch's CUDA builds, of just their version. With a CPU build xgrammar and the
+# tests need it: of this version, not of whichever is the newest.
 TRITON := triton==3.6.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
 $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p .run && exec 9>.run/setup.lock && flock 9 && \
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi && \
 	echo "installing into .venv" && \
 	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		-c constraints.txt -e '.[dev]' && \
-	{ $(BIN)/python -c 'import triton' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON); } && \
+	$(PIP) $(PIP_ARGS) -c constraints.txt torch && \
+	{ $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON); } && \
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]' && \
 	touch $@
 
 setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: more for pip)

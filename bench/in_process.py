@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence as Seq
 
 from bench.engine_stats import EngineStats
 from bench.errors import BenchError
@@ -18,9 +17,10 @@ from frontend.client import ModelInfo
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine
-from scheduler_svc.scheduler import Output, Scheduler, Step
+from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import SamplingParams, Sequence
-from scheduler_svc.worker_client import encode_step
+from scheduler_svc.step import Answer, Output, Step
+from scheduler_svc.step_encoding import encode_step
 from shared.config import SettingsError, WorkerSettings, load_settings
 from worker_svc import step as worker_step
 from worker_svc.errors import StartError
@@ -45,9 +45,8 @@ class InProcessExecutor:
         self._last = worker_step.decode_step(request, self._limits, self._last)
         self._pending.append(self._runner.launch(self._last))
 
-    async def receive(self) -> Seq[int]:
-        token_ids: list[int] = self._pending.popleft().wait()[0].tolist()
-        return token_ids
+    async def receive(self) -> Answer:
+        return Answer(self._pending.popleft().wait()[0].tolist())
 
     async def recover(self) -> None:
         """An empty cache, as after the loss of a worker."""

@@ -16,9 +16,10 @@ from bench.errors import BenchError
 from bench.instant_worker import VOCAB_SIZE
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.scheduler import Scheduler, Step
+from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import SamplingParams, Sequence
-from scheduler_svc.worker_client import encode_step
+from scheduler_svc.step import Answer, Step
+from scheduler_svc.step_encoding import encode_step
 
 _BLOCK_SIZE = 64
 _WAITING_PROMPT = 16  # tokens
@@ -118,7 +119,7 @@ class _DecodingBatch:
         if len(self._in_flight) < 2 and step is not None:
             return planned - began, encoded - planned, 0.0
         oldest = self._in_flight.popleft()
-        answer = [7] * len(oldest.rows)
+        answer = Answer([7] * len(oldest.rows))
         received = time.perf_counter()
         self._scheduler.apply(oldest, answer)
         return planned - began, encoded - planned, time.perf_counter() - received

@@ -1,4 +1,5 @@
-# The engine's scheduler: numpy and gRPC, no torch, no model files.
+# The engine's scheduler. xgrammar, loaded with the first request for structured output, brings torch:
+# PIP_ARGS can point to CPU-only wheels.
 FROM python:3.12-slim
 
 RUN useradd --create-home --uid 10001 nano
@@ -9,7 +10,8 @@ COPY shared shared
 COPY scheduler_svc scheduler_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-RUN pip install --no-cache-dir -c constraints.txt ".[scheduler]"
+ARG PIP_ARGS=""
+RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS ".[scheduler]"
 
 USER nano
 ENV PYTHONUNBUFFERED=1

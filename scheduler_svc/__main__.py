@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import structlog
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine
+from scheduler_svc.grammar_compiler import Grammars
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
 from scheduler_svc.worker_client import WorkerClient, WorkerMismatchError
@@ -61,7 +63,8 @@ async def _run_engine(
             vocab_size=group.vocab_size,
         )
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
-        engine = Engine(scheduler, workers, servicer.emit, sync=settings.sync)
+        grammars = Grammars(Path(settings.model))
+        engine = Engine(scheduler, workers, servicer.emit, sync=settings.sync, grammars=grammars)
         info = scheduler_pb2.EngineInfo(
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, isfinite
 
-from scheduler_svc.sequence import FinishCause, Sequence
+from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
 from scheduler_svc.waiting_queue import WaitingQueue
+
+MAX_N = 64
+MAX_LOGPROBS = 1000
+_MAX_REQUEST = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,12 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
 
 
-def refusal(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> tuple[FinishCause, str] | None:
-    """Why a sequence cannot be accepted; None if it can."""
-    if problem := _problem(seq, limits):
+def refusal(
+    seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue
+) -> tuple[FinishCause, str] | None:
+    """Why a sequence, with the other n - 1 completions of its prompt, cannot be accepted; None if
+    it can. In the queue it counts once: it is the only one that waits there."""
+    if problem := _problem(seq, n, limits):
         return FinishCause.INVALID, problem
     if seq.resubmitted:
         return None  # it was in the queue, or beyond it, when the connection was lost
@@ -38,7 +46,7 @@ def refusal(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> tuple[Finis
     return None
 
 
-def _problem(seq: Sequence, limits: Limits) -> str:
+def _problem(seq: Sequence, n: int, limits: Limits) -> str:
     if seq.num_prompt_tokens == 0:
         return "prompt: is empty"
     room = limits.max_model_len - seq.num_prompt_tokens
@@ -56,4 +64,77 @@ def _problem(seq: Sequence, limits: Limits) -> str:
             f"sampling.max_tokens: {seq.params.max_tokens}; after a prompt of "
             f"{seq.num_prompt_tokens} tokens {room} fit, {limits.max_model_len} in all"
         )
+    return _problem_of_many(seq, n) or sampling_problem(seq.params, limits.vocab_size)
+
+
+def _problem_of_many(seq: Sequence, n: int) -> str:
+    if not 1 <= n <= MAX_N:
+        return f"sampling.n: {n}; must be 1 to {MAX_N}"
+    if n > 1 and seq.num_generated_tokens:
+        return f"sampling.n: {n}; must be 1 where tokens are resumed"
+    if n > 1 and seq.params.beam_width:
+        return f"sampling.n: {n}; must be 1 with sampling.beam_width"
+    if seq.key[1] + n - 1 > _MAX_REQUEST:
+        return f"request: {seq.key[1]} leaves no numbers for {n} completions"
     return ""
+
+
+def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
+    """What in sampling parameters no worker could run, by name and range; empty if nothing."""
+    most_logprobs = min(MAX_LOGPROBS, vocab_size)
+    if params.beam_width and (params.num_logprobs or 0) > vocab_size:
+        return (
+            f"sampling.beam_width: {params.beam_width}; needs {params.num_logprobs} candidates, "
+            f"the vocabulary has {vocab_size} tokens"
+        )
+    # name, value, the least and the most that it may be
+    for name, value, least, most in (
+        ("temperature", params.temperature, 0.0, inf),
+        ("min_tokens", params.min_tokens, 0, params.max_tokens),
+        ("top_k", params.top_k, 0, inf),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("repetition_penalty", params.repetition_penalty, 0.0, inf),
+        ("presence_penalty", params.presence_penalty, -inf, inf),
+        ("frequency_penalty", params.frequency_penalty, -inf, inf),
+        ("logprobs", params.logprobs or 0, 0, most_logprobs),
+        ("prompt_logprobs", params.prompt_logprobs or 0, 0, most_logprobs),
+        ("beam_width", params.beam_width, 0, MAX_N),
+        ("length_penalty", params.length_penalty, -inf, inf),
+    ):
+        if not (isfinite(value) and least <= value <= most):
+            return f"sampling.{name}: {value}; must be {_range(least, most)}"
+    for name, value in (
+        ("top_p", params.top_p),
+        ("repetition_penalty", params.repetition_penalty),
+    ):
+        if value == 0:
+            return f"sampling.{name}: {value}; must be above 0"
+    return _token_problem(params, vocab_size)
+
+
+def _token_problem(params: SamplingParams, vocab_size: int) -> str:
+    if len(params.bias_ids) != len(params.bias_values):
+        return (
+            f"sampling.logit_bias: {len(params.bias_values)} values for "
+            f"{len(params.bias_ids)} token ids"
+        )
+    if len(set(params.bias_ids)) != len(params.bias_ids):
+        return "sampling.logit_bias: a token id twice"
+    for name, ids in (
+        ("logit_bias", params.bias_ids),
+        # The worker is told of these to ban them before min_tokens.
+        ("eos_token_ids", params.eos_token_ids if params.min_tokens else ()),
+        ("stop_token_ids", params.stop_token_ids if params.min_tokens else ()),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            return f"sampling.{name}: token ids must be below {vocab_size}"
+    if not all(map(isfinite, params.bias_values)):
+        return "sampling.logit_bias: values must be finite numbers"
+    return ""
+
+
+def _range(least: float, most: float) -> str:
+    if most == inf:
+        return "a finite number" if least == -inf else f"a finite number, at least {least:g}"
+    return f"{least:g} to {most:g}"

@@ -11,6 +11,11 @@ A block is in one of three places:
 Prefix caching after vLLM's automatic prefix caching: a full block is named by a hash of its tokens
 chained with the name of the block before it, so that a name stands for the whole prefix. The
 first is chained with the sequence's cache salt: only those who know a salt share its prefixes.
+
+A fork shares the full blocks of what it has in common with its parent. What it has of a partly
+filled one is copied (copy on write) by the next step, before that writes anything; steps run in
+order, so that what a copy reads may be written by a step in flight, and may be handed out as soon
+as the copy is part of a step. Until then its source stays in use, also when nobody else holds it.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._block_of: dict[bytes, int] = {}  # name -> block, for published blocks
         self._name_of: dict[int, bytes] = {}
+        self._copies: dict[int, int] = {}  # to block -> from block; both in use
 
     @property
     def num_free_blocks(self) -> int:
@@ -76,10 +82,40 @@ class BlockManager:
             self._ref_counts[block] += 1
         seq.block_table = array("i", shared)
         seq.num_published_blocks = len(shared)
-        seq.num_computed_tokens = seq.num_scheduled_tokens = len(shared) * self.block_size
-        seq.num_unscheduled_tokens = seq.num_tokens - seq.num_scheduled_tokens
+        seq.begin_at(len(shared) * self.block_size)
         seq.block_table.extend(self._take() for _ in range(missing))
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Gives a sequence that holds no blocks as many as its tokens need. All but its last token
+        are its parent's: what of them the parent has computed need not be computed again. False,
+        with nothing changed, when there are too few blocks."""
+        shared = min(child.num_tokens - 1, parent.num_computed_tokens)
+        full, partial = divmod(shared, self.block_size)
+        missing = self.blocks_for(child.num_tokens) - full
+        if missing > self.num_free_blocks:
+            return False
+        child.block_table = parent.block_table[:full]
+        for block in child.block_table:
+            self._ref_counts[block] += 1
+        child.block_table.extend(self._take() for _ in range(missing))
+        if partial:
+            source = parent.block_table[full]
+            source = self._copies.get(source, source)  # if it is itself still to be copied
+            self._ref_counts[source] += 1
+            self._copies[child.block_table[full]] = source
+        child.block_hashes = parent.block_hashes[:full]
+        child.num_published_blocks = min(full, parent.num_published_blocks)
+        child.begin_at(shared)
+        return True
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """What the step that is being planned has to copy: (from block, to block)."""
+        copies = [(source, block) for block, source in self._copies.items()]
+        self._copies.clear()
+        for source, _ in copies:
+            self._release(source)
+        return copies
 
     def append_slot(self, seq: Sequence) -> bool:
         """Makes room for the next token of a running sequence; False when no block is left."""
@@ -107,12 +143,7 @@ class BlockManager:
         """Takes back a sequence's blocks. What they hold stays findable until they are needed."""
         # Last block first: a prefix is evicted from its end.
         for block in reversed(seq.block_table):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                if block in self._name_of:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+            self._release(block)
         seq.block_table = array("i")
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
@@ -123,6 +154,10 @@ class BlockManager:
             assert len(set(seq.block_table)) == len(seq.block_table), "a block twice in a table"
             for block in seq.block_table:
                 references[block] += 1
+        assert all(references[block] == 1 for block in self._copies), "a copy for nobody"
+        assert not self._copies.keys() & set(self._copies.values()), "a copy of a copy"
+        for block in self._copies.values():
+            references[block] += 1
         assert references == self._ref_counts, "reference counts"
         free = [*self._free, *self._cached]
         assert len(set(free)) == len(free), "a block is free twice"
@@ -141,8 +176,18 @@ class BlockManager:
         self._ref_counts[block] = 1
         return block
 
+    def _release(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            if block in self._name_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+            if block in self._copies:  # in vain
+                self._release(self._copies.pop(block))
+
     def _match_prefix(self, seq: Sequence) -> list[int]:
-        full = (seq.num_tokens - 1) // self.block_size
+        full = seq.num_cacheable_tokens // self.block_size
         blocks: list[int] = []
         for i in range(full):
             self._extend_hashes(seq, i + 1)

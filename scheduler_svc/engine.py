@@ -9,14 +9,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import structlog
 
+from scheduler_svc.constraints import Constraints
+from scheduler_svc.grammar_compiler import Grammars
 from scheduler_svc.load import Load
-from scheduler_svc.scheduler import Output, Scheduler, Step
+from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.step import Answer, End, Output, Step
 
 log = structlog.get_logger(__name__)
 
@@ -38,9 +40,8 @@ class Executor(Protocol):
             WorkersLostError: it will never be answered.
         """
 
-    async def receive(self) -> Seq[int]:
-        """The answer to the oldest step that `receive` has not been called for: one sampled id per
-        row, anything for rows that sample nothing.
+    async def receive(self) -> Answer:
+        """The answer to the oldest step that `receive` has not been called for.
 
         Raises:
             WorkersLostError: the answer will never come.
@@ -55,7 +56,8 @@ class Engine:
     """Owns the scheduler: all its methods are to be called from the loop that runs `run`.
 
     `emit` is called after each step with what is new. With `sync` a step is planned only when the
-    answer to the one before has been applied; the tokens are the same.
+    answer to the one before has been applied; the tokens are the same. Without `grammars`, requests
+    for structured output are refused.
     """
 
     def __init__(
@@ -66,32 +68,53 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         sync: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
         self.load = Load(scheduler, clock())
         self._executor = executor
-        self._emit = emit
+        self.emit = emit
         self._most_in_flight = 1 if sync else 2
         self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
         self._last_answer = 0.0
-        self._answer: asyncio.Future[Seq[int]] | None = None  # to the oldest of them
+        self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
         self._failures = 0
+        self._constraints = Constraints(grammars, self) if grammars else None
 
-    def submit(self, seq: Sequence) -> None:
-        refused = self.scheduler.add(seq)
+    def submit(self, seq: Sequence, n: int = 1) -> None:
+        """With the other n - 1 completions of its prompt. A refusal comes once, for all of them."""
+        if seq.params.grammar is None:
+            self.queue(seq, n)
+        elif self._constraints:
+            self._constraints.begin(seq, n)
+        else:
+            message = "sampling.structured_output: not available here"
+            self.emit([End(seq, finished=FinishCause.INVALID, message=message)])
+
+    def queue(self, seq: Sequence, n: int) -> None:
+        """As `submit`, of what may be scheduled at once."""
+        refused = self.scheduler.add(seq, n)
         if refused:
             if refused.finished is FinishCause.QUEUE_FULL:
                 refused.retry_after_s = self.load.retry_after_s(self.clock())
-            self._emit([refused])
+            self.emit([refused])
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something new to schedule."""
         self._wake.set()
 
     def abort(self, key: SequenceKey) -> None:
+        if self._constraints:
+            self._constraints.abort(key)
         self.scheduler.abort(key)
 
     def abort_connection(self, connection: int) -> None:
         """Ends all sequences that came from one frontend's stream."""
+        if self._constraints:
+            self._constraints.abort_connection(connection)
         for key in self.scheduler.open_sequences():
             if key[0] == connection:
                 self.scheduler.abort(key)
@@ -106,12 +129,14 @@ class Engine:
                     await self._recover(str(error))
         finally:
             self._forget_steps()
+            if self._constraints:
+                self._constraints.close()
 
     async def _turn(self) -> None:
         """Sends what can be sent, then waits for an answer or for something new to send."""
         self._wake.clear()
         if expired := self.scheduler.expire(self.clock()):
-            self._emit(expired)
+            self.emit(expired)
         while len(self._in_flight) < self._most_in_flight:
             step = self.scheduler.schedule(self.clock())
             if step is None:
@@ -122,10 +147,13 @@ class Engine:
             await self._wake.wait()
         elif await self._answered():
             assert self._answer is not None
-            token_ids, self._answer = self._answer.result(), None
+            answer, self._answer = self._answer.result(), None
             self._failures = 0
             step, sent = self._in_flight.popleft()
-            self._emit(self.scheduler.apply(step, token_ids))
+            outputs = self.scheduler.apply(step, answer)
+            self.emit(outputs)
+            if step.asks and self._constraints:
+                self._constraints.advance(outputs)
             now = self.clock()
             self.load.update(now - max(sent, self._last_answer), now)
             self._last_answer = now
@@ -150,7 +178,7 @@ class Engine:
         log.warning("step failed", reason=reason, sequences=len(step.rows), failures=self._failures)
         if self._failures >= MAX_STEP_FAILURES:
             self._failures = 0
-            self._emit(self.scheduler.fail(step, "internal error"))
+            self.emit(self.scheduler.fail(step, "internal error"))
         self._forget_steps()
         self.scheduler.requeue_all()
         await self._executor.recover()

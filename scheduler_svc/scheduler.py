@@ -5,54 +5,29 @@ may be scheduled while the one before is in flight: of the tokens that it will s
 rows, not the ids. The scheduler knows no clock, no network and no tensor.
 
     add ──▶ waiting ──schedule──▶ running ──apply──▶ finished
-               ▲                     │
-               └──────preempted──────┘
+     │         ▲                   ▲ │
+     │         └────── preempted ──│─┘
+     └─▶ following, until the prompt that it shares is computed ──fork──▶ running or waiting
+
+Live beams are forked and ended as they are chosen; one that is preempted while it waits for the
+others is parked until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 
 from scheduler_svc.admission import Limits, refusal
+from scheduler_svc.beams import BeamGroup
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.forks import Followers, siblings
 from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.step import Answer, End, Logprobs, Output, Row, Step, prompt_outputs
 from scheduler_svc.waiting_queue import WaitingQueue
-
-
-# Not frozen: that would make each several times as expensive, and a step makes two per sequence.
-@dataclass(slots=True, eq=False)
-class Row:
-    """`num_tokens` tokens of `seq` from position `start` on. A row that does not reach the
-    sequence's last token is mid-prompt and samples nothing. If the token at `start` is not known
-    yet, it is the one that row `previous_row` of the step before samples."""
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-    previous_row: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    number: int  # 1, 2, 3, ...
-    rows: list[Row]
-
-
-@dataclass(slots=True, eq=False)
-class Output:
-    """News of one sequence: a token and its index in the completion, its end, or both."""
-
-    seq: Sequence
-    token: int | None = None
-    offset: int = 0
-    finished: FinishCause | None = None
-    message: str = ""
-    retry_after_s: float = 0.0  # with QUEUE_FULL
 
 
 @dataclass
@@ -82,7 +57,11 @@ class Scheduler:
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
         self._waiting = WaitingQueue(_prefill_budget(self.limits, num_decodes=1) // 2)
         self._running: dict[Sequence, None] = {}  # in order of admission
+        self._num_featured = 0  # of the running, those whose rows may need feature columns
+        self._followers = Followers()
+        self._parked: set[Sequence] = set()
         self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
+        self._deadline_numbers = count()
         self._last_step = self._last_answered = 0
         # Ended, their blocks still written by steps in flight: by the last of these.
         self._fenced: dict[int, list[Sequence]] = {}
@@ -103,35 +82,88 @@ class Scheduler:
         """Of all sequences that have not ended."""
         return list(self._sequences)
 
-    def add(self, seq: Sequence) -> Output | None:
-        """Queues a sequence, or returns its end at once when it cannot be accepted."""
-        refused = refusal(seq, self.limits, self._waiting)
-        if seq.key in self._sequences:
+    def add(self, seq: Sequence, n: int = 1) -> End | None:
+        """Queues a sequence, or returns its end at once when it cannot be accepted. With it come
+        the other n - 1 completions of its prompt, numbered and seeded after it; they are accepted
+        or refused together."""
+        refused = refusal(seq, n, self.limits, self._waiting)
+        connection, number = seq.key
+        if refused is None and any(
+            (connection, i) in self._sequences for i in range(number, number + n)
+        ):
             refused = FinishCause.INVALID, "request: its number is in use"
         if refused:
             seq.status = Status.FINISHED
-            return Output(seq, finished=refused[0], message=refused[1])
+            return End(seq, finished=refused[0], message=refused[1])
         if cause := seq.finish_cause():  # resubmitted with all its tokens
             seq.status = Status.FINISHED
-            return Output(seq, finished=cause)
-        self._sequences[seq.key] = seq
+            return End(seq, finished=cause)
         self._waiting.push(seq)
-        if seq.deadline is not None:
-            self._deadlines.push(seq.deadline, seq.arrival_number, seq)
+        self._open(seq)
+        if seq.params.beam_width:
+            seq.beams = BeamGroup(seq)
+            self.release(seq)
+        followers = siblings(seq, n)
+        for follower in followers:
+            self._waiting.arrive(follower)
+            self._open(follower)
+        self._followers.add(seq, followers)
         return None
 
+    def followers(self, seq: Sequence) -> list[Sequence]:
+        """The other completions of a sequence's prompt, while they wait for it."""
+        return self._followers.of(seq)
+
     def abort(self, key: SequenceKey) -> None:
-        """Ends a sequence without an output; one that has ended already is no error."""
+        """Ends a sequence, or all beams of a search, without an output; one that has ended already
+        is no error."""
         if seq := self._sequences.get(key):
-            self._end(seq)
+            self._end_with_beams(seq)
 
     def expire(self, now: float) -> list[Output]:
         """Ends the sequences whose deadline is not after `now`."""
-        outputs = []
+        outputs: list[Output] = []
         while (first := self._deadlines.peek()) and first[0] <= now:
-            self._end(first[1])
-            outputs.append(Output(first[1], finished=FinishCause.DEADLINE))
+            outputs += self.end(first[1], FinishCause.DEADLINE)
         return outputs
+
+    def end(self, seq: Sequence, cause: FinishCause, message: str = "") -> list[Output]:
+        """Ends a sequence, or all beams of a search, before its time."""
+        self._end_with_beams(seq)
+        if seq.beams:
+            return seq.beams.ends(cause, message)
+        return [End(seq, finished=cause, message=message)]
+
+    def release(self, seq: Sequence, mask: bytes | None = None) -> None:
+        """Lets a held sequence sample its next token, one that `mask` allows: uint32[ceil(vocab /
+        32)], lowest bit first. One that has ended meanwhile is no error."""
+        if seq.status is not Status.FINISHED:
+            assert seq.held, "was not held"
+            seq.held = False
+            seq.mask = mask
+            seq.num_unscheduled_tokens += 1
+
+    def replace(self, old: Seq[Sequence], forks: Seq[tuple[Sequence, Sequence]]) -> None:
+        """Ends sequences of which no step is in flight, without an output, and goes on with the
+        children of `forks`, (parent, child): a child has its parent's tokens, as far as these are
+        computed, and one more. Children may take over the keys of the old ones."""
+        slots = self.limits.max_num_seqs - len(self._running.keys() - set(old))
+        forked: set[Sequence] = set()
+        for parent, child in forks:
+            child.arrival_number = parent.arrival_number
+            child.first_scheduled = parent.first_scheduled
+            child.num_cached_prompt_tokens = parent.num_cached_prompt_tokens
+            may_run = parent.status is Status.RUNNING and len(forked) < slots
+            if may_run and self.blocks.fork(parent, child):
+                forked.add(child)
+        for seq in old:
+            self._end(seq)
+        for _, child in forks:
+            self._open(child)
+            if child in forked:
+                self._run(child, 0.0)
+            else:
+                self._waiting.push(child)
 
     def schedule(self, now: float = 0.0) -> Step | None:
         """The next step, or None when there is nothing to do, or nothing before an answer comes.
@@ -168,29 +200,32 @@ class Scheduler:
         rows = [_row(seq, 1, number, i) for i, seq in enumerate(decodes)]
         budget = _prefill_budget(self.limits, len(rows))
         for seq, num_tokens in self._share(budget, prompts, now, may_admit=not crowded):
-            rows.append(_row(seq, num_tokens, number, len(rows)))
+            if num_tokens:
+                rows.append(_row(seq, num_tokens, number, len(rows)))
         if not rows:
-            return None
+            return self.schedule(now) if self._give_way() else None
         self._last_step = number
         self.stats.steps += 1
         self.stats.step_sequences += len(rows)
         self.stats.step_tokens += sum(row.num_tokens for row in rows)
-        return Step(number, rows)
+        return Step(number, rows, self.blocks.take_copies(), asks=self._num_featured > 0)
 
-    def apply(self, step: Step, token_ids: Seq[int]) -> list[Output]:
-        """Takes in the answer to the oldest step in flight: `token_ids[i]` was sampled for row
-        i."""
+    def apply(self, step: Step, answer: Answer) -> list[Output]:
+        """Takes in the answer to the oldest step in flight."""
         self._last_answered = step.number
         block_size, finished = self.blocks.block_size, Status.FINISHED
-        outputs = []
-        for row, token in zip(step.rows, token_ids, strict=True):
+        scored = [*prompt_outputs(step, answer)] if answer.prompt_logprobs else []
+        if self._followers:
+            self._fork_followers(step)
+        outputs: list[Output] = []
+        for row, token in zip(step.rows, answer.token_ids, strict=True):
             seq = row.seq
             if seq.status is finished:  # meanwhile; its token is dropped
                 continue
             computed = seq.num_computed_tokens = row.start + row.num_tokens
             if computed >= (seq.num_published_blocks + 1) * block_size:
                 self.blocks.publish(seq)
-            if row.samples:
+            if row.samples and seq.beams is None:
                 seq.tokens.append(token)
                 cause = None
                 if token in seq.end_token_ids or computed == seq.max_scheduled_tokens:
@@ -200,25 +235,33 @@ class Scheduler:
         for seq in self._fenced.pop(step.number, ()):
             self.blocks.free(seq)
         self.stats.sampled_tokens += len(outputs)
-        return outputs
+        if self._num_featured:
+            for output in outputs:
+                output.seq.held = output.seq.stepwise
+        if answer.logprobs:
+            found = {step.rows[row].seq: logprobs for row, logprobs in answer.logprobs.items()}
+            for output in outputs:
+                output.logprobs = found.get(output.seq)
+            outputs += self._advance_beams(found)
+        return scored + outputs if scored else outputs
 
     def fail(self, step: Step, message: str) -> list[Output]:
         """Gives up on the sequences of a step that no worker can run; `requeue_all` follows."""
-        outputs = []
+        outputs: list[Output] = []
         for row in step.rows:
             if row.seq.status is not Status.FINISHED:
-                self._end(row.seq)
-                outputs.append(Output(row.seq, finished=FinishCause.INTERNAL, message=message))
+                for seq in (*self._followers.of(row.seq), row.seq):
+                    outputs += self.end(seq, FinishCause.INTERNAL, message)
         return outputs
 
     def requeue_all(self) -> None:
         """The cache is lost, and with it the steps in flight: everything that ran is computed
         again, before anything that waits with the same priority."""
         for seq in self._running:
-            seq.reset()
-            self._waiting.push(seq)
+            self._queue_again(seq)
         self.stats.preemptions += len(self._running)
         self._running.clear()
+        self._num_featured = 0
         self._fenced.clear()
         self._last_answered = self._last_step
         self.blocks.reset()
@@ -227,11 +270,16 @@ class Scheduler:
         """Raises AssertionError when blocks or queues contradict each other. For tests."""
         self.blocks.check_integrity([*self._running, *chain(*self._fenced.values())])
         self._waiting.check_integrity()
+        self._followers.check_integrity()
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
+        featured = sum(s.num_featured_tokens > 0 for s in self._running)
+        assert featured == self._num_featured, "rows with features"
         waiting = [s for s in self._sequences.values() if s in self._waiting]
         assert len(waiting) == self.num_waiting, "an ended sequence waits"
         assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
-        assert len(self._running) + len(waiting) == len(self._sequences), "in no queue, or in two"
+        assert all(s.status is Status.PARKED and not s.block_table for s in self._parked), "parked"
+        num_sequences = len(self._running) + len(waiting) + len(self._followers) + len(self._parked)
+        assert num_sequences == len(self._sequences), "in no queue, or in two"
 
     def _share(
         self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
@@ -288,6 +336,11 @@ class Scheduler:
             return False
         self._waiting.admit(seq)
         self.stats.admissions += 1
+        self._run(seq, now)
+        return True
+
+    def _run(self, seq: Sequence, now: float) -> None:
+        """A sequence has got its blocks."""
         if seq.first_scheduled is None:
             seq.first_scheduled = now
             seq.num_cached_prompt_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
@@ -295,30 +348,113 @@ class Scheduler:
             self.stats.cached_prompt_tokens += seq.num_cached_prompt_tokens
         seq.status = Status.RUNNING
         self._running[seq] = None
+        self._num_featured += seq.num_featured_tokens > 0
+
+    def _leave(self, seq: Sequence) -> None:
+        """A sequence runs no more."""
+        del self._running[seq]
+        self._num_featured -= seq.num_featured_tokens > 0
+
+    def _fork_followers(self, step: Step) -> None:
+        """Lets those that followed a sequence run whose prompt this step has completed; without a
+        slot or blocks they wait as the preempted do, and find the prompt in the prefix cache."""
+        for row in step.rows:
+            if row.samples and row.seq.status is Status.RUNNING:
+                for child in self._followers.pop(row.seq):
+                    row.seq.num_computed_tokens = row.start + row.num_tokens
+                    has_slot = len(self._running) < self.limits.max_num_seqs
+                    if has_slot and self.blocks.fork(row.seq, child):
+                        assert row.seq.first_scheduled is not None
+                        self._run(child, row.seq.first_scheduled)
+                    else:
+                        self._queue_again(child)
+
+    def _advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Output]:
+        """Takes in what may follow live beams; chooses the next ones where it is there for all."""
+        outputs: list[Output] = []
+        for seq, logprobs in found.items():
+            if seq.beams is None or seq.status is Status.FINISHED:
+                continue
+            seq.held = True
+            if seq.beams.add_candidates(seq, logprobs):
+                outputs += self._choose_beams(seq.beams)
+        return outputs
+
+    def _choose_beams(self, beams: BeamGroup) -> list[Output]:
+        advance = beams.advance()
+        if advance is None:
+            for seq in beams.live:
+                self._end(seq)
+            return beams.completions()
+        self.replace(advance.dropped, advance.forks)
+        for seq, token in advance.kept:
+            seq.tokens.append(token)
+            self.release(seq)
+            if seq.status is Status.PARKED:
+                self._parked.remove(seq)
+                self._queue_again(seq)
+        return []
+
+    def _give_way(self) -> bool:
+        """Where nothing can go on, since beams that wait for others hold what those need, preempts
+        one of them."""
+
+        def waits(seq: Sequence) -> bool:
+            return seq.beams is not None and seq.beams.has_candidates(seq)
+
+        if self._last_answered < self._last_step or not self._waiting:
+            return False
+        if not any(map(waits, self._running)):
+            return False
+        self._preempt_last(waits)
         return True
 
-    def _preempt_last(self) -> Sequence:
-        """Sends the running sequence of the lowest priority and latest arrival back to wait."""
-        seq = max(self._running, key=lambda s: (s.priority, s.arrival_number))
-        del self._running[seq]
-        self.blocks.free(seq)
+    def _queue_again(self, seq: Sequence) -> None:
         seq.reset()
-        self._waiting.push(seq)
+        if seq.beams and seq.beams.has_candidates(seq):
+            seq.status = Status.PARKED
+            self._parked.add(seq)
+        else:
+            self._waiting.push(seq)
+
+    def _preempt_last(self, among: Callable[[Sequence], bool] | None = None) -> Sequence:
+        """Sends the running sequence of the lowest priority and latest arrival back to wait."""
+        running = filter(among, self._running)
+        seq = max(running, key=lambda s: (s.priority, s.arrival_number))
+        self._leave(seq)
+        self.blocks.free(seq)
+        self._queue_again(seq)
         self.stats.preemptions += 1
         return seq
+
+    def _open(self, seq: Sequence) -> None:
+        self._sequences[seq.key] = seq
+        if seq.deadline is not None:
+            self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
+
+    def _end_with_beams(self, seq: Sequence) -> None:
+        for each in seq.beams.live if seq.beams else [seq]:
+            self._end(each)
 
     def _end(self, seq: Sequence) -> None:
         """Takes a sequence out; its blocks wait for the answers of steps that still write them."""
         if seq.status is Status.WAITING:
             self._waiting.remove(seq)
+        elif seq.status is Status.FOLLOWING:
+            self._followers.remove(seq)
+        elif seq.status is Status.PARKED:
+            self._parked.remove(seq)
         else:
-            del self._running[seq]
+            self._leave(seq)
             if seq.last_step > self._last_answered:
                 self._fenced.setdefault(seq.last_step, []).append(seq)
             else:
                 self.blocks.free(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.key]
+        if followers := self._followers.pop(seq):
+            self._queue_again(followers[0])
+            self._followers.add(followers[0], followers[1:])
 
 
 def _prefill_budget(limits: Limits, num_decodes: int) -> int:
@@ -333,7 +469,12 @@ def _row(seq: Sequence, num_tokens: int, step: int, index: int) -> Row:
     previous_row = seq.last_row if start == len(seq.tokens) else None
     end = seq.num_scheduled_tokens = start + num_tokens
     seq.last_step, seq.last_row = step, index
+    samples = False
     left = seq.num_unscheduled_tokens - num_tokens
-    # After the last one comes the one that it samples, unless that is not to be computed any more.
-    seq.num_unscheduled_tokens = left or (1 if end < seq.max_scheduled_tokens else 0)
-    return Row(seq, start, num_tokens, not left, previous_row)
+    if not left:  # after the last one comes the one that it samples, if that may be computed
+        if end < seq.max_ahead_tokens:
+            left, samples = 1, True
+        else:
+            samples = not seq.held
+    seq.num_unscheduled_tokens = left
+    return Row(seq, start, num_tokens, samples, previous_row)

@@ -6,11 +6,18 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler_svc.beams import BeamGroup
+    from scheduler_svc.grammar import Matcher
 
 
 class Status(Enum):
     WAITING = auto()
+    FOLLOWING = auto()  # another sequence, which computes the prompt of both
     RUNNING = auto()
+    PARKED = auto()  # a beam that has given way while it waits for the others
     FINISHED = auto()
 
 
@@ -26,7 +33,15 @@ class FinishCause(IntEnum):
     INTERNAL = 7
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must match; the kinds are those of `scheduler.proto`."""
+
+    kind: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """What the scheduler and the sampler need to know about a request's sampling."""
 
@@ -35,6 +50,44 @@ class SamplingParams:
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # before these neither kind of token above can be sampled
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
+    logprobs: int | None = None  # how many beside the sampled token's
+    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens but the first
+    beam_width: int = 0  # 0: sample
+    length_penalty: float = 1.0
+    grammar: Grammar | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many to ask the workers for: beam search needs the candidates after a beam, and more
+        where some of them are end tokens."""
+        if not self.beam_width:
+            return self.logprobs
+        num_ends = len(self.eos_token_ids | self.stop_token_ids)
+        return max(2, 1 + num_ends) * self.beam_width + num_ends
+
+    @property
+    def has_features(self) -> bool:
+        """Whether every token's row needs more than a temperature and a seed."""
+        return (
+            self.num_logprobs is not None
+            or bool(self.top_k or self.bias_ids)
+            or (self.top_p, self.min_p, self.repetition_penalty) != (1.0, 0.0, 1.0)
+            or (self.presence_penalty, self.frequency_penalty) != (0.0, 0.0)
+        )
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether what comes after a token depends on more than the workers know."""
+        return self.grammar is not None or self.beam_width > 0
 
 
 # Which frontend's stream, and its number for the request.
@@ -49,24 +102,35 @@ class Sequence:
     last that the sequence may have.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
+
+    A `stepwise` sequence is `held` from its beginning, and again from each of its tokens on, until
+    `Scheduler.release`: all but its last token may be computed meanwhile, and nothing is sampled.
     """
 
     __slots__ = (
         "arrival",
         "arrival_number",
+        "beams",
         "block_hashes",
         "block_table",
         "cache_salt",
         "deadline",
         "end_token_ids",
         "first_scheduled",
+        "has_features",
+        "held",
         "key",
         "last_row",
         "last_step",
+        "mask",
+        "matcher",
+        "max_ahead_tokens",
         "max_scheduled_tokens",
         "num_blocks_needed",
         "num_cached_prompt_tokens",
         "num_computed_tokens",
+        "num_featured_tokens",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_resumed_tokens",
@@ -76,6 +140,7 @@ class Sequence:
         "priority",
         "resubmitted",
         "status",
+        "stepwise",
         "tokens",
         "turn",
     )
@@ -102,6 +167,16 @@ class Sequence:
         self.end_token_ids = params.eos_token_ids | params.stop_token_ids
         # The last token that it may have is not computed: nothing is sampled after it.
         self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
+        self.stepwise = params.stepwise
+        # After a row that ends before this comes one of the token that it samples, known or not.
+        self.max_ahead_tokens = 0 if self.stepwise else self.max_scheduled_tokens
+        self.has_features = params.has_features
+        self.num_featured_tokens = self._num_featured_tokens()
+        self.num_prompt_logprobs = 0  # that were delivered: of the tokens from the second one on
+        self.held = self.stepwise
+        self.mask: bytes | None = None  # uint32[ceil(vocab / 32)], of the next token
+        self.matcher: Matcher | None = None  # of structured output
+        self.beams: BeamGroup | None = None  # that this is a live beam of
         self.arrival = arrival  # seconds, the engine's clock
         self.arrival_number = -1  # given by the waiting queue, as is its turn there
         self.turn = -1
@@ -115,12 +190,25 @@ class Sequence:
         self.reset()
 
     @property
+    def queued(self) -> bool:
+        """Whether a scheduler has accepted it."""
+        return self.arrival_number >= 0
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
     @property
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """How many may be taken from the prefix cache: those whose logits nobody needs any more."""
+        if self.params.prompt_logprobs is None:
+            return len(self.tokens) - 1
+        scored = self.num_prompt_logprobs
+        return scored if scored < self.num_prompt_tokens - 1 else len(self.tokens) - 1
 
     def finish_cause(self) -> FinishCause | None:
         """What the last token ends this sequence with, None while it goes on."""
@@ -138,11 +226,25 @@ class Sequence:
     def reset(self) -> None:
         """Forgets the cache: everything is to be computed again."""
         self.status = Status.WAITING
-        self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
-        self.num_unscheduled_tokens = self.num_tokens
+        self.begin_at(0)
         self.last_step = 0  # that had this sequence
         self.last_row = -1  # in that step
         self.num_published_blocks = 0
         self.num_blocks_needed = 0  # free ones, to be admitted, when that was last tried
         self.block_table = array("i")
+
+    def begin_at(self, num_tokens: int) -> None:
+        """That many leading tokens are in the cache."""
+        self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
+        self.num_unscheduled_tokens = len(self.tokens) - num_tokens - self.held
+
+    def _num_featured_tokens(self) -> int:
+        """A row that starts before this position may ask for more than a temperature and a seed;
+        later ones do not. 0 for most sequences."""
+        params = self.params
+        if self.has_features or self.stepwise:
+            return self.max_scheduled_tokens + 1
+        num_tokens = 0 if params.prompt_logprobs is None else self.num_prompt_tokens - 1
+        if params.min_tokens and self.end_token_ids:
+            num_tokens = max(num_tokens, self.num_prompt_tokens + params.min_tokens - 1)
+        return num_tokens

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from array import array
 from collections.abc import AsyncIterator
 
-import numpy as np
 import structlog
 from grpc import aio
 
 from scheduler_svc.engine import Engine
-from scheduler_svc.scheduler import Output
-from scheduler_svc.sequence import SamplingParams, Sequence
-from shared.errors import InvalidArgumentError
+from scheduler_svc.frontend_messages import read_sequence, step_output
+from scheduler_svc.step import Output
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 
@@ -43,18 +40,7 @@ class Connection:
             await self._news.wait()
             self._news.clear()
             outputs, self._outputs = self._outputs, []
-            await context.write(scheduler_pb2.SchedulerMessage(step_output=_step_output(outputs)))
-
-
-def _step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
-    tokens = [output for output in outputs if output.token is not None]
-    return scheduler_pb2.StepOutput(
-        requests=array("Q", [output.seq.key[1] for output in tokens]).tobytes(),
-        offsets=array("i", [output.offset for output in tokens]).tobytes(),
-        token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
-        started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
-        finished=[_finished(output) for output in outputs if output.finished is not None],
-    )
+            await context.write(scheduler_pb2.SchedulerMessage(step_output=step_output(outputs)))
 
 
 class SchedulerServicer(SchedulerServiceServicer):
@@ -93,7 +79,8 @@ class SchedulerServicer(SchedulerServiceServicer):
         try:
             async for message in request_iterator:
                 if message.HasField("submit"):
-                    engine.submit(_sequence(number, message.submit, engine.clock()))
+                    seq = read_sequence(number, message.submit, engine.clock())
+                    engine.submit(seq, message.submit.n or 1)
                 elif message.HasField("abort"):
                     engine.abort((number, message.abort.request))
         finally:
@@ -126,49 +113,3 @@ class SchedulerServicer(SchedulerServiceServicer):
         await self._ready.wait()
         assert self._engine is not None
         return self._engine
-
-
-def _sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequence:
-    sampling = submit.sampling
-    return Sequence(
-        (connection, submit.request),
-        _ids(submit.prompt_ids, "submit.prompt_ids"),
-        SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            eos_token_ids=frozenset(sampling.eos_token_ids),
-            stop_token_ids=frozenset(sampling.stop_token_ids),
-        ),
-        generated_ids=_ids(submit.generated_ids, "submit.generated_ids"),
-        arrival=now,
-        deadline=now + submit.timeout_s if submit.timeout_s else None,
-        priority=submit.priority,
-        cache_salt=submit.cache_salt,
-        resubmitted=submit.resubmitted,
-    )
-
-
-def _ids(column: bytes, field: str) -> array[int]:
-    if len(column) % 4:
-        raise InvalidArgumentError(field, f"{len(column)} bytes are no int32 array")
-    return array("i", column)
-
-
-def _started(seq: Sequence) -> scheduler_pb2.Started:
-    assert seq.first_scheduled is not None
-    return scheduler_pb2.Started(
-        request=seq.key[1],
-        cached_prompt_tokens=seq.num_cached_prompt_tokens,
-        queue_s=seq.first_scheduled - seq.arrival,
-    )
-
-
-def _finished(output: Output) -> scheduler_pb2.Finished:
-    assert output.finished is not None
-    return scheduler_pb2.Finished(
-        request=output.seq.key[1],
-        cause=scheduler_pb2.FinishCause.ValueType(output.finished),
-        message=output.message,
-        retry_after_s=output.retry_after_s,
-    )

@@ -62,12 +62,17 @@ class WaitingQueue:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._tickets
 
+    def arrive(self, seq: Sequence) -> None:
+        """Gives a new sequence its place among the others, though it is not to be queued yet. When
+        it is, it counts as one that was preempted."""
+        seq.arrival_number = next(self._arrivals)
+
     def push(self, seq: Sequence) -> None:
         """Queues a new sequence, or one that was preempted, which goes before the new ones."""
         level = self._levels.setdefault(seq.priority, _Level())
         line = level.lines.setdefault(seq.key[0], _Line())
         if seq.arrival_number < 0:
-            seq.arrival_number = next(self._arrivals)
+            self.arrive(seq)
             seq.turn = line.last_turn = max(level.turn, line.last_turn + 1)
         else:
             seq.turn = -1

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import deque
 from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 import structlog
 from grpc import aio
 
 from scheduler_svc.engine import WorkersLostError
-from scheduler_svc.scheduler import Row, Step
+from scheduler_svc.step import Answer, Step
+from scheduler_svc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 
 if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 log = structlog.get_logger(__name__)
 
 _RETRY_S = 0.2
@@ -72,7 +69,7 @@ class WorkerClient:
         self._block_size = 0
         self._epoch = 0
         self._step_id = 0
-        self._sent: deque[tuple[int, int]] = deque()  # steps not answered: id, number of rows
+        self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
         """Waits for every rank, however long it loads, and configures them all for one epoch.
@@ -108,18 +105,18 @@ class WorkerClient:
         self._step_id += 1
         request = encode_step(step, self._block_size, self._epoch, self._step_id)
         await _together([_write(call, request) for call in self._calls])
-        self._sent.append((self._step_id, len(step.rows)))
+        self._sent.append(request)
 
-    async def receive(self) -> Seq[int]:
-        step_id, num_rows = self._sent.popleft()
+    async def receive(self) -> Answer:
+        request = self._sent.popleft()
         answers = await _together([_read(call) for call in self._calls])
         for answer in answers:
-            if answer.step_id != step_id:
-                raise WorkersLostError(f"answer to step {answer.step_id}, not {step_id}")
-        token_ids: list[int] = np.frombuffer(answers[0].token_ids, "<i4").tolist()
-        if len(token_ids) != num_rows:
-            raise WorkersLostError(f"{len(token_ids)} tokens for {num_rows} rows")
-        return token_ids
+            if answer.step_id != request.step_id:
+                raise WorkersLostError(f"answer to step {answer.step_id}, not {request.step_id}")
+        try:
+            return read_answer(request, answers[0])
+        except MalformedAnswerError as error:
+            raise WorkersLostError(str(error)) from error
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -176,58 +173,7 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
     )
 
 
-def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
-    """The columns of `worker.proto` for a step: T tokens of S sequences."""
-    rows, seqs = step.rows, [row.seq for row in step.rows]
-    starts = np.array([row.start for row in rows], np.int32)
-    query_lens = np.array([row.num_tokens for row in rows], np.int32)
-    context_lens = starts + query_lens
-    num_blocks = -(-context_lens // block_size)
-    tables = [seq.block_table for seq in seqs]
-    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has its later chunks' blocks too
-        tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
-    block_table = b"".join(tables)
-    table_offsets = _offsets(num_blocks)
-
-    # positions: start, start + 1, ... of each row, all rows in one go
-    first_tokens = _offsets(query_lens)[:-1]
-    positions = np.arange(query_lens.sum(), dtype=np.int32)
-    positions += np.repeat(starts - first_tokens, query_lens)
-    block_index, block_offset = np.divmod(positions, block_size)
-    block_index += np.repeat(table_offsets[:-1], query_lens)
-    slots = np.frombuffer(block_table, np.int32)[block_index] * block_size + block_offset
-
-    return worker_pb2.StepRequest(
-        epoch=epoch,
-        step_id=step_id,
-        input_ids=array("i", chain.from_iterable(map(_input_ids, rows))).tobytes(),
-        positions=positions.tobytes(),
-        slot_mapping=slots.astype(np.int32).tobytes(),
-        query_lens=query_lens.tobytes(),
-        context_lens=context_lens.tobytes(),
-        block_table=block_table,
-        block_table_offsets=table_offsets.tobytes(),
-        samples=bytes([row.samples for row in rows]),
-        temperatures=array("f", [seq.params.temperature for seq in seqs]).tobytes(),
-        seeds=array("Q", [seq.params.seed for seq in seqs]).tobytes(),
-    )
-
-
-def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """int32[n+1]: where each of n parts begins, and the end of the last."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _input_ids(row: Row) -> Seq[int]:
-    """A token that the step before will sample is -1 - its row there."""
-    if row.previous_row is not None:
-        return (-1 - row.previous_row,)
-    return row.seq.tokens[row.start : row.start + row.num_tokens]
-
-
-async def _together(calls: Seq[Coroutine[Any, Any, Answer]]) -> Seq[Answer]:
+async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:
     """`asyncio.gather`, without a task for a lone rank: two fewer turns of the loop per step."""
     if len(calls) == 1:
         return [await calls[0]]

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
-import numpy as np
 from grpc import aio
 
 from shared.pb import worker_pb2
@@ -84,13 +83,11 @@ class FakeWorker(WorkerServiceServicer):
                 await context.abort(grpc.StatusCode.INTERNAL, "planted failure")
             assert self.sanitizer is not None
             try:
-                token_ids = self.sanitizer.run(step)
+                answer = self.sanitizer.run(step)
             except SanitizerError as error:
                 self.violations.append(str(error))
                 raise
-            yield worker_pb2.StepResponse(
-                step_id=step.step_id, token_ids=np.array(token_ids, "<i4").tobytes()
-            )
+            yield answer
 
 
 async def start_worker(worker: FakeWorker, address: str = "127.0.0.1:0") -> tuple[aio.Server, str]:

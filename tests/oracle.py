@@ -1,12 +1,13 @@
 """A model that can be computed by hand, for tests.
 
 The state after a prefix is the state before its last token, times 31, plus that token, plus one.
-The next token is the state modulo the vocabulary.
+The next token is the state plus the seed, modulo the vocabulary, or the first after it that may be
+sampled. Log-probabilities depend on the state as well, and are those of no distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
@@ -34,16 +35,36 @@ def states(tokens: Iterable[int]) -> list[int]:
     return found
 
 
+def sample(state: int, seed: int = 0, banned: Collection[int] = ()) -> int:
+    """The token after a state. If all are banned, it is as if none was."""
+    token = (state + seed) % VOCAB_SIZE
+    allowed = (t % VOCAB_SIZE for t in range(token, token + VOCAB_SIZE))
+    return next((t for t in allowed if t not in banned), token) if banned else token
+
+
+def logprobs(state: int, token: int, k: int) -> tuple[list[int], list[float]]:
+    """Token ids and values after a state: of `token`, then of the k that are called most likely."""
+    ids = [token, *((state + i) % VOCAB_SIZE for i in range(k))]
+    return ids, [-(1.0 + (state + id_) % 97) for id_ in ids]
+
+
 def next_token(context: Seq[int]) -> int:
     """Depends on every token of the context and on their order."""
-    return (states(context)[-1] if context else EMPTY) % VOCAB_SIZE
+    return sample(states(context)[-1] if context else EMPTY)
 
 
-def completion(prompt: Seq[int], num_tokens: int) -> list[int]:
-    """What an engine generates."""
+def completion(
+    prompt: Seq[int],
+    num_tokens: int,
+    seed: int = 0,
+    min_tokens: int = 0,
+    ends: Collection[int] = (),
+) -> list[int]:
+    """What an engine generates, were it not ended by any of `ends`, which are banned before
+    `min_tokens`."""
     state = states(prompt)[-1] if prompt else EMPTY
-    tokens = []
+    tokens: list[int] = []
     for _ in range(num_tokens):
-        tokens.append(state % VOCAB_SIZE)
+        tokens.append(sample(state, seed, ends if len(tokens) < min_tokens else ()))
         state = extend(state, tokens[-1])
     return tokens

@@ -11,28 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 
 from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, extend
-from tests.step_columns import Ints, StepColumns, describe
+from tests.sanitizer_features import Features, Owner, SanitizerError, fail
+from tests.step_columns import Ints, StepColumns, describe, ints
 
-
-class SanitizerError(AssertionError):
-    """A step that a worker must never get."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The sequence behind a row, of which the protocol says nothing."""
-
-    name: str
-    number: int  # its own among all sequences, from 1 on
-    salt: int  # only sequences of the same salt may share blocks
-    seed: int
-    states: Ints  # of the tokens it may ever compute: its last one needs no step
+__all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,17 @@ class Sanitizer:
         self._positions = np.full(slots, -1, np.int64)
         self._states = np.full(slots, -1, np.int64)
         self._salts = np.zeros(slots, np.int64)
-        # ... who wrote it, in which step, and the last step that attended to it.
+        # ... who computed it, in which step; copies take all of this with them.
         self._writers = np.zeros(slots, np.int64)
+        self._computed = np.zeros(slots, np.int64)
+        # The last steps that wrote it and that attended to it.
         self._written = np.zeros(slots, np.int64)
         self._attended = np.zeros(slots, np.int64)
 
-    def run(self, request: worker_pb2.StepRequest, beside: Beside | None = None) -> list[int]:
-        """The sampled token of each row, -1 where a row samples nothing.
+    def run(
+        self, request: worker_pb2.StepRequest, beside: Beside | None = None
+    ) -> worker_pb2.StepResponse:
+        """The answer, with the oracle's tokens and log-probabilities.
 
         Raises:
             SanitizerError: the step is wrong; the message shows it.
@@ -84,70 +75,100 @@ class Sanitizer:
             shown = describe(request, [o.name for o in beside.owners] if beside else None)
             raise SanitizerError(f"{error}\n{shown}") from None
 
-    def _run(self, step: StepColumns, beside: Beside | None) -> list[int]:
+    def _run(self, step: StepColumns, beside: Beside | None) -> worker_pb2.StepResponse:
         self._check_order(step.request)
         self._check_limits(step)
         self._check_columns(step)
+        features = Features(step)
+        self._copy(step, beside)
         if beside is not None:
             self._check_writes(step, beside)
         self._write(step, beside)
         self._check_attended(step)
         if beside is not None:
             self._check_owners(step, beside)
+            features.check_owners(beside.owners)
         self._attended[step.attended_slots] = step.request.step_id
-        last = self._states[step.attended_slots[np.cumsum(step.context_lens) - 1]] % VOCAB_SIZE
-        self._last_tokens = np.where(step.samples != 0, last, -1).tolist()
-        return self._last_tokens
+        answer = features.answer(self._states[step.attended_slots])
+        self._last_tokens = ints(answer.token_ids).tolist()
+        return answer
 
     def _check_order(self, request: worker_pb2.StepRequest) -> None:
         expected = (self._epoch, self._step_id + 1)
         if (request.epoch, request.step_id) != expected:
-            _fail(f"epoch and step {(request.epoch, request.step_id)}, expected {expected}")
+            fail(f"epoch and step {(request.epoch, request.step_id)}, expected {expected}")
         self._step_id += 1
 
     def _check_limits(self, step: StepColumns) -> None:
         rows = len(step.query_lens)
         if not 0 < rows <= self._limits.max_num_seqs:
-            _fail(f"{rows} rows, at most {self._limits.max_num_seqs} are allowed")
+            fail(f"{rows} rows, at most {self._limits.max_num_seqs} are allowed")
         if step.query_lens.min() <= 0:
-            _fail("an empty row")
+            fail("an empty row")
         tokens = int(step.query_lens.sum())
         if tokens > self._limits.max_num_batched_tokens:
-            _fail(f"{tokens} tokens, at most {self._limits.max_num_batched_tokens} are allowed")
+            fail(f"{tokens} tokens, at most {self._limits.max_num_batched_tokens} are allowed")
         if step.context_lens.max() > self._limits.max_model_len:
-            _fail(f"a context longer than the model's {self._limits.max_model_len}")
+            fail(f"a context longer than the model's {self._limits.max_model_len}")
 
     def _check_columns(self, step: StepColumns) -> None:
         """The redundant columns say the same; every slot is written once."""
         tokens = int(step.query_lens.sum())
         if not len(step.input_ids) == len(step.positions) == len(step.slots) == tokens:
-            _fail("columns of different lengths")
+            fail("columns of different lengths")
         blocks = -(-step.context_lens // self._block_size)
         if len(step.offsets) != len(blocks) + 1 or (np.diff(step.offsets) != blocks).any():
-            _fail("block tables of a length that does not fit the context")
+            fail("block tables of a length that does not fit the context")
         if step.offsets[0] != 0 or step.offsets[-1] != len(step.table):
-            _fail("block table offsets")
+            fail("block table offsets")
         if not ((step.table >= 0) & (step.table < self._num_blocks)).all():
-            _fail("a block that does not exist")
+            fail("a block that does not exist")
         if (step.positions != step.expected_positions()).any():
-            _fail("positions are not contiguous up to the context length")
+            fail("positions are not contiguous up to the context length")
         step.find_slots()
         if (step.slots != step.written_slots).any():
-            _fail("slots are not where the block table says")
+            fail("slots are not where the block table says")
         if len(np.unique(step.slots)) != len(step.slots):
-            _fail("a slot is written twice")
+            fail("a slot is written twice")
+
+    def _copy(self, step: StepColumns, beside: Beside | None) -> None:
+        """All copies at once, before anything is written."""
+        if not len(step.copies):
+            return
+        blocks = step.copies
+        if not ((blocks >= 0) & (blocks < self._num_blocks)).all():
+            fail("copies a block that does not exist")
+        if len(np.unique(blocks[:, 1])) != len(blocks):
+            fail("copies to a block twice")
+        if np.isin(blocks[:, 1], blocks[:, 0]).any():
+            fail("copies to a block that is copied")
+        sources, slots = (
+            (blocks[:, i, None] * self._block_size + np.arange(self._block_size)).ravel()
+            for i in range(2)
+        )
+        if beside is not None:
+            if (beside.references[blocks[:, 1]] != 1).any():
+                fail("copies to a block that not exactly one sequence holds")
+            self._check_not_in_flight(slots, beside)
+        content = (self._tokens, self._positions, self._states, self._salts)
+        for column in (*content, self._writers, self._computed):
+            column[slots] = column[sources]
+        self._written[slots] = self._attended[slots] = 0
+
+    def _check_not_in_flight(self, slots: Ints, beside: Beside) -> None:
+        in_flight = np.maximum(self._attended[slots], self._written[slots])
+        if (in_flight > beside.answered).any():
+            fail(
+                f"writes to a slot of step {in_flight.max()}, which is in flight: answered are "
+                f"those up to {beside.answered}"
+            )
 
     def _check_writes(self, step: StepColumns, beside: Beside) -> None:
         """No write to what somebody else reads."""
         references = beside.references[step.slots // self._block_size]
         if (references != 1).any():
-            _fail(f"writes to a block that {references[references != 1][0]} sequences hold")
-        in_flight = np.maximum(self._attended[step.slots], self._written[step.slots])
-        if (in_flight > beside.answered).any():
-            _fail(
-                f"writes to a slot of step {in_flight.max()}, which is in flight: answered are "
-                f"those up to {beside.answered}"
-            )
+            fail(f"writes to a block that {references[references != 1][0]} sequences hold")
+        self._check_not_in_flight(step.slots, beside)
 
     def _write(self, step: StepColumns, beside: Beside | None) -> None:
         ids, first = self._resolve(step.input_ids), 0
@@ -165,7 +186,7 @@ class Sanitizer:
         self._tokens[step.slots] = ids
         self._states[step.slots] = states
         self._positions[step.slots] = step.positions
-        self._written[step.slots] = step.request.step_id
+        self._written[step.slots] = self._computed[step.slots] = step.request.step_id
         if beside is not None:
             owners = beside.owners
             self._writers[step.slots] = np.repeat([o.number for o in owners], step.query_lens)
@@ -177,12 +198,12 @@ class Sanitizer:
         for place in np.flatnonzero(input_ids < 0).tolist():
             row = -1 - ids[place]
             if row >= len(self._last_tokens):
-                _fail(f"refers to row {row}, which the step before did not have")
+                fail(f"refers to row {row}, which the step before did not have")
             if self._last_tokens[row] < 0:
-                _fail(f"refers to row {row}, which sampled nothing in the step before")
+                fail(f"refers to row {row}, which sampled nothing in the step before")
             ids[place] = self._last_tokens[row]
         if max(ids) >= VOCAB_SIZE:
-            _fail("a token outside of the vocabulary")
+            fail("a token outside of the vocabulary")
         return ids
 
     def _check_attended(self, step: StepColumns) -> None:
@@ -190,7 +211,7 @@ class Sanitizer:
         slots = step.attended_slots
         if (self._positions[slots] != step.attended_positions).any():
             place = np.flatnonzero(self._positions[slots] != step.attended_positions)[0]
-            _fail(
+            fail(
                 f"position {step.attended_positions[place]} of {step.row_name(place)} attends to a "
                 f"slot that holds position {self._positions[slots[place]]}"
             )
@@ -199,7 +220,7 @@ class Sanitizer:
         before[step.first_attended] = EMPTY
         wrong = np.flatnonzero(extend(before, self._tokens[slots]) != found)
         if len(wrong):
-            _fail(
+            fail(
                 f"position {step.attended_positions[wrong[0]]} of {step.row_name(wrong[0])} was "
                 "computed after other tokens"
             )
@@ -209,7 +230,7 @@ class Sanitizer:
         slots, lens = step.attended_slots, step.context_lens
         for owner, context_len in zip(beside.owners, lens.tolist(), strict=True):
             if context_len > len(owner.states):
-                _fail(f"{owner.name} needs no token at position {context_len - 1}")
+                fail(f"{owner.name} needs no token at position {context_len - 1}")
         expected = np.concatenate(
             [o.states[:n] for o, n in zip(beside.owners, lens.tolist(), strict=True)]
         )
@@ -217,15 +238,11 @@ class Sanitizer:
         salts = np.repeat([owner.salt for owner in beside.owners], lens)
         for wrong, what in (
             (self._states[slots] != expected, "holds another sequence's tokens"),
-            (foreign & (self._written[slots] > beside.answered), "comes from a step in flight"),
+            (foreign & (self._computed[slots] > beside.answered), "comes from a step in flight"),
             (self._salts[slots] != salts, "was computed for another cache salt"),
         ):
             if wrong.any():
                 place = np.flatnonzero(wrong)[0]
-                _fail(f"position {step.attended_positions[place]} of {step.row_name(place)} {what}")
-        if step.seeds.tolist() != [owner.seed for owner in beside.owners]:
-            _fail("seeds of other rows")
-
-
-def _fail(message: str) -> NoReturn:
-    raise SanitizerError(message)
+                fail(f"position {step.attended_positions[place]} of {step.row_name(place)} {what}")
+        if step.seeds.tolist() != [owner.params.seed for owner in beside.owners]:
+            fail("seeds of other rows")

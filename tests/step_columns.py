@@ -18,15 +18,16 @@ class StepColumns:
     def __init__(self, request: worker_pb2.StepRequest, block_size: int) -> None:
         self.request = request
         self._block_size = block_size
-        self.input_ids = _ints(request.input_ids)
-        self.positions = _ints(request.positions)
-        self.slots = _ints(request.slot_mapping)
-        self.query_lens = _ints(request.query_lens)
-        self.context_lens = _ints(request.context_lens)
-        self.table = _ints(request.block_table)
-        self.offsets = _ints(request.block_table_offsets)
+        self.input_ids = ints(request.input_ids)
+        self.positions = ints(request.positions)
+        self.slots = ints(request.slot_mapping)
+        self.query_lens = ints(request.query_lens)
+        self.context_lens = ints(request.context_lens)
+        self.table = ints(request.block_table)
+        self.offsets = ints(request.block_table_offsets)
         self.samples = np.frombuffer(request.samples, np.uint8)
         self.seeds = np.frombuffer(request.seeds, "<u8")
+        self.copies = ints(request.copies).reshape(-1, 2)  # from block, to block
 
     def expected_positions(self) -> Ints:
         starts = self.context_lens - self.query_lens
@@ -51,10 +52,12 @@ class StepColumns:
 
 def describe(request: worker_pb2.StepRequest, names: Seq[str] | None = None) -> str:
     """A step as text, one line per row; it may be malformed."""
-    input_ids, query_lens = _ints(request.input_ids).tolist(), _ints(request.query_lens).tolist()
-    context_lens, table = _ints(request.context_lens).tolist(), _ints(request.block_table).tolist()
-    offsets, slots = _ints(request.block_table_offsets).tolist(), _ints(request.slot_mapping)
+    input_ids, query_lens = ints(request.input_ids).tolist(), ints(request.query_lens).tolist()
+    context_lens, table = ints(request.context_lens).tolist(), ints(request.block_table).tolist()
+    offsets, slots = ints(request.block_table_offsets).tolist(), ints(request.slot_mapping)
     lines = [f"step {request.step_id} of epoch {request.epoch}: {len(query_lens)} rows"]
+    if request.copies:
+        lines[0] += f", copies {ints(request.copies).tolist()}"
     first = 0
     for row, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=False)):
         span = slice(first, first + query_len)
@@ -65,6 +68,9 @@ def describe(request: worker_pb2.StepRequest, names: Seq[str] | None = None) -> 
             f"slots {slots[span].tolist()}, blocks {table[slice(*offsets[row : row + 2])]}"
             f"{', samples' if any(request.samples[row : row + 1]) else ''}"
         )
+    for name in ("features", "prompt_logprobs"):
+        if request.HasField(name):
+            lines.append(f"  {name} of rows {ints(getattr(request, name).rows).tolist()}")
     return "\n".join(lines)
 
 
@@ -75,5 +81,6 @@ def _ranges(starts: Ints, lens: Ints) -> Ints:
     return ranges
 
 
-def _ints(column: bytes) -> Ints:
+def ints(column: bytes) -> Ints:
+    """An int32 column."""
     return np.frombuffer(column, "<i4").astype(np.int64)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from scheduler_svc.scheduler import Row, Step
-from scheduler_svc.sequence import SamplingParams, Sequence
-from scheduler_svc.worker_client import encode_step
+from scheduler_svc.sequence import Grammar, SamplingParams, Sequence
+from scheduler_svc.step import Row, Step
+from scheduler_svc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
-from tests.oracle import completion, next_token, states
+from tests.oracle import VOCAB_SIZE, completion, logprobs, next_token, states
 from tests.sanitizer import Beside, Limits, Owner, Sanitizer, SanitizerError
 
 BLOCK = 2
 NUM_BLOCKS = 8
+SEED = VOCAB_SIZE  # as good as 0
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=10)
 
 
@@ -25,7 +27,7 @@ def make() -> Sanitizer:
 
 
 def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
-    seq = Sequence((0, 1), tokens, SamplingParams(max_tokens=9, seed=5))
+    seq = Sequence((0, 1), tokens, SamplingParams(max_tokens=9, seed=SEED))
     seq.block_table = array("i", blocks)
     return seq
 
@@ -35,7 +37,15 @@ def request(step_id: int, *rows: Row) -> worker_pb2.StepRequest:
 
 
 def owner(tokens: list[int], number: int = 1, salt: int = 0) -> Owner:
-    return Owner(f"request {number}", number, salt, 5, np.array(states(tokens)))
+    params = SamplingParams(max_tokens=9, seed=SEED)
+    return Owner(f"request {number}", number, salt, params, tokens, np.array(states(tokens)))
+
+
+def run(
+    sanitizer: Sanitizer, step: worker_pb2.StepRequest, known: Beside | None = None
+) -> list[int]:
+    """The sampled tokens."""
+    return list(read_answer(step, sanitizer.run(step, known)).token_ids)
 
 
 def beside(*owners: Owner, answered: int = 0, held_twice: int = -1) -> Beside:
@@ -48,9 +58,9 @@ def beside(*owners: Owner, answered: int = 0, held_twice: int = -1) -> Beside:
 def test_a_prompt_in_chunks_and_a_decode_ahead_give_the_oracles_tokens() -> None:
     tokens = [7, 8, 9]
     seq, sanitizer = sequence(tokens, [5, 1, 3]), make()
-    assert sanitizer.run(request(1, Row(seq, 0, 2, False))) == [-1]
-    assert sanitizer.run(request(2, Row(seq, 2, 1, True))) == [next_token(tokens)]
-    ahead = sanitizer.run(request(3, Row(seq, 3, 1, True, previous_row=0)))
+    assert run(sanitizer, request(1, Row(seq, 0, 2, False))) == [-1]
+    assert run(sanitizer, request(2, Row(seq, 2, 1, True))) == [next_token(tokens)]
+    ahead = run(sanitizer, request(3, Row(seq, 3, 1, True, previous_row=0)))
     assert completion(tokens, 2) == [next_token(tokens), *ahead]
 
 
@@ -58,9 +68,8 @@ def test_a_computed_prefix_may_be_shared() -> None:
     first, second = sequence([1, 2, 3], [0, 1]), sequence([1, 2, 4], [0, 2])
     sanitizer = make()
     sanitizer.run(request(1, Row(first, 0, 3, True)), beside(owner([1, 2, 3])))
-    found = sanitizer.run(
-        request(2, Row(second, 2, 1, True)), beside(owner([1, 2, 4], 2), answered=1, held_twice=0)
-    )
+    known = beside(owner([1, 2, 4], 2), answered=1, held_twice=0)
+    found = run(sanitizer, request(2, Row(second, 2, 1, True)), known)
     assert found == [next_token([1, 2, 4])]
 
 
@@ -136,7 +145,10 @@ def test_attended_slots_must_hold_the_prefix() -> None:
         ({"owners": [owner([1, 3, 4], 2), owner([9], 3)]}, "another sequence's tokens"),
         ({"owners": [owner([1, 2, 4], 2, salt=1), owner([9], 3)]}, "another cache salt"),
         ({"owners": [owner([1, 2], 2), owner([9], 3)]}, "needs no token at position 2"),
-        ({"owners": [replace(owner([1, 2, 4], 2), seed=6), owner([9], 3)]}, "seeds"),
+        (
+            {"owners": [replace(owner([1, 2, 4], 2), params=SamplingParams(9)), owner([9], 3)]},
+            "seeds",
+        ),
     ],
 )
 def test_what_the_scheduler_knew_is_checked(change: dict[str, object], reason: str | None) -> None:
@@ -164,3 +176,145 @@ def test_what_a_step_in_flight_attends_to_is_not_written() -> None:
     step = request(2, Row(sequence([9], [0]), 0, 1, True))
     with pytest.raises(SanitizerError, match="in flight"):
         sanitizer.run(step, beside(owner([9], 2), answered=0))
+
+
+def copied(sanitizer: Sanitizer, copies: list[tuple[int, int]], known: Beside) -> list[int]:
+    """A fork of [1, 2, 3, 4] in blocks 0 and 1, with 0 and 2, computes its last token."""
+    sanitizer.run(
+        request(1, Row(sequence([1, 2, 3, 4], [0, 1]), 0, 4, True)), beside(owner([1, 2, 3, 4]))
+    )
+    fork = sequence([1, 2, 3, 9], [0, 2])
+    step = Step(2, [Row(fork, 3, 1, True)], copies)
+    return run(sanitizer, encode_step(step, BLOCK, 1, 2), known)
+
+
+def fork_beside(answered: int = 1, **change: object) -> Beside:
+    known = beside(owner([1, 2, 3, 9], 2), answered=answered, held_twice=0)
+    return replace(known, **change)  # type: ignore[arg-type]
+
+
+def test_a_fork_reads_what_was_copied_for_it() -> None:
+    assert copied(make(), [(1, 2)], fork_beside()) == [next_token([1, 2, 3, 9])]
+
+
+@pytest.mark.parametrize(
+    ("copies", "known", "reason"),
+    [
+        ([], fork_beside(), "holds position -1"),
+        ([(0, 2)], fork_beside(), "holds position 0"),
+        ([(8, 2)], fork_beside(), "copies a block that does not exist"),
+        ([(1, 2), (0, 2)], fork_beside(), "copies to a block twice"),
+        ([(1, 2), (2, 3)], fork_beside(), "copies to a block that is copied"),
+        ([(1, 2)], fork_beside(answered=0), "from a step in flight"),
+        ([(1, 2)], fork_beside(references=np.full(NUM_BLOCKS, 2)), "not exactly one"),
+        ([(3, 1)], fork_beside(answered=0), "which is in flight"),
+        (
+            [(1, 2)],
+            fork_beside(owners=[owner([1, 2, 3, 9], 2, salt=1)]),
+            "another cache salt",
+        ),
+    ],
+)
+def test_wrong_copies_are_found(copies: list[tuple[int, int]], known: Beside, reason: str) -> None:
+    with pytest.raises(SanitizerError, match=reason):
+        copied(make(), copies, known)
+
+
+WANTS = SamplingParams(
+    9,
+    top_k=3,
+    bias_ids=(7,),
+    bias_values=(-2.0,),
+    logprobs=1,
+    prompt_logprobs=0,
+    grammar=Grammar(2, "a*"),
+)
+
+
+def with_features() -> tuple[worker_pb2.StepRequest, Owner]:
+    seq = Sequence((0, 1), [1, 2, 3], WANTS)
+    seq.block_table = array("i", [0, 1])
+    seq.mask = mask(all_but=next_token([1, 2, 3]))
+    plain = sequence([4, 5], [3])
+    plain_owner = owner([1, 2, 3])
+    return request(1, Row(plain, 0, 2, True), Row(seq, 0, 3, True)), replace(
+        plain_owner, params=WANTS
+    )
+
+
+def mask(all_but: int) -> bytes:
+    bits = np.ones(-(-VOCAB_SIZE // 32) * 32, np.uint8)
+    bits[all_but] = 0
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def test_features_change_what_is_sampled_and_what_is_answered() -> None:
+    step, wants = with_features()
+    answer = read_answer(step, make().run(step, beside(owner([4, 5], 2), wants)))
+    token = next_token([1, 2, 3]) + 1  # the mask forbids the one that it would be
+    assert answer.token_ids == [next_token([4, 5]), token]
+    before = states([1, 2, 3])
+    assert {row: found.ids[0].tolist() for row, found in answer.logprobs.items()} == {
+        1: logprobs(before[2], token, 1)[0]
+    }
+    assert {row: found.values.tolist() for row, found in answer.prompt_logprobs.items()} == {
+        1: [logprobs(before[i], target, 0)[1] for i, target in enumerate([2, 3])]
+    }
+
+
+def test_banned_tokens_are_not_sampled() -> None:
+    first = next_token([1])
+    params = SamplingParams(9, min_tokens=1, stop_token_ids=frozenset([first, first + 1]))
+    seq = Sequence((0, 1), [1], params)
+    seq.block_table = array("i", [0])
+    assert run(make(), request(1, Row(seq, 0, 1, True))) == [first + 2]
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value", "reason"),
+    [
+        ("features", "rows", np.int32([2]), "do not exist"),
+        ("features", "rows", np.int32([]), "features without rows"),
+        ("features", "top_k", np.int32([-1]), "filters of row 1"),
+        ("features", "top_k", np.int32([]), "top_k: 0 entries for 1"),
+        ("features", "top_k", np.int32([4]), "features of row 1 are"),
+        ("features", "top_p", np.float32([0]), "filters of row 1"),
+        ("features", "min_p", np.float32([np.nan]), "filters of row 1"),
+        ("features", "repetition_penalties", np.float32([0]), "penalties of row 1"),
+        ("features", "presence_penalties", np.float32([np.inf]), "penalties of row 1"),
+        ("features", "prompt_lens", np.int32([4]), "prompt_lens of row 1"),
+        ("features", "prompt_lens", np.int32([2]), "features of row 1 are"),
+        ("features", "num_logprobs", np.int32([-2]), "num_logprobs of row 1"),
+        ("features", "num_logprobs", np.int32([0]), "features of row 1 are"),
+        ("features", "bias_offsets", np.int32([0, 2]), "bias_offsets"),
+        ("features", "bias_ids", np.int32([1000]), "a bias outside"),
+        ("features", "bias_ids", np.int32([8]), "features of row 1 are"),
+        ("features", "bias_values", np.float32([np.nan]), "a bias that is no number"),
+        ("features", "bias_values", np.float32([1]), "features of row 1 are"),
+        ("features", "masked", np.int32([1]), "masked rows"),
+        ("features", "masks", np.int32([1]), "masks of another size"),
+        ("prompt_logprobs", "rows", np.int32([0]), "row 0 scores"),
+        ("prompt_logprobs", "targets", np.int32([2, 4]), "row 1 scores"),
+        ("prompt_logprobs", "targets", np.int32([2, 1000]), "a target outside"),
+        ("prompt_logprobs", "target_offsets", np.int32([0, 1]), "target_offsets"),
+        ("prompt_logprobs", "num_logprobs", np.int32([-1]), "num_logprobs of row 1"),
+    ],
+)
+def test_wrong_features_are_found(
+    part: str, column: str, value: np.ndarray[Any, Any], reason: str
+) -> None:
+    step, wants = with_features()
+    setattr(getattr(step, part), column, value.tobytes())
+    with pytest.raises(SanitizerError, match=reason):
+        make().run(step, beside(owner([4, 5], 2), wants))
+
+
+def test_missing_and_unwanted_features_are_found() -> None:
+    step, wants = with_features()
+    step.ClearField("features")
+    with pytest.raises(SanitizerError, match="features of row 1 are None"):
+        make().run(step, beside(owner([4, 5], 2), wants))
+    step, _ = with_features()
+    free = replace(wants, params=replace(WANTS, grammar=None))
+    with pytest.raises(SanitizerError, match="row 1 has a mask"):
+        make().run(step, beside(owner([4, 5], 2), free))

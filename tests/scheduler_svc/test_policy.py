@@ -10,6 +10,7 @@ from scheduler_svc.load import Load
 from scheduler_svc.rate import Rate
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, Status
+from scheduler_svc.step import Answer
 
 
 def make_scheduler(num_blocks: int = 1000, **limits: int) -> Scheduler:
@@ -49,7 +50,7 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     """Plans and applies one: tokens per sequence, in order."""
     planned = scheduler.schedule()
     assert planned
-    scheduler.apply(planned, [7] * len(planned.rows))
+    scheduler.apply(planned, Answer([7] * len(planned.rows)))
     scheduler.check_integrity()
     return {row.seq.key[1]: row.num_tokens for row in planned.rows}
 

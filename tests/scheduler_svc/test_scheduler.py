@@ -8,8 +8,9 @@ import pytest
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.scheduler import Output, Scheduler, Step
+from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, Status
+from scheduler_svc.step import Answer, Output, Step
 from tests.fake_worker import VOCAB_SIZE, completion, next_token
 
 
@@ -44,11 +45,11 @@ def make(
     return Sequence((0, number), prompt, params, deadline=deadline, generated_ids=generated)
 
 
-def sample(step: Step) -> list[int]:
+def sample(step: Step) -> Answer:
     """The tokens of a step that is the oldest in flight, so that what it needs is known."""
-    return [
-        next_token(r.seq.tokens[: r.start + r.num_tokens]) if r.samples else -1 for r in step.rows
-    ]
+    return Answer(
+        [next_token(r.seq.tokens[: r.start + r.num_tokens]) if r.samples else -1 for r in step.rows]
+    )
 
 
 def run(scheduler: Scheduler, max_steps: int = 10_000, ahead: int = 0) -> list[Output]:
@@ -304,7 +305,7 @@ def test_a_token_after_the_end_is_dropped_and_its_blocks_fenced() -> None:
     assert [(o.token, o.finished) for o in outputs] == [(tokens[0], FinishCause.EOS)]
     scheduler.check_integrity()
     assert scheduler.blocks.num_free_blocks == 8 - 1  # still written by the second step
-    assert scheduler.apply(second, [7]) == []
+    assert scheduler.apply(second, Answer([7])) == []
     assert scheduler.blocks.num_free_blocks == 8
     assert scheduler.blocks.num_cached_blocks == 0  # three tokens are known, none fills a block
     assert generated(seq) == tokens[:1]
@@ -333,7 +334,7 @@ def test_what_a_step_in_flight_writes_is_not_published() -> None:
     scheduler.add(make(1, [1] * 12, 4))
     steps = [scheduler.schedule(), scheduler.schedule()]  # a block each
     assert steps[0]
-    scheduler.apply(steps[0], [-1])
+    scheduler.apply(steps[0], Answer([-1]))
     other = make(2, [1] * 12)
     assert scheduler.blocks.allocate_prompt(other)
     assert other.num_computed_tokens == 4

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -21,9 +21,13 @@ from shared.config import SchedulerSettings, load_settings
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker
+from tests.oracle import logprobs, states
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+
+Row = tuple[list[int], list[float]]
 
 
 class Frontend:
@@ -35,15 +39,23 @@ class Frontend:
         self.started: dict[int, scheduler_pb2.Started] = {}
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
+        # By request and position: ids and values.
+        self.logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
+        self.prompt_logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
 
     async def connect(self) -> Frontend:
         self.info = (await self._call.read()).engine_info
         return self
 
     async def submit(
-        self, request: int, prompt: Sequence[int], max_tokens: int = 5, **fields: object
+        self,
+        request: int,
+        prompt: Sequence[int],
+        max_tokens: int = 5,
+        sampling: scheduler_pb2.TokenSampling | None = None,
+        **fields: object,
     ) -> None:
-        sampling = scheduler_pb2.TokenSampling(max_tokens=max_tokens)
+        sampling = sampling or scheduler_pb2.TokenSampling(max_tokens=max_tokens)
         submit = scheduler_pb2.Submit(
             request=request,
             prompt_ids=np.array(prompt, "<i4").tobytes(),
@@ -69,6 +81,13 @@ class Frontend:
         for request, offset, token in zip(*columns, strict=True):
             assert offset == len(self.tokens[request])
             self.tokens[request].append(token)
+        for rows in output.logprobs:
+            ids = np.frombuffer(rows.token_ids, "<i4").reshape(-1, rows.width).tolist()
+            values = np.frombuffer(rows.values, "<f4").reshape(-1, rows.width).tolist()
+            found = self.prompt_logprobs if rows.prompt else self.logprobs
+            for i, row in enumerate(zip(ids, values, strict=True)):
+                assert rows.first + i not in found[rows.request], "delivered twice"
+                found[rows.request][rows.first + i] = row
         for started in output.started:
             assert started.request not in self.started
             assert self.tokens[started.request]
@@ -351,6 +370,99 @@ async def test_a_salt_keeps_prefixes_apart(tmp_path: Path) -> None:
         assert cached[:3] == [0, 0, 0]
         assert cached[3] > 0
         assert frontend.tokens[3] == frontend.tokens[0]
+
+
+async def test_completions_of_one_prompt_have_numbers_and_seeds_of_their_own(
+    tmp_path: Path,
+) -> None:
+    prompt, seed = list(range(10)), 2**64 - 2
+    sampling = scheduler_pb2.TokenSampling(max_tokens=6, seed=seed, temperature=1.0)
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(7, prompt, sampling=sampling, n=4)
+        await frontend.read_until_finished(7, 8, 9, 10)
+        for i in range(4):
+            assert frontend.tokens[7 + i] == completion(prompt, 6, (seed + i) % 2**64)
+            assert frontend.started[7 + i].cached_prompt_tokens == (9 if i else 0)
+        load = await stack.load()
+        assert load.step_tokens == 10 + 5 + 3 * 6
+        assert load.blocks_free + load.blocks_cached == load.blocks
+
+
+async def test_log_probabilities_come_with_their_tokens(tmp_path: Path) -> None:
+    prompt = list(range(40, 60))  # in two chunks
+    sampling = scheduler_pb2.TokenSampling(max_tokens=3, logprobs=2, prompt_logprobs=0)
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, prompt, sampling=sampling)
+        await frontend.submit(2, prompt, 3)
+        await frontend.read_until_finished(1, 2)
+        tokens = prompt + completion(prompt, 3)
+        before = states(tokens)
+        assert frontend.logprobs.keys() == frontend.prompt_logprobs.keys() == {1}
+        assert frontend.prompt_logprobs[1] == {
+            i: logprobs(before[i - 1], prompt[i], 0) for i in range(1, 20)
+        }
+        assert frontend.logprobs[1] == {
+            i: logprobs(before[19 + i], tokens[20 + i], 2) for i in range(3)
+        }
+
+
+async def test_every_feature_reaches_the_worker(tmp_path: Path) -> None:
+    first = completion([1, 2], 1)[0]
+    sampling = scheduler_pb2.TokenSampling(
+        max_tokens=3,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        bias_ids=np.array([9, 4], "<i4").tobytes(),
+        bias_values=np.array([1.0, -100.0], "<f4").tobytes(),
+        min_tokens=2,
+        eos_token_ids=[first],
+    )
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1, 2], sampling=sampling)
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2], 3, min_tokens=2, ends=[first])
+    features = worker.steps[0].features
+    columns = (features.top_p, features.min_p, features.repetition_penalties)
+    assert [np.frombuffer(c, "<f4").tolist() for c in columns] == [[0.5], [0.25], [1.5]]
+    columns = (features.presence_penalties, features.frequency_penalties, features.bias_values)
+    assert [np.frombuffer(c, "<f4").tolist() for c in columns] == [
+        [-1.0],
+        [2.0],
+        [1.0, -100.0, -np.inf],
+    ]
+    assert np.frombuffer(features.bias_ids, "<i4").tolist() == [9, 4, first]
+
+
+@pytest.mark.parametrize(
+    ("fields", "n", "word"),
+    [
+        ({"top_p": float("nan")}, 1, "sampling.top_p: nan; must be 0 to 1"),
+        ({"min_tokens": 4}, 1, "sampling.min_tokens: 4; must be 0 to 3"),
+        ({"bias_ids": bytes(4)}, 1, "sampling.logit_bias"),
+        ({"logprobs": 5000}, 1, "sampling.logprobs: 5000"),
+        ({}, 65, "sampling.n: 65"),
+    ],
+)
+async def test_values_that_no_worker_could_run_are_refused(
+    tmp_path: Path, fields: dict[str, Any], n: int, word: str
+) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        sampling = scheduler_pb2.TokenSampling(max_tokens=3, **fields)
+        await frontend.submit(1, [1], sampling=sampling, n=n)
+        await frontend.submit(2, [1], 3)
+        await frontend.read_until_finished(1, 2)
+        assert frontend.finished[1].cause == scheduler_pb2.FINISH_CAUSE_INVALID
+        assert word in frontend.finished[1].message
+        assert frontend.tokens[2] == completion([1], 3)
 
 
 async def test_malformed_messages_end_the_stream_and_nothing_else(tmp_path: Path) -> None:

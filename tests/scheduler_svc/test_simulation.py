@@ -15,11 +15,15 @@ SEEDS = 500
 REACHED = [
     *(f"ended {cause.name}" for cause in FinishCause),
     "cached prompt tokens",
+    "copies",
     "disconnects",
+    "logprobs",
     "losses",
     "preemptions",
+    "prompt logprobs",
     "resumed",
     "rows mid-prompt",
+    "siblings",
     "tokens not known yet",
 ]
 

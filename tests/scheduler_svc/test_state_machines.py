@@ -4,6 +4,7 @@ scheduler."""
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -19,14 +20,16 @@ from hypothesis.stateful import (
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.scheduler import Scheduler, Step
+from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
-from scheduler_svc.worker_client import encode_step
+from scheduler_svc.step import Answer, Step
+from scheduler_svc.step_encoding import encode_step, read_answer
 from tests import sanitizer
 from tests.oracle import VOCAB_SIZE, completion, states
 from tests.sanitizer import Beside, Owner, Sanitizer
 
 BLOCK = 2
+_MAX_N = 3
 MANY = settings(
     max_examples=200,
     stateful_step_count=40,
@@ -71,6 +74,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """A step that computes some of the tokens, answered."""
         if seq not in self.live:
             return
+        self.copy()
         end = min(seq.num_computed_tokens + num_tokens, seq.num_tokens)
         for i in range(seq.num_computed_tokens // BLOCK, self.blocks.blocks_for(end)):
             block = seq.block_table[i]
@@ -90,6 +94,36 @@ class BlockManagerMachine(RuleBasedStateMachine):
             seq.tokens.append(token)
             assert len(seq.block_table) == self.blocks.blocks_for(seq.num_tokens)
 
+    @rule(target=sequences, parent=sequences, token=st.none() | st.integers(0, 1))
+    def fork(self, parent: Sequence, token: int | None) -> Sequence:
+        """With the same tokens, or one more than the parent has computed."""
+        self.number += 1
+        if token is None or parent not in self.live:
+            tokens = parent.tokens.tolist()
+        else:
+            tokens = [*parent.tokens[: parent.num_computed_tokens], token]
+        child = Sequence((0, self.number), tokens, SamplingParams(max_tokens=99))
+        if parent not in self.live or not self.blocks.fork(parent, child):
+            return child
+        self.live.append(child)
+        assert child.num_computed_tokens < len(tokens), "no token is left to compute"
+        assert len(child.block_table) == self.blocks.blocks_for(len(tokens))
+        for i, block in enumerate(child.block_table[: child.num_computed_tokens // BLOCK]):
+            assert self.content[block] == tokens[: (i + 1) * BLOCK], "another prefix"
+        return child
+
+    def copy(self) -> None:
+        """What a step does first."""
+        tables = {block: seq for seq in self.live for block in seq.block_table}
+        copies = self.blocks.take_copies()
+        read = {block: list(self.content[block]) for block, _ in copies}
+        for source, block in copies:
+            seq = tables[block]
+            place = seq.block_table.index(block)
+            end = min((place + 1) * BLOCK, seq.num_computed_tokens)
+            assert read[source][:end] == seq.tokens[:end].tolist(), "copies something else"
+            self.content[block] = read[source]
+
     @rule(seq=consumes(sequences))
     def free(self, seq: Sequence) -> None:
         if seq in self.live:
@@ -100,6 +134,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def every_block_is_where_it_belongs(self) -> None:
         self.blocks.check_integrity(self.live)
         held = {block for seq in self.live for block in seq.block_table}
+        held.update(self.blocks._copies.values())  # also where nobody has them in a table
         assert self.blocks.num_free_blocks == self.NUM_BLOCKS - len(held)
 
 
@@ -118,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(self.LIMITS, BlockManager(self.NUM_BLOCKS, BLOCK))
-        self.in_flight: deque[tuple[Step, list[int]]] = deque()
+        self.in_flight: deque[tuple[Step, Answer]] = deque()
         self.expected: dict[int, list[int]] = {}  # what open requests are still to get
         self.deadlines: dict[int, float] = {}
         self.now = 0.0
@@ -128,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.new_epoch()
 
     def key(self, number: int) -> tuple[int, int]:
-        return number % 2, number  # two frontends
+        return number // _MAX_N % 2, number  # two frontends
 
     def new_epoch(self) -> None:
         self.epoch += 1
@@ -144,26 +179,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=prompts,
         max_tokens=st.integers(1, 6),
         ends_at=st.integers(0, 8),
+        min_tokens=st.integers(0, 3),
         has=st.integers(0, 2),
+        n=st.integers(1, _MAX_N),
         lasts=st.none() | st.integers(1, 9),
         priority=st.integers(-1, 1),
         salt=st.integers(0, 1),
+        logprobs=st.none() | st.integers(0, 2),
     )
     def add(
         self,
         prompt: list[int],
         max_tokens: int,
         ends_at: int,
+        min_tokens: int,
         has: int,
+        n: int,
         lasts: int | None,
         priority: int,
         salt: int,
+        logprobs: int | None,
     ) -> None:
-        self.number += 1
-        tokens = completion(prompt, max_tokens)
-        params = SamplingParams(max_tokens, eos_token_ids=frozenset(tokens[ends_at : ends_at + 1]))
-        ends = [i for i, token in enumerate(tokens) if token in params.eos_token_ids]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
+        self.number += _MAX_N
+        params = SamplingParams(
+            max_tokens,
+            eos_token_ids=frozenset(completion(prompt, max_tokens)[ends_at : ends_at + 1]),
+            min_tokens=min(min_tokens, max_tokens),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs,
+        )
+        tokens = self.tokens_of(prompt, params)
+        has = has if n == 1 else 0
         deadline = None if lasts is None else self.now + lasts
         seq = Sequence(
             self.key(self.number),
@@ -174,21 +220,35 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             cache_salt=str(salt),
         )
-        needed = prompt + completion(prompt, max_tokens - 1)
-        owner = Owner(f"{self.number}", self.number, salt, 0, np.array(states(needed)))
-        self.sequences[self.number] = (seq, owner)
         room = self.scheduler.num_waiting < self.LIMITS.max_waiting
-        refused = self.scheduler.add(seq)
+        refused = self.scheduler.add(seq, n)
         if len(prompt) + max_tokens > self.LIMITS.max_model_len:
             assert refused
             assert refused.finished is FinishCause.INVALID
         elif refused is None:
-            self.expected[self.number] = tokens[has:]
             assert room
-            if deadline is not None:
-                self.deadlines[self.number] = deadline
+            for i in range(n):
+                self.accepted(self.number + i, prompt, replace(params, seed=i), salt, has)
+                if deadline is not None:
+                    self.deadlines[self.number + i] = deadline
         else:
             assert refused.finished is FinishCause.QUEUE_FULL if not room else has >= len(tokens)
+
+    def tokens_of(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        ends, least = params.eos_token_ids, params.min_tokens
+        tokens = completion(prompt, params.max_tokens, params.seed, least, ends)
+        found = [i for i, token in enumerate(tokens) if token in ends and i >= least]
+        return tokens[: found[0] + 1] if found else tokens
+
+    def accepted(
+        self, number: int, prompt: list[int], params: SamplingParams, salt: int, has: int
+    ) -> None:
+        ends, least = params.eos_token_ids, params.min_tokens
+        computed = completion(prompt, params.max_tokens - 1, params.seed, least, ends)
+        found = np.array(states(prompt + computed))
+        owner = Owner(f"{number}", number, salt, params, prompt, found)
+        self.sequences[number] = (self.scheduler._sequences[self.key(number)], owner)
+        self.expected[number] = self.tokens_of(prompt, params)[has:]
 
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule()
@@ -200,7 +260,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(row.seq.key[1] in self.expected for row in step.rows), "one that has ended"
         self.step_id += 1
         request = encode_step(step, BLOCK, self.epoch, self.step_id)
-        self.in_flight.append((step, self.sanitizer.run(request, self.beside(step))))
+        response = self.sanitizer.run(request, self.beside(step))
+        self.in_flight.append((step, read_answer(request, response)))
 
     @precondition(lambda self: self.in_flight)
     @rule()
@@ -208,13 +269,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.scheduler.apply(*self.in_flight.popleft())
         self.answered += 1
         for output in outputs:
+            if output.prompt_logprobs is not None:
+                assert output.prompt_logprobs.ids.shape[1] == output.seq.params.prompt_logprobs + 1
+                continue
             left = self.expected[output.seq.key[1]]
             assert output.token == left.pop(0), "a wrong token"
             assert (output.finished is not None) == (not left), "ends too early or too late"
             if not left:
                 del self.expected[output.seq.key[1]]
 
-    @rule(number=st.integers(0, 3))
+    @rule(number=st.integers(1 - _MAX_N, 2 * _MAX_N))
     def abort(self, number: int) -> None:
         """One of the latest, which may have ended."""
         self.scheduler.abort(self.key(self.number - number))

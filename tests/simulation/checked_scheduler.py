@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-from scheduler_svc.scheduler import Output, Scheduler, Step
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import Sequence, SequenceKey
+from scheduler_svc.step import Answer, Output, Step
 
 
 class CheckedScheduler(Scheduler):
@@ -13,8 +13,12 @@ class CheckedScheduler(Scheduler):
     answered = 0  # steps, since the cache was lost
     losses_in_a_row = 0  # epochs that were lost since a step was answered; the workers count
 
-    def apply(self, step: Step, token_ids: Seq[int]) -> list[Output]:
-        outputs = super().apply(step, token_ids)
+    def sequence(self, key: SequenceKey) -> Sequence:
+        """One that has not ended."""
+        return self._sequences[key]
+
+    def apply(self, step: Step, answer: Answer) -> list[Output]:
+        outputs = super().apply(step, answer)
         self.answered += 1
         self.losses_in_a_row = 0
         self.check_integrity()

@@ -6,46 +6,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from random import Random
 
 from scheduler_svc.engine import MAX_STEP_FAILURES, Engine
-from scheduler_svc.scheduler import Output
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
-from tests.sanitizer import Owner
+from scheduler_svc.step import Output
+from tests.simulation.attempts import Attempt, Client
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
 from tests.simulation.workload import Request
 
 _RETRY_S = 1.0
 _TWINS_END = (FinishCause.INVALID, FinishCause.QUEUE_FULL)
-
-
-@dataclass
-class Attempt:
-    """A submission of a request; there are more of it after a lost connection."""
-
-    client: Client
-    seq: Sequence
-    owner: Owner
-    num_tokens: int
-    ended: bool = False
-    twin: bool = False  # of one that has its number, to be refused
-
-
-@dataclass
-class Client:
-    """Whoever waits for a request."""
-
-    request: Request
-    delivered: list[int]
-    attempts: list[Attempt] = field(default_factory=list)
-    submitted: bool = False
-    ended: str = ""  # how
-
-    @property
-    def current(self) -> Attempt | None:
-        return self.attempts[-1] if self.attempts else None
 
 
 class Connection:
@@ -80,7 +52,8 @@ class Frontends:
         for _ in range(self._knobs.frontends):
             self._connections.append(self._connect())
         for client in self._clients:
-            self._loop.call_at(client.request.at, self._submit, client)
+            if not client.request.siblings:
+                self._loop.call_at(client.request.at, self._submit_group, client)
             if client.request.abort_at is not None:
                 self._loop.call_at(client.request.abort_at, self._abort, client)
         end = self._clients[-1].request.at + self._knobs.longest_turn_s * 20
@@ -116,7 +89,12 @@ class Frontends:
         late = now - max(request.deadline or now, attempt.seq.arrival)
         assert not attempt.ended, f"{name}: an output after its end: {output}"
         assert late <= self._knobs.longest_turn_s + 1e-3, f"{name}: {late} s after its deadline"
+        if output.prompt_logprobs is not None:
+            attempt.check_prompt_logprobs(output)
+            self._counts["prompt logprobs"] += len(output.prompt_logprobs.ids)
         if output.token is not None:
+            attempt.check_logprobs(output)
+            self._counts["logprobs"] += output.logprobs is not None
             assert output.offset == attempt.num_tokens, f"{name}: offset {output.offset}"
             expected = request.tokens[attempt.num_tokens : attempt.num_tokens + 1]
             assert [output.token] == expected, f"{name}: token {output.token}, not {expected}"
@@ -124,7 +102,7 @@ class Frontends:
         attempt.ended = output.finished is not None
         if output.finished is not None:
             self._check_end(attempt, output.finished)
-        elif attempt.num_tokens == len(request.tokens):
+        elif attempt.num_tokens == len(request.tokens) > 0 and output.token is not None:
             raise AssertionError(f"{name}: goes on after its last token")
 
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
@@ -158,30 +136,55 @@ class Frontends:
             elif output.finished is not None:
                 self._end(client, output.finished.name)
 
-    def _submit(self, client: Client, resubmitted: bool = False) -> None:
+    def _submit_group(self, client: Client) -> None:
+        """All completions of a prompt at once, unless some have ended meanwhile."""
+        n = client.request.n if client.request.tokens else 1  # else it is to be refused
+        group = self._clients[client.request.number : client.request.number + n]
+        if any(member.ended for member in group):
+            for member in group:
+                self._submit(member)
+            return
+        for member in group:
+            member.submitted = True
+        connection = self._connections[client.request.frontend]
+        if connection is None or not self._submit(client, n):
+            return
+        for member in group[1:]:
+            key = (connection.number, member.request.number)
+            self._attempt(member, self._scheduler.sequence(key))
+            self._counts["siblings"] += 1
+
+    def _submit(self, client: Client, n: int = 1, *, resubmitted: bool = False) -> bool:
+        """Whether it was accepted."""
         client.submitted = True
         connection = self._connections[client.request.frontend]
         if client.ended or connection is None:
-            return  # it is submitted again with the next connection
+            return False  # it is submitted again with the next connection
         request, now = client.request, self._loop.time()
         key = (connection.number, request.number)
         seq = request.sequence(key, client.delivered, now, resubmitted=resubmitted)
-        number = len(self._attempts) + 1
-        owner = request.owner(number, f"request {request.number} ({key[0]}, {key[1]})")
-        attempt = Attempt(client, seq, owner, len(client.delivered))
-        client.attempts.append(attempt)
-        self._attempts[id(seq)] = self._by_key[key] = attempt
+        owner = self._attempt(client, seq).owner
         self._counts["submitted"] += 1
         self._counts["resumed"] += bool(client.delivered)
-        self._engine.submit(seq)
-        if key in self._engine.scheduler.open_sequences() and self._rng.random() < 0.05:
+        self._engine.submit(seq, n if request.tokens else request.n)
+        accepted = key in self._scheduler.open_sequences()
+        if accepted and self._rng.random() < 0.05:
             twin = request.sequence(key, client.delivered, now)
             self._attempts[id(twin)] = Attempt(client, twin, owner, 0, twin=True)
             self._engine.submit(twin)
+        return accepted
+
+    def _attempt(self, client: Client, seq: Sequence) -> Attempt:
+        number = len(self._attempts) + 1
+        owner = client.request.owner(number, f"request {seq.key[1]} of connection {seq.key[0]}")
+        attempt = Attempt(client, seq, owner, len(client.delivered))
+        client.attempts.append(attempt)
+        self._attempts[id(seq)] = self._by_key[seq.key] = attempt
+        return attempt
 
     def _retry(self, client: Client, refused: Attempt | None) -> None:
         if client.current is refused:
-            self._submit(client)
+            self._submit_group(client)
 
     def _abort(self, client: Client) -> None:
         """The client has gone, or has what it wants."""

@@ -47,6 +47,10 @@ class Knobs:
     turns: float  # prompt and completion of an earlier request, and more
     resumed: float
     ends: float  # by an end-of-sequence or stop token
+    min_tokens: float
+    many: float  # completions of one prompt
+    logprobs: float
+    filters: float  # which the oracle's model does not know; they travel all the same
     aborts: float
     deadlines: float
     refused: float  # for what can never be served
@@ -107,6 +111,10 @@ def draw(rng: Random) -> Knobs:
         turns=rng.choice([0.0, 0.3, 0.6]),
         resumed=rng.choice([0.0, 0.2]),
         ends=rng.choice([0.0, 0.3, 1.0]),
+        min_tokens=rng.choice([0.0, 0.3]),
+        many=rng.choice([0.0, 0.2, 0.5]),
+        logprobs=rng.choice([0.0, 0.2, 1.0]),
+        filters=rng.choice([0.0, 0.2]),
         aborts=rng.choice([0.0, 0.1, 0.4]),
         deadlines=rng.choice([0.0, 0.1, 0.4]),
         refused=rng.choice([0.0, 0.1]),

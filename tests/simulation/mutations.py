@@ -22,7 +22,16 @@ from tests.simulation.planted_bugs import BUGS, Bug
 ROOT = Path(__file__).parents[2]
 _TESTS = "tests/scheduler_svc"
 _UNIT = [
-    f"{_TESTS}/test_{name}.py" for name in ("scheduler", "block_manager", "policy", "waiting_queue")
+    f"{_TESTS}/test_{name}.py"
+    for name in (
+        "scheduler",
+        "block_manager",
+        "policy",
+        "waiting_queue",
+        "forks",
+        "held",
+        "step_features",
+    )
 ]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
 _MOST_SECONDS = 600

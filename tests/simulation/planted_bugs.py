@@ -54,8 +54,8 @@ BUGS = [
     Bug(
         "a shared block is freed by each who holds it",
         "block_manager.py",
-        "            self._ref_counts[block] -= 1\n            if self._ref_counts[block] == 0:",
-        "            self._ref_counts[block] -= 1\n            if self._ref_counts[block] >= 0:",
+        "        self._ref_counts[block] -= 1\n        if self._ref_counts[block] == 0:",
+        "        self._ref_counts[block] -= 1\n        if self._ref_counts[block] >= 0:",
     ),
     Bug(
         "a cached block that is shared again stays evictable",
@@ -84,7 +84,7 @@ BUGS = [
     Bug(
         "a prefix hit leaves no token to compute",
         "block_manager.py",
-        "full = (seq.num_tokens - 1) // self.block_size",
+        "full = seq.num_cacheable_tokens // self.block_size",
         "full = seq.num_tokens // self.block_size",
     ),
     Bug(
@@ -115,32 +115,32 @@ BUGS = [
     Bug(
         "a step is planned beyond max_tokens",
         "scheduler.py",
-        "(1 if end < seq.max_scheduled_tokens else 0)",
-        "1",
+        "        if end < seq.max_ahead_tokens:\n",
+        "        if True:\n",
     ),
     Bug(
         "the last token but one is never computed",
         "scheduler.py",
-        "(1 if end < seq.max_scheduled_tokens else 0)",
-        "(1 if end < seq.max_scheduled_tokens - 1 else 0)",
+        "        if end < seq.max_ahead_tokens:\n",
+        "        if end < seq.max_ahead_tokens - 1:\n",
     ),
     Bug(
         "the computed count is stale after a hit",
-        "block_manager.py",
-        "seq.num_unscheduled_tokens = seq.num_tokens - seq.num_scheduled_tokens",
-        "seq.num_unscheduled_tokens = seq.num_tokens",
+        "sequence.py",
+        "self.num_unscheduled_tokens = len(self.tokens) - num_tokens - self.held",
+        "self.num_unscheduled_tokens = len(self.tokens) - self.held",
     ),
     Bug(
         "the requeued lose their first",
         "scheduler.py",
-        "        for seq in self._running:\n            seq.reset()\n",
-        "        for seq in list(self._running)[1:]:\n            seq.reset()\n",
+        "        for seq in self._running:\n            self._queue_again(seq)\n",
+        "        for seq in list(self._running)[1:]:\n            self._queue_again(seq)\n",
     ),
     Bug(
         "a preempted sequence is not queued again",
         "scheduler.py",
-        "        seq.reset()\n        self._waiting.push(seq)\n",
-        "        seq.reset()\n",
+        "        self.blocks.free(seq)\n        self._queue_again(seq)\n",
+        "        self.blocks.free(seq)\n        seq.reset()\n",
     ),
     Bug(
         "preemption does not wait for steps in flight",
@@ -169,8 +169,8 @@ BUGS = [
     Bug(
         "a chunk that ends the prompt samples one token early",
         "scheduler.py",
-        "return Row(seq, start, num_tokens, not left, previous_row)",
-        "return Row(seq, start, num_tokens, left < 2, previous_row)",
+        "    samples = False\n    left = seq.num_unscheduled_tokens - num_tokens\n",
+        "    left = seq.num_unscheduled_tokens - num_tokens\n    samples = left < 2\n",
     ),
     Bug(
         "offsets begin anew after resuming",
@@ -210,21 +210,88 @@ BUGS = [
     ),
     Bug(
         "tables have no partly filled block",
-        "worker_client.py",
+        "step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",
         "num_blocks = np.maximum(context_lens // block_size, 1)",
     ),
     Bug(
         "tables have a block too many at a boundary",
-        "worker_client.py",
+        "step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",
         "num_blocks = context_lens // block_size + 1",
     ),
     Bug(
         "tables begin where the prompt's tables would",
-        "worker_client.py",
+        "step_encoding.py",
         "        tables = [table[:n] for",
         "        tables = [table[-n:] for",
+    ),
+    Bug(
+        "a fork's copy is forgotten",
+        "block_manager.py",
+        "            self._copies[child.block_table[full]] = source\n",
+        "            self._ref_counts[source] -= 1\n",
+    ),
+    Bug(
+        "another block is copied for a fork",
+        "block_manager.py",
+        "source = parent.block_table[full]\n",
+        "source = parent.block_table[0]\n",
+    ),
+    Bug(
+        "a fork does not count as one who holds its parent's blocks",
+        "block_manager.py",
+        "        for block in child.block_table:\n            self._ref_counts[block] += 1\n",
+        "",
+    ),
+    Bug(
+        "a copy for one that has ended is kept",
+        "block_manager.py",
+        "            if block in self._copies:  # in vain\n"
+        "                self._release(self._copies.pop(block))\n",
+        "",
+    ),
+    Bug(
+        "those that follow are forgotten with the one that leads",
+        "scheduler.py",
+        "        if followers := self._followers.pop(seq):\n",
+        "        if (followers := self._followers.pop(seq)) and False:\n",
+    ),
+    Bug(
+        "siblings have one seed",
+        "forks.py",
+        "seed=(seq.params.seed + i) % _SEEDS",
+        "seed=seq.params.seed",
+    ),
+    Bug(
+        "end tokens are banned a token too long",
+        "step_features.py",
+        "if index < seq.params.min_tokens else",
+        "if index <= seq.params.min_tokens else",
+    ),
+    Bug(
+        "the bans of min_tokens end with the prompt",
+        "sequence.py",
+        "self.num_prompt_tokens + params.min_tokens - 1)",
+        "params.min_tokens - 1)",
+    ),
+    Bug(
+        "a scored prompt is taken from the prefix cache",
+        "sequence.py",
+        "        if self.params.prompt_logprobs is None:\n",
+        "        if True:\n",
+    ),
+    Bug(
+        "log-probabilities of a prompt are delivered again after preemption",
+        "step.py",
+        "            known = seq.num_prompt_logprobs - row.start\n",
+        "            known = 0\n",
+    ),
+    Bug(
+        "log-probabilities of a prompt are lost with its last token",
+        "scheduler.py",
+        "        return scored + outputs if scored else outputs\n",
+        "        return scored + outputs if scored and not outputs else outputs\n",
     ),
     Bug(
         "a submission does not wake the engine",

@@ -13,7 +13,7 @@ import numpy as np
 
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine
-from scheduler_svc.scheduler import Step
+from scheduler_svc.step import Step
 from tests.sanitizer import Beside
 from tests.simulation import virtual_time
 from tests.simulation.checked_scheduler import CheckedScheduler
@@ -114,6 +114,7 @@ class Simulation:
             attempt = self._frontends.attempt_of(row.seq)
             assert not attempt.ended, f"computes {attempt.owner.name}, which has ended"
             owners.append(attempt.owner)
+        self._counts["copies"] += len(step.copies)
         held: list[int] = []
         for key in self._scheduler.open_sequences():
             held.extend(self._frontends.attempt_at(key).seq.block_table)

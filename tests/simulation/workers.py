@@ -7,19 +7,18 @@ import asyncio
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from random import Random
 
 from scheduler_svc.engine import WorkersLostError
-from scheduler_svc.scheduler import Step
-from scheduler_svc.worker_client import encode_step
+from scheduler_svc.step import Answer, Step
+from scheduler_svc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.sanitizer import Beside, Limits, Sanitizer
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
 from tests.step_columns import describe
 
-Answer = asyncio.Future[list[int] | None]  # None: it was lost
+Pending = asyncio.Future[Answer | None]  # None: it was lost
 _SHOWN_STEPS = 8
 
 
@@ -57,7 +56,7 @@ class SimulatedWorkers:
         loses = self._counts["losses"] < self._knobs.most_losses and self._happens(self._knobs.loss)
         if self._broken or (loses and self._happens(0.25)):
             raise self._lost("before a step was written")
-        tokens = self._sanitizer.run(request, beside)
+        response = self._sanitizer.run(request, beside)
         self._counts["steps"] += 1
         self._counts["rows"] += len(step.rows)
         self._counts["rows mid-prompt"] += sum(not row.samples for row in step.rows)
@@ -65,10 +64,10 @@ class SimulatedWorkers:
             row.previous_row is not None for row in step.rows
         )
         self.digest = zlib.crc32(request.SerializeToString(deterministic=True), self.digest)
-        answer: Answer = self._loop.create_future()
+        answer: Pending = self._loop.create_future()
         self._answers.append(answer)
         self._unread.append(answer)
-        self._loop.call_at(self._answered_at(), _resolve, answer, tokens)
+        self._loop.call_at(self._answered_at(), _resolve, answer, read_answer(request, response))
         if loses and self._happens(0.3):
             raise self._lost("after a step was written")
         if loses:
@@ -76,11 +75,11 @@ class SimulatedWorkers:
             self._loop.call_later(delay, self._break, self._epoch)
         await asyncio.sleep(self._rng.uniform(0, self._knobs.send_s))
 
-    async def receive(self) -> Seq[int]:
-        tokens = await self._unread.popleft()
-        if tokens is None:
+    async def receive(self) -> Answer:
+        answer = await self._unread.popleft()
+        if answer is None:
             raise self._lost("before an answer came")
-        return tokens
+        return answer
 
     async def recover(self) -> None:
         assert self._broken, "recovers although nothing was lost"
@@ -99,8 +98,8 @@ class SimulatedWorkers:
         self._epoch += 1
         self._step_id = 0
         self._broken = False
-        self._answers: list[Answer] = []
-        self._unread: deque[Answer] = deque()
+        self._answers: list[Pending] = []
+        self._unread: deque[Pending] = deque()
         self._free_at = [0.0] * knobs.ranks
         self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.block_size, self._epoch)
 
@@ -130,6 +129,6 @@ class SimulatedWorkers:
         return WorkersLostError(f"planted: {when}")
 
 
-def _resolve(answer: Answer, tokens: list[int] | None) -> None:
-    if not answer.done():
-        answer.set_result(tokens)
+def _resolve(pending: Pending, answer: Answer | None) -> None:
+    if not pending.done():
+        pending.set_result(answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, SequenceKey
-from tests.oracle import VOCAB_SIZE, completion, states
+from tests.oracle import VOCAB_SIZE, completion, logprobs, states
 from tests.sanitizer import Owner
 from tests.simulation.knobs import Knobs
 from tests.step_columns import Ints
@@ -28,6 +28,8 @@ class Request:
     params: SamplingParams
     tokens: list[int]
     cause: FinishCause
+    n: int = 1  # completions of this prompt that are submitted with it: this and the next ones
+    siblings: int = 0  # how many of those this one is
     resumed: int = 0  # tokens that it has already
     priority: int = 0
     salt: int = 0
@@ -52,45 +54,67 @@ class Request:
         )
 
     def owner(self, number: int, name: str) -> Owner:
-        return Owner(name, number, self.salt, self.params.seed, self._states)
+        return Owner(name, number, self.salt, self.params, self.prompt, self._states)
+
+    def logprobs(self, first: int, count: int, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Ids and values of the tokens at `count` positions of prompt and completion."""
+        tokens = (self.prompt + self.tokens)[first : first + count]
+        before = self._states[first - 1 :].tolist()
+        rows = [logprobs(s, token, k) for s, token in zip(before, tokens, strict=False)]
+        return [ids for ids, _ in rows], [values for _, values in rows]
 
     @cached_property
     def _states(self) -> Ints:
-        everything = self.prompt + completion(self.prompt, self.params.max_tokens - 1)
-        return np.array(states(everything))
+        computed = _completion(self.prompt, self.params, self.params.max_tokens - 1)
+        return np.array(states(self.prompt + computed))
 
 
 def plan(knobs: Knobs, rng: Random) -> list[Request]:
     """In order of time."""
     requests: list[Request] = []
     at, left = 0.0, 0
-    for number in range(knobs.requests):
+    while (number := len(requests)) < knobs.requests:
         if not left:
             at += rng.uniform(0, knobs.pause_s)
             left = rng.randint(1, knobs.burst)
         left -= 1
-        make = _refused if rng.random() < knobs.refused else _served
-        requests.append(make(knobs, rng, number, at, requests))
+        if rng.random() < knobs.refused:
+            requests.append(_refused(knobs, rng, number, at))
+        else:
+            requests += _served(knobs, rng, number, at, requests)
     return requests
 
 
-def _served(knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Request]) -> Request:
+def _served(
+    knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Request]
+) -> list[Request]:
+    """One request, or several that are completions of one prompt."""
+
     def maybe(probability: float, value: Callable[[], Any]) -> Any:
         return value() if rng.random() < probability else None
 
     prompt = _prompt(knobs, rng, earlier)
     room = knobs.max_model_len - len(prompt)
     max_tokens = rng.randint(1, min(room, knobs.most_new_tokens))
-    tokens = completion(prompt, max_tokens)
+    seed = rng.choice([rng.getrandbits(64), (1 << 64) - 1])
+    tokens = completion(prompt, max_tokens, seed)
     eos, stop = (
         frozenset(maybe(knobs.ends / 2, lambda: {rng.choice(tokens)}) or ()) for _ in range(2)
     )
     params = SamplingParams(
-        max_tokens, seed=rng.getrandbits(64), eos_token_ids=eos, stop_token_ids=stop
+        max_tokens,
+        seed=seed,
+        eos_token_ids=eos,
+        stop_token_ids=stop,
+        min_tokens=maybe(knobs.min_tokens, lambda: rng.randint(1, max_tokens)) or 0,
+        logprobs=maybe(knobs.logprobs, lambda: rng.randint(0, 3)),
+        prompt_logprobs=maybe(knobs.logprobs, lambda: rng.randint(0, 3)),
+        **(maybe(knobs.filters, lambda: _filters(rng)) or {}),
     )
-    tokens, cause = _end(tokens, params)
+    tokens, cause = _end(params, prompt)
     lasts = knobs.longest_turn_s * len(tokens) + knobs.pause_s
-    return Request(
+    n = maybe(knobs.many, lambda: rng.randint(2, 4)) or 1
+    first = Request(
         number=number,
         frontend=rng.randrange(knobs.frontends),
         at=at,
@@ -98,29 +122,66 @@ def _served(knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Req
         params=params,
         tokens=tokens,
         cause=cause,
-        resumed=maybe(knobs.resumed, lambda: rng.randint(0, len(tokens))) or 0,
+        n=n,
+        resumed=0 if n > 1 else maybe(knobs.resumed, lambda: rng.randint(0, len(tokens))) or 0,
         priority=rng.randrange(knobs.priorities) - 1,
         salt=rng.randrange(knobs.salts),
         deadline=maybe(knobs.deadlines, lambda: at + rng.uniform(0, lasts)),
         abort_at=maybe(knobs.aborts / 2, lambda: at + rng.uniform(0, lasts)),
         abort_after=maybe(knobs.aborts / 2, lambda: rng.randint(1, len(tokens))),
     )
+    return [first, *(_sibling(first, i) for i in range(1, n))]
 
 
-def _refused(knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Request]) -> Request:
-    prompt, max_tokens = rng.choice(
-        [
-            ([], 1),
-            ([VOCAB_SIZE], 1),
-            ([3, -1], 1),
-            ([1], 0),
-            ([1], knobs.max_model_len),
-            ([2] * knobs.max_model_len, 1),
-        ]
+def _sibling(first: Request, i: int) -> Request:
+    """Completion i of its prompt."""
+    seed = (first.params.seed + i) % (1 << 64)
+    params = replace(first.params, seed=seed, prompt_logprobs=None)
+    tokens, cause = _end(params, first.prompt)
+    return replace(
+        first,
+        number=first.number + i,
+        n=1,
+        siblings=i,
+        params=params,
+        tokens=tokens,
+        cause=cause,
+        abort_at=None if first.abort_at is None else first.abort_at + i * 0.01,
+        abort_after=None,
     )
-    params = SamplingParams(max_tokens)
+
+
+def _filters(rng: Random) -> dict[str, Any]:
+    bias = rng.sample(range(VOCAB_SIZE), rng.randint(0, 3))
+    return {
+        "top_k": rng.choice([0, 1, 5]),
+        "top_p": rng.choice([1.0, 0.5]),
+        "min_p": rng.choice([0.0, 0.1]),
+        "repetition_penalty": rng.choice([1.0, 1.5]),
+        "presence_penalty": rng.choice([0.0, 1.0]),
+        "frequency_penalty": rng.choice([0.0, -0.5]),
+        "bias_ids": tuple(bias),
+        "bias_values": tuple(rng.choice([-100.0, 2.0]) for _ in bias),
+    }
+
+
+def _refused(knobs: Knobs, rng: Random, number: int, at: float) -> Request:
+    too_long = [2] * knobs.max_model_len
+    bad: list[tuple[list[int], SamplingParams, int]] = [
+        ([], SamplingParams(1), 1),
+        ([VOCAB_SIZE], SamplingParams(1), 1),
+        ([3, -1], SamplingParams(1), 1),
+        ([1], SamplingParams(0), 1),
+        ([1], SamplingParams(knobs.max_model_len), 1),
+        (too_long, SamplingParams(1), 1),
+        ([1], SamplingParams(1, min_tokens=2), 1),
+        ([1], SamplingParams(1, top_p=float("nan")), 1),
+        ([1], SamplingParams(1, bias_ids=(VOCAB_SIZE,), bias_values=(1.0,)), 1),
+        ([1], SamplingParams(1), 65),
+    ]
+    prompt, params, n = rng.choice(bad)
     frontend = rng.randrange(knobs.frontends)
-    return Request(number, frontend, at, prompt, params, [], FinishCause.INVALID)
+    return Request(number, frontend, at, prompt, params, [], FinishCause.INVALID, n)
 
 
 def _prompt(knobs: Knobs, rng: Random, earlier: list[Request]) -> list[int]:
@@ -138,8 +199,15 @@ def _prompt(knobs: Knobs, rng: Random, earlier: list[Request]) -> list[int]:
     return fresh[: knobs.max_model_len - 1]
 
 
-def _end(tokens: list[int], params: SamplingParams) -> tuple[list[int], FinishCause]:
-    """The end of a completion, written down once more, apart from the scheduler's code."""
+def _completion(prompt: list[int], params: SamplingParams, num_tokens: int) -> list[int]:
+    """As if no token ended it."""
+    ends = params.eos_token_ids | params.stop_token_ids
+    return completion(prompt, num_tokens, params.seed, params.min_tokens, ends)
+
+
+def _end(params: SamplingParams, prompt: list[int]) -> tuple[list[int], FinishCause]:
+    """A completion up to its end, written down once more, apart from the scheduler's code."""
+    tokens = _completion(prompt, params, params.max_tokens)
     for place, token in enumerate(tokens):
         if token in params.eos_token_ids:
             return tokens[: place + 1], FinishCause.EOS

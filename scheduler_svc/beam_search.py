@@ -1,0 +1,138 @@
+"""Beam search: of all continuations of the live beams, the most likely ones live on.
+
+After transformers 5's `GenerationMixin._beam_search` with `do_sample=False` and
+`early_stopping=False`, step for step and in float32 as there, so that the same log-probabilities
+give the same hypotheses in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+# Of a live beam: token ids int[k] and their log-probabilities float32[k], descending.
+Candidates = tuple[npt.ArrayLike, npt.ArrayLike]
+
+
+class Hypothesis(NamedTuple):
+    """A completion that has ended: by `end_token`, its last one, or at the greatest length."""
+
+    token_ids: tuple[int, ...]
+    score: float  # sum of log-probabilities / length ** length_penalty
+    end_token: int | None
+
+
+class Continuation(NamedTuple):
+    """A live beam of the next step: a live beam of this one and a token after it."""
+
+    parent: int
+    token: int
+
+
+@dataclass(slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]
+    score: np.float32  # sum of log-probabilities
+
+
+class BeamSearch:
+    """The search for the best completions of one prompt. It begins with one live beam, the prompt.
+
+    Args:
+        width: live beams, and hypotheses in the end.
+        length_penalty: above 0 it favours long completions, below 0 short ones.
+        end_token_ids: all that end a completion; they count as a part of it.
+        max_tokens, min_tokens: of a completion; before `min_tokens` no end token is chosen.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        length_penalty: float,
+        end_token_ids: Iterable[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+    ) -> None:
+        self.width = width
+        self.length_penalty = length_penalty
+        self.end_token_ids = frozenset(end_token_ids)
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.num_tokens = 0  # of each live beam
+        self.hypotheses: list[Hypothesis] = []  # best first; final once there is no live beam
+        self._live = [_Beam((), np.float32(0))]
+        # As many can be end tokens without leaving fewer than `width` to live on.
+        self._num_kept = max(2, 1 + len(self.end_token_ids)) * width
+        self._ends = np.array(sorted(self.end_token_ids), np.int64)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the most likely tokens the next `advance` needs of each live beam; of a
+        smaller vocabulary, all."""
+        return self._num_kept + (len(self.end_token_ids) if self._bans_end_tokens else 0)
+
+    @property
+    def live_beams(self) -> list[tuple[int, ...]]:
+        """The completion's tokens of each live beam, in order; empty once the search has ended."""
+        return [beam.token_ids for beam in self._live]
+
+    def advance(self, candidates: Seq[Candidates]) -> list[Continuation]:
+        """The next live beams, best first, or none when the search has ended.
+
+        Args:
+            candidates: of each live beam, in order.
+        """
+        self.num_tokens += 1
+        at_limit = self.num_tokens == self.max_tokens
+        live: list[tuple[Continuation, _Beam]] = []
+        for rank, (parent, token, score) in enumerate(self._best(candidates)):
+            beam = _Beam((*self._live[parent].token_ids, token), score)
+            ends = token in self.end_token_ids
+            if not (ends or at_limit):
+                live.append((Continuation(parent, token), beam))
+            elif rank < self.width:  # the rest only make up for those that end
+                self.hypotheses.append(
+                    Hypothesis(beam.token_ids, self._penalized(score), token if ends else None)
+                )
+        self.hypotheses.sort(key=lambda h: -h.score)  # stable: among equals the first found
+        del self.hypotheses[self.width :]
+        del live[self.width :]
+        if live and not self._may_improve(live[0][1].score):
+            live = []
+        self._live = [beam for _, beam in live]
+        return [continuation for continuation, _ in live]
+
+    @property
+    def _bans_end_tokens(self) -> bool:
+        return self.num_tokens < self.min_tokens
+
+    def _best(self, candidates: Seq[Candidates]) -> list[tuple[int, int, np.float32]]:
+        """The best continuations (beam, token, sum of log-probabilities), best first; among
+        equals the lowest beam, then the lowest token."""
+        tokens = [np.asarray(ids, np.int64) for ids, _ in candidates]
+        scores = [
+            np.asarray(logprobs, np.float32) + beam.score
+            for (_, logprobs), beam in zip(candidates, self._live, strict=True)
+        ]
+        token, score = np.concatenate(tokens), np.concatenate(scores)
+        parent = np.repeat(np.arange(len(tokens)), [len(ids) for ids in tokens])
+        if self.num_tokens <= self.min_tokens:  # of the token being chosen
+            allowed = ~np.isin(token, self._ends)
+            parent, token, score = parent[allowed], token[allowed], score[allowed]
+        order = np.lexsort((token, parent, -score))[: self._num_kept]
+        return [(int(parent[i]), int(token[i]), score[i]) for i in order]
+
+    def _may_improve(self, best: np.float32) -> bool:
+        """Whether the best live beam, if it ended as it is, would be among the hypotheses. What it
+        could reach is not asked: `early_stopping=False` is this heuristic."""
+        if len(self.hypotheses) < self.width:
+            return True
+        return self._penalized(best) > self.hypotheses[-1].score
+
+    def _penalized(self, score: np.float32) -> float:
+        return float(score / np.float32(float(self.num_tokens) ** self.length_penalty))

@@ -1,0 +1,80 @@
+"""Completions of one prompt, which is computed once.
+
+The first of them leads. The others follow: they wait, in no queue, until its prompt is in the
+cache, and are forked from it then. A leader that ends before is succeeded by the first of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scheduler_svc.sequence import Sequence, Status
+
+_SEEDS = 1 << 64
+
+
+def siblings(seq: Sequence, n: int) -> list[Sequence]:
+    """The other n - 1 completions of a new sequence's prompt, numbered and seeded after it. The
+    prompt's log-probabilities come with the first one only."""
+    connection, number = seq.key
+    prompt = seq.tokens[: seq.num_prompt_tokens]
+    return [
+        Sequence(
+            (connection, number + i),
+            prompt,
+            replace(seq.params, seed=(seq.params.seed + i) % _SEEDS, prompt_logprobs=None),
+            arrival=seq.arrival,
+            deadline=seq.deadline,
+            priority=seq.priority,
+            cache_salt=seq.cache_salt,
+            resubmitted=seq.resubmitted,
+        )
+        for i in range(1, n)
+    ]
+
+
+class Followers:
+    """Who follows whom."""
+
+    def __init__(self) -> None:
+        self._of: dict[Sequence, list[Sequence]] = {}  # leader -> those that follow it
+        self._leaders: dict[Sequence, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._leaders)
+
+    def of(self, leader: Sequence) -> list[Sequence]:
+        """All that follow a sequence."""
+        return list(self._of.get(leader, ()))
+
+    def add(self, leader: Sequence, followers: list[Sequence]) -> None:
+        if followers:
+            self._of[leader] = followers
+        for seq in followers:
+            seq.status = Status.FOLLOWING
+            self._leaders[seq] = leader
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes out one that follows."""
+        leader = self._leaders.pop(seq)
+        self._of[leader].remove(seq)
+        if not self._of[leader]:
+            del self._of[leader]
+
+    def pop(self, leader: Sequence) -> list[Sequence]:
+        """Takes out all that follow a sequence, which need not have any."""
+        followers = self._of.pop(leader, [])
+        for seq in followers:
+            del self._leaders[seq]
+        return followers
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when they contradict each other. For tests."""
+        for leader, followers in self._of.items():
+            assert leader.status in (Status.WAITING, Status.RUNNING), "a leader that has ended"
+            assert leader.num_generated_tokens == 0, "a leader whose prompt is computed"
+            assert all(self._leaders[seq] is leader for seq in followers), "another leader"
+        for seq in self._leaders:
+            assert seq.status is Status.FOLLOWING, "status of those that follow"
+            assert not seq.block_table, "one that follows holds blocks"
+        assert sum(map(len, self._of.values())) == len(self), "followers"

@@ -1,0 +1,155 @@
+"""What a step asks for beyond a token per row: columns for the few rows that do."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import accumulate
+
+import numpy as np
+
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.step import Logprobs, Row
+from shared.pb import worker_pb2
+
+_NEVER = float("-inf")
+
+
+class MalformedAnswerError(Exception):
+    """An answer that does not fit its step."""
+
+
+def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
+    """Adds the columns of the rows that ask for any."""
+    asking = [i for i, row in enumerate(rows) if row.start < row.seq.num_featured_tokens]
+    sampling = [i for i in asking if rows[i].samples and _has_features(rows[i])]
+    if sampling:
+        request.features.CopyFrom(_features(rows, sampling))
+    scored = [i for i in asking if _num_targets(rows[i])]
+    if scored:
+        request.prompt_logprobs.CopyFrom(_prompt_logprobs(rows, scored))
+
+
+def read_logprobs(
+    request: worker_pb2.StepRequest, response: worker_pb2.StepResponse
+) -> tuple[dict[int, Logprobs], dict[int, Logprobs]]:
+    """Of sampled tokens and of the prompts', by row.
+
+    Raises:
+        MalformedAnswerError: there are more or fewer than were asked for.
+    """
+    ids = np.frombuffer(response.logprob_ids, "<i4")
+    values = np.frombuffer(response.logprob_values, "<f4")
+    features, prompts = request.features, request.prompt_logprobs
+    offsets = np.frombuffer(prompts.target_offsets, "<i4").tolist()
+    sampled = [
+        (row, 1, k + 1)
+        for row, k in zip(_ints(features.rows), _ints(features.num_logprobs), strict=True)
+        if k >= 0
+    ]
+    targets = [
+        (row, offsets[i + 1] - offsets[i], k + 1)
+        for i, (row, k) in enumerate(
+            zip(_ints(prompts.rows), _ints(prompts.num_logprobs), strict=True)
+        )
+    ]
+    expected = sum(count * width for _, count, width in sampled + targets)
+    if not len(ids) == len(values) == expected:
+        raise MalformedAnswerError(
+            f"{len(ids)} ids and {len(values)} values of log-probabilities, expected {expected}"
+        )
+    found, end = [], 0
+    for _, count, width in sampled + targets:
+        start, end = end, end + count * width
+        shape = (count, width)
+        found.append(Logprobs(ids[start:end].reshape(shape), values[start:end].reshape(shape)))
+    split = len(sampled)
+    return (
+        {row: f for (row, _, _), f in zip(sampled, found[:split], strict=True)},
+        {row: f for (row, _, _), f in zip(targets, found[split:], strict=True)},
+    )
+
+
+def _has_features(row: Row) -> bool:
+    seq = row.seq
+    return seq.has_features or seq.mask is not None or bool(_banned(row))
+
+
+def _banned(row: Row) -> frozenset[int]:
+    """Tokens that must not be sampled, since they would end the sequence too early. A mask leaves
+    them out by itself."""
+    seq = row.seq
+    if seq.mask is not None:
+        return frozenset()
+    index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the token that it samples
+    return seq.end_token_ids if index < seq.params.min_tokens else frozenset()
+
+
+def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures:
+    seqs = [rows[i].seq for i in places]
+    params = [seq.params for seq in seqs]
+    bias_ids, bias_values, bias_lens = array("i"), array("f"), []
+    for place, p in zip(places, params, strict=True):
+        before = len(bias_ids)
+        if p.bias_ids:
+            bias_ids.extend(p.bias_ids)
+            bias_values.extend(p.bias_values)
+        if p.min_tokens:
+            banned = sorted(_banned(rows[place]))
+            bias_ids.extend(banned)
+            bias_values.extend([_NEVER] * len(banned))
+        bias_lens.append(len(bias_ids) - before)
+    num_logprobs = [-1 if p.num_logprobs is None else p.num_logprobs for p in params]
+    masked = [i for i, seq in enumerate(seqs) if seq.mask is not None]
+    return worker_pb2.SamplingFeatures(
+        rows=_column("i", places),
+        top_k=_column("i", [p.top_k for p in params]),
+        top_p=_column("f", [p.top_p for p in params]),
+        min_p=_column("f", [p.min_p for p in params]),
+        repetition_penalties=_column("f", [p.repetition_penalty for p in params]),
+        presence_penalties=_column("f", [p.presence_penalty for p in params]),
+        frequency_penalties=_column("f", [p.frequency_penalty for p in params]),
+        prompt_lens=_column("i", [seq.num_prompt_tokens for seq in seqs]),
+        num_logprobs=_column("i", num_logprobs),
+        bias_offsets=_column("i", list(accumulate(bias_lens, initial=0))),
+        bias_ids=bias_ids.tobytes(),
+        bias_values=bias_values.tobytes(),
+        masked=_column("i", masked),
+        masks=b"".join(seq.mask for seq in seqs if seq.mask is not None),
+    )
+
+
+def _num_targets(row: Row) -> int:
+    """How many of its tokens have a successor in the prompt that is to be scored; 0 if all of these
+    were delivered before it was computed again."""
+    seq, last = row.seq, row.seq.num_prompt_tokens - 1
+    if seq.params.prompt_logprobs is None:
+        return 0
+    end = min(row.start + row.num_tokens, last)
+    return max(end - row.start, 0) if end > seq.num_prompt_logprobs else 0
+
+
+def _prompt_logprobs(rows: list[Row], places: list[int]) -> worker_pb2.PromptLogprobs:
+    targets, lens = array("i"), []
+    for row in (rows[i] for i in places):
+        lens.append(_num_targets(row))
+        targets.extend(row.seq.tokens[row.start + 1 : row.start + 1 + lens[-1]])
+    return worker_pb2.PromptLogprobs(
+        rows=_column("i", places),
+        num_logprobs=_column("i", [_num_prompt_logprobs(rows[i].seq) for i in places]),
+        target_offsets=_column("i", list(accumulate(lens, initial=0))),
+        targets=targets.tobytes(),
+    )
+
+
+def _num_prompt_logprobs(seq: Sequence) -> int:
+    assert seq.params.prompt_logprobs is not None
+    return seq.params.prompt_logprobs
+
+
+def _column(code: str, values: list[int] | list[float]) -> bytes:
+    return array(code, values).tobytes()
+
+
+def _ints(column: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(column, "<i4").tolist()
+    return found

@@ -1,0 +1,63 @@
+"""Clients and what was submitted for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.step import Logprobs, Output
+from tests.sanitizer import Owner
+from tests.simulation.workload import Request
+
+
+@dataclass
+class Attempt:
+    """A submission of a request; there are more of it after a lost connection."""
+
+    client: Client
+    seq: Sequence
+    owner: Owner
+    num_tokens: int
+    num_scored: int = 0  # of the prompt's tokens, the first one left out
+    ended: bool = False
+    twin: bool = False  # of one that has its number, to be refused
+
+    def check_prompt_logprobs(self, output: Output) -> None:
+        """Each position comes once, in order, and before the first token."""
+        found = output.prompt_logprobs
+        assert found is not None
+        assert output.offset == self.num_scored + 1, f"{self.owner.name}: position {output.offset}"
+        self.num_scored += len(found.ids)
+        assert self.num_scored < len(self.client.request.prompt), f"{self.owner.name}: too many"
+        self._check(output.offset, found, self.client.request.params.prompt_logprobs)
+
+    def check_logprobs(self, output: Output) -> None:
+        """A token comes with what was asked for."""
+        request = self.client.request
+        if request.params.prompt_logprobs is not None:
+            assert self.num_scored == len(request.prompt) - 1, f"{self.owner.name}: not scored"
+        k = request.params.logprobs
+        assert (output.logprobs is None) == (k is None), f"{self.owner.name}: log-probabilities"
+        if output.logprobs is not None:
+            self._check(len(request.prompt) + output.offset, output.logprobs, k)
+
+    def _check(self, first: int, found: Logprobs, k: int | None) -> None:
+        assert k is not None, f"{self.owner.name} did not ask for log-probabilities"
+        ids, values = self.client.request.logprobs(first, len(found.ids), k)
+        assert found.ids.tolist() == ids, f"{self.owner.name}: ids of log-probabilities"
+        assert found.values.tolist() == values, f"{self.owner.name}: log-probabilities"
+
+
+@dataclass
+class Client:
+    """Whoever waits for a request."""
+
+    request: Request
+    delivered: list[int]
+    attempts: list[Attempt] = field(default_factory=list)
+    submitted: bool = False
+    ended: str = ""  # how
+
+    @property
+    def current(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
