@@ -6,31 +6,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from frontend.detokenizer import IncrementalDetokenizer
+from frontend.logprobs import LogprobRow
 from frontend.request import Sampling
 from frontend.stop_strings import StopStringMatcher
 
 
 @dataclass(slots=True)
 class Delta:
-    """What a completion grew by; `offset` is the index of the first of `token_ids`."""
+    """What a completion grew by; `offset` is the index of the first of `token_ids`.
+
+    Where asked for, one row of `logprobs` per token, and on a call's first delta the prompt's.
+    """
 
     text: str
     token_ids: Sequence[int]
     offset: int
+    logprobs: Sequence[LogprobRow] = ()
+    prompt_logprobs: Sequence[LogprobRow] = ()
 
 
 class CompletionBuilder:
     """Tokens in, deltas out, the same text however the tokens are grouped.
 
     A token that ends the completion by itself (end of sequence, a stop token) is among the token
-    ids but its text is not in the text.
+    ids but its text is not in the text, nor is a stop string, unless the request wants both. Stop
+    strings count from the token after the first `min_tokens` on, as in vLLM.
     """
 
     def __init__(self, table: Mapping[int, bytes], sampling: Sampling) -> None:
         """`table`: the bytes of each token."""
         self._detokenizer = IncrementalDetokenizer(table)
-        self._matcher = StopStringMatcher(sampling.stop) if sampling.stop else None
-        self._silent = frozenset((*sampling.eos_token_ids, *sampling.stop_token_ids))
+        self._matcher = (
+            StopStringMatcher(sampling.stop, include=sampling.include_stop)
+            if sampling.stop
+            else None
+        )
+        ending = (
+            () if sampling.include_stop else (*sampling.eos_token_ids, *sampling.stop_token_ids)
+        )
+        self._silent = frozenset(ending)
+        self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.stop_string: str | None = None  # the one found; the completion has ended then
 
@@ -51,15 +66,18 @@ class CompletionBuilder:
         text = self._detokenizer.flush()
         if self._matcher is None:
             return text
-        text, self.stop_string = self._matcher.feed(text)
+        ignore = self.num_tokens <= self._min_tokens
+        text, self.stop_string = self._matcher.feed(text, ignore=ignore)
         return text + self._matcher.flush()
 
     def _feed_until_stop(
         self, matcher: StopStringMatcher, token_ids: Sequence[int]
     ) -> tuple[str, Sequence[int]]:
         parts = []
+        ignored = self._min_tokens - self.num_tokens
         for count, token_id in enumerate(token_ids, start=1):
-            text, self.stop_string = matcher.feed(self._decode((token_id,)))
+            ignore = count <= ignored
+            text, self.stop_string = matcher.feed(self._decode((token_id,)), ignore=ignore)
             parts.append(text)
             if self.stop_string is not None:
                 return "".join(parts), token_ids[:count]

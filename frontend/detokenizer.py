@@ -25,21 +25,19 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-def token_bytes(vocabulary: Mapping[str, int], special_ids: Iterable[int]) -> dict[int, bytes]:
-    """The bytes of each token; special tokens, which no text shows, have none.
+def token_bytes(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+    """The bytes of each token.
 
     Args:
         vocabulary: token to id, added tokens included.
     """
     alphabet = byte_alphabet()
-    special = frozenset(special_ids)
     table = {}
     for token, token_id in vocabulary.items():
         try:
-            spelled = bytes([alphabet[character] for character in token])
+            table[token_id] = bytes([alphabet[character] for character in token])
         except KeyError:  # an added token with a character outside the alphabet is plain text
-            spelled = token.encode()
-        table[token_id] = b"" if token_id in special else spelled
+            table[token_id] = token.encode()
     return table
 
 

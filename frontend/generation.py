@@ -1,77 +1,226 @@
-"""One completion from its token stream to the chunks that a client is sent."""
+"""A request's completions from their token streams to what a client is sent."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from frontend.completion import CompletionBuilder, Delta
-from frontend.token_stream import FinishReason, Start, TokenStream
+from frontend.logprobs import CompletionLogprobs
+from frontend.request import Request
+from frontend.scheduler_client import SchedulerClient
+from frontend.token_stream import FinishReason, Reader, Start, TokenStream
+from frontend.turns import Turns
+from shared.errors import InternalError, ServiceError
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is known once a completion is complete; times in seconds since the request came."""
+    """How a completion ended; `score` is of beam search."""
 
     reason: FinishReason
     stop_reason: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What is known of a call once it has ended; times in seconds since the request came."""
+
     prompt_tokens: int
-    cached_prompt_tokens: int
+    cached_prompt_tokens: int  # of the first completion
     completion_tokens: int
     queue_s: float
     first_token_s: float
     total_s: float
 
 
-class Generation:
-    """One request under way."""
+class CompletionReader:
+    """One completion under way."""
 
-    def __init__(self, stream: TokenStream, table: Mapping[int, bytes], received_at: float) -> None:
-        """`table`: the bytes of each token; `received_at`: when the request came, on the clock of
-        `time.monotonic`."""
+    def __init__(self, stream: TokenStream, builder: CompletionBuilder) -> None:
+        """`builder`: has been fed the tokens that the client has already."""
         self.stream = stream
-        self.ending: Ending | None = None  # set with the last delta
-        self._builder = CompletionBuilder(table, stream.request.sampling)
-        self._received_at = received_at
+        self.builder = builder
+        self.index = stream.index
+        self.ending: Ending | None = None
 
-    async def next_delta(self) -> Delta:
-        """What the completion grew by; the last delta sets `ending`. Tokens that come while the
+    @property
+    def num_tokens(self) -> int:
+        """Of the completion; while it goes on, with those that nobody has read yet."""
+        return self.builder.num_tokens if self.ending else len(self.stream.tokens)
+
+    def has_news(self) -> bool:
+        stream = self.stream
+        return len(stream.tokens) > self.builder.num_tokens or stream.ended
+
+    def next_delta(self) -> Delta:
+        """What came since the last one; the last one sets `ending`.
+
+        Raises:
+            ServiceError: the request failed.
+        """
+        stream, builder = self.stream, self.builder
+        stream.check()
+        if builder.stop_string is None:
+            delta = builder.feed(stream.tokens[builder.num_tokens :])
+        else:
+            delta = Delta("", (), builder.num_tokens)  # found among the tokens resumed after
+        if stream.logprobs is not None:
+            self._add_logprobs(delta, stream.logprobs)
+        if stream.finish is not None or builder.stop_string is not None:
+            delta.text += builder.finish()
+            self.ending = self._make_ending()
+        return delta
+
+    def _add_logprobs(self, delta: Delta, logprobs: CompletionLogprobs) -> None:
+        delta.logprobs = logprobs.of(delta.offset, len(delta.token_ids))
+        if len(delta.logprobs) < len(delta.token_ids):
+            _fail_without_logprobs(self.stream)
+            self.stream.check()
+
+    def _make_ending(self) -> Ending:
+        stream, builder = self.stream, self.builder
+        if builder.stop_string is not None:
+            return Ending(FinishReason.STOP, builder.stop_string, stream.score)
+        assert stream.finish is not None
+        stopped = stream.finish is FinishReason.STOP
+        return Ending(stream.finish, str(stream.tokens[-1]) if stopped else "", stream.score)
+
+
+class Generation:
+    """One call's completions under way, at least one."""
+
+    def __init__(
+        self,
+        request: Request,
+        readers: Sequence[CompletionReader],
+        close: Callable[[TokenStream], None],
+        received_at: float,
+    ) -> None:
+        """`close`: has a stream dropped that has not ended; `received_at`: when the request came,
+        on the clock of `time.monotonic`."""
+        self.request = request
+        self._all = readers
+        self._open = list(readers)
+        self._close = close
+        self._received_at = received_at
+        # Not sent yet.
+        self._prompt_logprobs = readers[0].stream.prompt_logprobs
+
+    @property
+    def ended(self) -> bool:
+        return not self._open
+
+    @property
+    def error(self) -> ServiceError | None:
+        errors = (each.stream.error for each in self._all)
+        return next((error for error in errors if error is not None), None)
+
+    @property
+    def endings(self) -> list[Ending]:
+        """Of the completions that have ended, in order."""
+        return [each.ending for each in self._all if each.ending is not None]
+
+    async def next_deltas(self) -> list[tuple[CompletionReader, Delta]]:
+        """What completions grew by, at most one delta of each, in order. Tokens that come while the
         caller is busy with one delta join the next.
 
         Raises:
             ServiceError: the request failed.
         """
-        stream, builder = self.stream, self._builder
-        delta = builder.feed(await stream.read(builder.num_tokens))
-        if stream.finish is None and builder.stop_string is None:
-            return delta
-        delta.text += builder.finish()
-        self.ending = self._make_ending()
-        return delta
+        await self._open[0].stream.reader.wait(self._has_news())
+        if self._prompt_logprobs is not None and not self._has_news():
+            return []  # woken for tokens, which wait for the prompt's log-probabilities
+        deltas = [(each, each.next_delta()) for each in self._open if each.has_news()]
+        for each, _ in deltas:
+            if each.ending is not None:
+                # After a stop string the blocks are free before the client has read on.
+                self._close(each.stream)
+                self._open.remove(each)
+        if self._prompt_logprobs is not None:
+            deltas[0][1].prompt_logprobs = self._prompt_logprobs.rows
+            self._prompt_logprobs = None
+        return deltas
 
-    def elapsed_s(self) -> float:
-        """Seconds since the request came."""
-        return time.monotonic() - self._received_at
+    def close(self) -> None:
+        """Drops what has not ended."""
+        for each in self._open:
+            self._close(each.stream)
 
-    def _make_ending(self) -> Ending:
-        stream, builder = self.stream, self._builder
-        # A request that was given all its tokens anew has none that could bring its start.
-        start = stream.start or Start(cached_prompt_tokens=0, queue_s=0.0)
-        if builder.stop_string is not None:
-            reason, stop_reason = FinishReason.STOP, builder.stop_string
-        else:
-            assert stream.finish is not None
-            reason = stream.finish
-            stop_reason = str(stream.tokens[-1]) if reason is FinishReason.STOP else ""
-        first_token_at = stream.first_token_at
-        return Ending(
-            reason=reason,
-            stop_reason=stop_reason,
-            prompt_tokens=len(stream.request.prompt_ids),
+    def totals(self) -> Totals:
+        """What is known so far."""
+        streams = [each.stream for each in self._all]
+        # A completion that was given all its tokens anew has none that could bring its start.
+        start = streams[0].start or Start(cached_prompt_tokens=0, queue_s=0.0)
+        first_token_at = min((s.first_token_at for s in streams if s.first_token_at), default=None)
+        return Totals(
+            prompt_tokens=len(self.request.prompt_ids),
             cached_prompt_tokens=start.cached_prompt_tokens,
-            completion_tokens=builder.num_tokens,
+            completion_tokens=sum(each.num_tokens for each in self._all),
             queue_s=start.queue_s,
             first_token_s=first_token_at - self._received_at if first_token_at else 0.0,
-            total_s=self.elapsed_s(),
+            total_s=time.monotonic() - self._received_at,
         )
+
+    def _has_news(self) -> bool:
+        if self._prompt_logprobs is not None and not self._prompt_logprobs.complete:
+            return self._has_failed()
+        # A loop: for one completion a generator would take several times as long.
+        for each in self._open:  # noqa: SIM110
+            if each.has_news():
+                return True
+        return False
+
+    def _has_failed(self) -> bool:
+        """While the prompt's log-probabilities are missing, which go with the first delta."""
+        first = self._all[0]
+        if first.has_news() and first.stream.error is None:
+            _fail_without_logprobs(first.stream)
+        return self.error is not None
+
+
+def begin(
+    request: Request, scheduler: SchedulerClient, table: Mapping[int, bytes], received_at: float
+) -> Generation:
+    """Submits a request, unless the tokens to resume after are a whole completion.
+
+    Args:
+        table: the bytes of each token.
+
+    Raises:
+        UnavailableError: there is no engine.
+    """
+    sampling = request.sampling
+    builders = [CompletionBuilder(table, sampling) for _ in range(sampling.num_completions)]
+    builders[0].feed(request.resume_token_ids)
+    reason = _end_of_resumed(request, builders[0])
+    if reason is None:
+        streams = scheduler.submit(request)
+    else:
+        streams = [TokenStream(0, request, Reader(Turns()))]
+        streams[0].complete(reason)
+    readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
+    return Generation(request, readers, scheduler.close, received_at)
+
+
+def _end_of_resumed(request: Request, builder: CompletionBuilder) -> FinishReason | None:
+    tokens, sampling = request.resume_token_ids, request.sampling
+    if builder.stop_string is not None:
+        return FinishReason.STOP
+    if tokens and tokens[-1] in sampling.eos_token_ids:
+        return FinishReason.EOS
+    if tokens and tokens[-1] in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
+
+
+def _fail_without_logprobs(stream: TokenStream) -> None:
+    """They should have come before the token, or with it."""
+    log.error("logprobs are missing", request_id=stream.request.request_id, index=stream.index)
+    stream.error = InternalError("internal error")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from frontend.ranges import DEFAULTED
 
 
 class ModelFilesError(Exception):
@@ -14,13 +15,24 @@ class ModelFilesError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests sample with that do not say; of these values where the model does not say."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about a model; `temperature` is the default of requests that give none."""
+    """Facts about a model."""
 
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    temperature: float
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
@@ -37,15 +49,28 @@ def read_model_facts(directory: Path) -> ModelFacts:
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size <= 0:
         raise ModelFilesError(f"{directory / 'config.json'}: vocab_size is {vocab_size!r}")
-    temperature = generation.get("temperature", 1.0)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ModelFilesError(f"{generation_path}: temperature is {temperature!r}")
     return ModelFacts(
         name=directory.resolve().name,
         vocab_size=vocab_size,
         eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
-        temperature=float(temperature),
+        defaults=_sampling_defaults(generation, generation_path, vocab_size),
     )
+
+
+def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingDefaults:
+    values: dict[str, Any] = {}
+    for each in fields(SamplingDefaults):
+        value = generation.get(each.name)
+        if value is None:  # also what Hugging Face writes for "not set"
+            continue
+        kinds = int if each.name == "top_k" else int | float
+        valid = DEFAULTED[each.name]
+        if not isinstance(value, kinds) or isinstance(value, bool) or value not in valid:
+            raise ModelFilesError(f"{path}: {each.name} is {value!r}; must be {valid}")
+        values[each.name] = value if kinds is int else float(value)
+    if values.get("top_k", 0) >= vocab_size:
+        values["top_k"] = 0  # off, and small enough for the contract
+    return SamplingDefaults(**values)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

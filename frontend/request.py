@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+class GrammarKind(enum.Enum):
+    """In what language a grammar is written."""
+
+    JSON_SCHEMA = enum.auto()
+    REGEX = enum.auto()
+    EBNF = enum.auto()
+    JSON = enum.auto()  # any object or array; no text
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must match."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion is made and where it ends."""
+    """How completions are made and where they end. The defaults below are what changes nothing."""
 
     temperature: float  # 0 is greedy
-    seed: int
+    seed: int  # completion number i has seed + i
     max_tokens: int
     eos_token_ids: tuple[int, ...]  # empty when the request ignores them
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
+    min_tokens: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    beam_width: int = 0  # 0: sample
+    length_penalty: float = 0.0  # of beam search
+    grammar: Grammar | None = None
+    include_stop: bool = False  # in the text, what ended it
+    show_special: bool = False  # in the text, special tokens
+
+    @property
+    def num_completions(self) -> int:
+        return self.beam_width or self.n
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to make; `deadline` is on the clock of `time.monotonic`."""
+    """Completions to make of one prompt; `deadline` is on the clock of `time.monotonic`."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -28,3 +66,5 @@ class Request:
     deadline: float | None
     priority: int = 0
     cache_salt: str = ""
+    # Tokens of the completion that the client has; none follows the one that ends it.
+    resume_token_ids: Sequence[int] = ()

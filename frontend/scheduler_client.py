@@ -8,16 +8,22 @@ token is known by (request, offset): what came already is dropped, so none is re
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import structlog
 from grpc import aio
 
+from frontend.logprobs import PromptLogprobs
 from frontend.request import Request
-from frontend.scheduler_messages import abort_message, finish_of, new_tokens, submit_message
-from frontend.token_stream import FinishReason, Start, TokenStream
+from frontend.scheduler_messages import (
+    abort_message,
+    finish_of,
+    logprob_rows,
+    new_tokens,
+    submit_message,
+)
+from frontend.token_stream import FinishReason, Reader, Start, TokenStream
 from frontend.turns import Turns
 from shared.errors import InternalError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
@@ -54,7 +60,7 @@ class SchedulerClient:
         self._address = address
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
-        self._handles = itertools.count(1)
+        self._next_handle = 1
         self._open: dict[int, TokenStream] = {}
         self._turns = Turns()
         self._giving_up: asyncio.TimerHandle | None = None
@@ -73,21 +79,29 @@ class SchedulerClient:
             raise UnavailableError("no engine is ready")
         return self._info
 
-    def submit(self, request: Request) -> TokenStream:
-        """Starts a request, open until it ends or `close` is called.
+    def submit(self, request: Request) -> list[TokenStream]:
+        """Starts the completions of a request, each open until it ends or `close` is called.
 
         Raises:
             UnavailableError: there is no connection.
         """
         if self._outgoing is None:
             raise UnavailableError("no engine is ready")
-        stream = TokenStream(next(self._handles), request, self._turns)
-        self._open[stream.handle] = stream
-        self._outgoing.put_nowait(submit_message(stream))
-        return stream
+        first, sampling = self._next_handle, request.sampling
+        self._next_handle += sampling.num_completions
+        reader = Reader(self._turns)
+        prompt = None
+        if sampling.prompt_logprobs is not None:
+            prompt = PromptLogprobs(len(request.prompt_ids))
+        streams = [TokenStream(first, request, reader, 0, prompt)]
+        for index in range(1, sampling.num_completions):
+            streams.append(TokenStream(first + index, request, reader, index))
+        self._open.update((stream.handle, stream) for stream in streams)
+        self._outgoing.put_nowait(submit_message(streams[0], n=sampling.n if sampling.n > 1 else 0))
+        return streams
 
     def close(self, stream: TokenStream) -> None:
-        """Has the scheduler drop the request, if it has not ended."""
+        """Has the scheduler drop a completion, if it has not ended."""
         if self._open.pop(stream.handle, None) is not None and self._outgoing is not None:
             self._outgoing.put_nowait(abort_message(stream))
 
@@ -127,7 +141,9 @@ class SchedulerClient:
         if self._giving_up is not None:
             self._giving_up.cancel()
         for stream in self._open.values():
-            outgoing.put_nowait(submit_message(stream, resubmitted=True))
+            # Beams end all together, so that all of them are open: the first one stands for all.
+            if not stream.request.sampling.beam_width or stream.index == 0:
+                outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._info, self._outgoing = info, outgoing
         await self._on_ready(True)
 
@@ -162,13 +178,28 @@ class SchedulerClient:
             stream = self._open.get(started.request)
             if stream is not None and stream.start is None:
                 stream.start = Start(started.cached_prompt_tokens, started.queue_s)
+        for rows in output.logprobs:
+            self._take_logprobs(rows)
         for finished in output.finished:
             stream = self._open.pop(finished.request, None)
             if stream is not None:
                 end = finish_of(finished, stream.request.request_id)
-                stream.complete(end) if isinstance(end, FinishReason) else stream.fail(end)
+                if isinstance(end, FinishReason):
+                    stream.complete(end, finished.score)
+                else:
+                    stream.fail(end)
         for stream in grown:
-            stream.wake()
+            stream.reader.wake()
+
+    def _take_logprobs(self, rows: pb.LogprobRows) -> None:
+        stream = self._open.get(rows.request)
+        if stream is None:
+            return
+        logprobs = stream.prompt_logprobs if rows.prompt else stream.logprobs
+        if logprobs is not None:
+            logprobs.add(rows.first, logprob_rows(rows))
+            if rows.prompt:
+                stream.reader.wake()  # tokens of other completions may be waiting for them
 
     def _fail_on_gap(self, stream: TokenStream, offset: int) -> None:
         log.error(

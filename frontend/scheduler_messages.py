@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import structlog
 
+from frontend.logprobs import LogprobRow
+from frontend.request import Grammar, GrammarKind
 from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import (
     DeadlineError,
@@ -16,6 +19,7 @@ from shared.errors import (
     QueueFullError,
     ServiceError,
 )
+from shared.pb import frontend_pb2
 from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -28,11 +32,25 @@ _REASONS: dict[int, FinishReason] = {
     pb.FINISH_CAUSE_LENGTH: FinishReason.LENGTH,
     pb.FINISH_CAUSE_STOP_TOKEN: FinishReason.STOP,
 }
+_GRAMMAR_KINDS = {
+    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
+    GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
+    GrammarKind.JSON: pb.GRAMMAR_KIND_JSON,
+}
+# What the scheduler finds wrong with a request may be a field that the client knows.
+_NAMED_FIELD = re.compile(r"((\w+)(?:\.\w+|\[\d+\])*): (.*)", re.DOTALL)
 
 
-def submit_message(stream: TokenStream, *, resubmitted: bool = False) -> pb.FrontendMessage:
-    """Submits a request with the tokens it has so far."""
-    request, sampling = stream.request, stream.request.sampling
+def submit_message(
+    stream: TokenStream, n: int = 0, *, resubmitted: bool = False
+) -> pb.FrontendMessage:
+    """Submits a completion with the tokens it has so far.
+
+    Args:
+        n: as many completions, of which it is the first; 0 is it alone, or a beam search.
+    """
+    request = stream.request
     timeout_s = 0.0
     if request.deadline is not None:
         timeout_s = max(request.deadline - time.monotonic(), _SHORTEST_TIMEOUT_S)
@@ -42,19 +60,49 @@ def submit_message(stream: TokenStream, *, resubmitted: bool = False) -> pb.Fron
             request_id=request.request_id,
             prompt_ids=np.asarray(request.prompt_ids, "<i4").tobytes(),
             generated_ids=np.asarray(stream.tokens, "<i4").tobytes(),
-            sampling=pb.TokenSampling(
-                temperature=sampling.temperature,
-                seed=sampling.seed,
-                max_tokens=sampling.max_tokens,
-                eos_token_ids=sampling.eos_token_ids,
-                stop_token_ids=sampling.stop_token_ids,
-            ),
+            sampling=_token_sampling(stream),
             priority=request.priority,
             timeout_s=timeout_s,
             cache_salt=request.cache_salt,
             resubmitted=resubmitted,
+            n=n,
         )
     )
+
+
+def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
+    sampling, prompt = stream.request.sampling, stream.prompt_logprobs
+    message = pb.TokenSampling(
+        temperature=sampling.temperature,
+        seed=(sampling.seed + stream.index) % 2**64,
+        max_tokens=sampling.max_tokens,
+        eos_token_ids=sampling.eos_token_ids,
+        stop_token_ids=sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logprobs=sampling.logprobs,
+        # Computing the prompt anew, where its first pass was lost, is for what has not come only.
+        prompt_logprobs=None if prompt is None or prompt.complete else sampling.prompt_logprobs,
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
+        grammar=_grammar(sampling.grammar),
+    )
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias, strict=True)
+        message.bias_ids = np.array(ids, "<i4").tobytes()
+        message.bias_values = np.array(values, "<f4").tobytes()
+    return message
+
+
+def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
+    if grammar is None:
+        return None
+    return pb.Grammar(kind=_GRAMMAR_KINDS[grammar.kind], text=grammar.text)
 
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
@@ -76,6 +124,18 @@ def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:
     )
 
 
+def logprob_rows(message: pb.LogprobRows) -> list[LogprobRow]:
+    """The rows of a message, in the order of their tokens.
+
+    Raises:
+        ValueError: the columns do not have the shape that they should.
+    """
+    shape = (-1, message.width)
+    token_ids = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
+    values = np.frombuffer(message.values, "<f4").reshape(shape).tolist()
+    return list(zip(token_ids, values, strict=True))
+
+
 def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceError:
     """How a request ended: complete, or with an error for the client."""
     reason = _REASONS.get(finished.cause)
@@ -86,7 +146,7 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
     if finished.cause == pb.FINISH_CAUSE_QUEUE_FULL:
         return QueueFullError(finished.message, finished.retry_after_s)
     if finished.cause == pb.FINISH_CAUSE_INVALID:
-        return InvalidArgumentError("request", finished.message)
+        return _invalid_argument(finished.message)
     log.error(
         "request failed in the engine",
         request_id=request_id,
@@ -94,3 +154,11 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
         reason=finished.message,
     )
     return InternalError("internal error")
+
+
+def _invalid_argument(message: str) -> InvalidArgumentError:
+    """Blames the field that `message` begins with, if it is one of a client's request."""
+    match = _NAMED_FIELD.fullmatch(message)
+    if match and match[2] in frontend_pb2.GenerateRequest.DESCRIPTOR.fields_by_name:
+        return InvalidArgumentError(match[1], match[3])
+    return InvalidArgumentError("request", message)

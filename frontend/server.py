@@ -13,12 +13,13 @@ from typing import Any
 import structlog
 from grpc import aio
 
-from frontend import validation
-from frontend.generation import Ending, Generation
+from frontend import responses, validation
+from frontend.generation import Generation, begin
 from frontend.model_files import ModelFacts, read_model_facts
 from frontend.request import Request
+from frontend.responses import WholeCompletion, stream_response
+from frontend.sampling_checks import check_resume, check_sampling
 from frontend.scheduler_client import SchedulerClient
-from frontend.token_stream import FinishReason
 from frontend.tokenizer import Tokenizer
 from shared.config import FrontendSettings
 from shared.errors import InvalidArgumentError
@@ -34,12 +35,6 @@ log = structlog.get_logger(__name__)
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
 
-_FINISH_REASONS = {
-    FinishReason.EOS: pb.FINISH_REASON_EOS,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-}
-
 
 class InferenceServicer(InferenceServiceServicer):
     """Serves `frontend.proto` for one model and one scheduler."""
@@ -51,48 +46,34 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         generation = await self._start(request, context)
-        parts: list[str] = []
-        token_ids: list[int] = []
-        while generation.ending is None:
-            delta = await generation.next_delta()
-            parts.append(delta.text)
-            token_ids += delta.token_ids
-        ending = generation.ending
-        self._scheduler.close(generation.stream)
-        completion = pb.Completion(
-            text="".join(parts),
-            token_ids=token_ids,
-            finish_reason=_FINISH_REASONS[ending.reason],
-            stop_reason=ending.stop_reason,
-        )
-        return pb.GenerateResponse(
-            request_id=generation.stream.request.request_id,
-            completions=[completion],
-            usage=_usage(ending),
-            timings=_timings(ending),
-        )
+        response = pb.GenerateResponse(request_id=generation.request.request_id)
+        table = self._tokenizer.full_table
+        wholes = [WholeCompletion() for _ in range(generation.request.sampling.num_completions)]
+        while not generation.ended:
+            for completion, delta in await generation.next_deltas():
+                wholes[completion.index].add(delta)
+                if delta.prompt_logprobs:
+                    response.prompt_logprobs.extend(
+                        responses.logprobs(delta.prompt_logprobs, table)
+                    )
+        totals = generation.totals()
+        for index, (whole, ending) in enumerate(zip(wholes, generation.endings, strict=True)):
+            response.completions.append(whole.message(index, ending, table))
+        response.usage.CopyFrom(responses.usage(totals))
+        response.timings.CopyFrom(responses.timings(totals))
+        return response
 
     async def GenerateStream(  # type: ignore[override]  # writes instead of yielding: less work
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         generation = await self._start(request, context)
-        request_id = generation.stream.request.request_id
-        while generation.ending is None:
-            delta = await generation.next_delta()
-            response = pb.GenerateStreamResponse(
-                request_id=request_id,
-                text=delta.text,
-                token_ids=delta.token_ids,
-                token_offset=delta.offset,
-            )
-            if (ending := generation.ending) is not None:
-                # After a stop string the blocks are free before the client has read on.
-                self._scheduler.close(generation.stream)
-                response.finish_reason = _FINISH_REASONS[ending.reason]
-                response.stop_reason = ending.stop_reason
-                response.usage.CopyFrom(_usage(ending))
-                response.timings.CopyFrom(_timings(ending))
-            await context.write(response)
+        request_id, table = generation.request.request_id, self._tokenizer.full_table
+        while not generation.ended:
+            deltas = await generation.next_deltas()
+            for completion, delta in deltas:
+                last = generation.ended and delta is deltas[-1][1]
+                totals = generation.totals() if last else None
+                await context.write(stream_response(request_id, completion, delta, totals, table))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=await self._encode(request))
@@ -104,22 +85,7 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        info = self._scheduler.engine_info
-        return pb.GetModelResponse(
-            model=self._facts.name,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=self._facts.eos_token_ids,
-            default_sampling=pb.SamplingParams(temperature=self._facts.temperature),
-            capacity=pb.EngineCapacity(
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_num_seqs=info.max_num_seqs,
-                max_num_batched_tokens=info.max_num_batched_tokens,
-                max_waiting=info.max_waiting,
-                tensor_parallel_size=info.tensor_parallel_size,
-            ),
-        )
+        return responses.model(self._facts, self._scheduler.engine_info)
 
     async def _start(self, message: pb.GenerateRequest, context: Context) -> Generation:
         """Checks a request and submits it.
@@ -131,12 +97,14 @@ class InferenceServicer(InferenceServiceServicer):
         received_at = time.monotonic()
         timeout_s = context.time_remaining()
         deadline = None if timeout_s is None else received_at + timeout_s
-        stream = self._scheduler.submit(await self._checked(message, deadline))
-        generation = Generation(stream, self._tokenizer.table, received_at)
+        checked = await self._checked(message, deadline)
+        special = checked.sampling.show_special
+        table = self._tokenizer.full_table if special else self._tokenizer.table
+        generation = begin(checked, self._scheduler, table, received_at)
 
         def on_done(_: object) -> None:
             # However the call ends: also when the client goes away while a chunk is being written.
-            self._scheduler.close(stream)
+            generation.close()
             _log_end(generation)
 
         context.add_done_callback(on_done)  # type: ignore[arg-type]  # grpc's stubs want a class
@@ -150,9 +118,15 @@ class InferenceServicer(InferenceServiceServicer):
         info = self._scheduler.engine_info
         prompt_ids = await self._prompt_ids(message, info.max_model_len, info.vocab_size)
         room = info.max_model_len - len(prompt_ids)
-        sampling = validation.check_sampling(message.sampling, self._facts, room, info.vocab_size)
+        sampling = check_sampling(message.sampling, self._facts, room, info.vocab_size)
         return Request(
-            request_id, prompt_ids, sampling, deadline, message.priority, message.cache_salt
+            request_id,
+            prompt_ids,
+            sampling,
+            deadline,
+            message.priority,
+            message.cache_salt,
+            check_resume(message.resume_token_ids, sampling, info.vocab_size),
         )
 
     async def _prompt_ids(
@@ -203,32 +177,18 @@ async def serve(server: Server, settings: FrontendSettings) -> None:
     tokenizer.close()
 
 
-def _usage(ending: Ending) -> pb.Usage:
-    return pb.Usage(
-        prompt_tokens=ending.prompt_tokens,
-        cached_prompt_tokens=ending.cached_prompt_tokens,
-        completion_tokens=ending.completion_tokens,
-    )
-
-
-def _timings(ending: Ending) -> pb.Timings:
-    return pb.Timings(
-        queue_s=ending.queue_s, first_token_s=ending.first_token_s, total_s=ending.total_s
-    )
-
-
 def _log_end(generation: Generation) -> None:
     """One line for each request that was submitted."""
-    stream, ending = generation.stream, generation.ending
-    if ending is not None:
-        outcome = ending.reason.name
+    totals = generation.totals()
+    if generation.ended:
+        outcome = ",".join(sorted({ending.reason.name for ending in generation.endings}))
     else:
-        outcome = stream.error.code.name if stream.error is not None else "CANCELLED"
+        outcome = generation.error.code.name if generation.error is not None else "CANCELLED"
     log.info(
         "request ended",
-        request_id=stream.request.request_id,
+        request_id=generation.request.request_id,
         outcome=outcome,
-        prompt_tokens=len(stream.request.prompt_ids),
-        completion_tokens=ending.completion_tokens if ending else len(stream.tokens),
-        total_s=round(generation.elapsed_s(), 4),
+        prompt_tokens=totals.prompt_tokens,
+        completion_tokens=totals.completion_tokens,
+        total_s=round(totals.total_s, 4),
     )

@@ -1,13 +1,13 @@
-"""The tokens of one request as they come from the scheduler."""
+"""The tokens of one completion as they come from the scheduler."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
 from frontend.turns import Turns
 from shared.errors import ServiceError
@@ -29,58 +29,80 @@ class Start:
     queue_s: float
 
 
+class Reader:
+    """The one call that reads a request's streams: it sleeps while none of them has anything."""
+
+    def __init__(self, turns: Turns) -> None:
+        """`turns`: that readers share."""
+        self._turns = turns
+        self._turn: asyncio.Future[None] | None = None  # not asked for yet
+
+    async def wait(self, ready: bool) -> None:
+        """Returns once its turn has come, for which it asks when it is `ready` or woken."""
+        turn = self._turn = asyncio.get_running_loop().create_future()
+        if ready:
+            self.wake()
+        await turn
+
+    def wake(self) -> None:
+        """Tells the call that there is more."""
+        if self._turn is not None:
+            self._turns.ask(self._turn)
+            self._turn = None
+
+
 class TokenStream:
     """Filled by the scheduler client, read by the one call that serves the request."""
 
-    def __init__(self, handle: int, request: Request, turns: Turns) -> None:
-        """`handle`: what the scheduler knows the request by; `turns`: that readers share."""
+    def __init__(
+        self,
+        handle: int,
+        request: Request,
+        reader: Reader,
+        index: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
+        """`handle`: what the scheduler knows it by; `index`: which of the request's completions;
+        `prompt_logprobs`: of the first one, where the request asks for them."""
         self.handle = handle
         self.request = request
-        self.tokens: list[int] = []
+        self.reader = reader
+        self.index = index
+        self.tokens: list[int] = list(request.resume_token_ids)
+        self.prompt_logprobs = prompt_logprobs
+        self.logprobs: CompletionLogprobs | None = None
+        if request.sampling.logprobs is not None:
+            self.logprobs = CompletionLogprobs(len(self.tokens))
         self.first_token_at: float | None = None  # time.monotonic
         self.start: Start | None = None
         self.finish: FinishReason | None = None  # set once the completion is complete
+        self.score = 0.0  # of beam search
         self.error: ServiceError | None = None
-        self._turns = turns
-        self._turn: asyncio.Future[None] | None = None  # of the reader, not asked for yet
 
     @property
     def ended(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    async def read(self, seen: int) -> Sequence[int]:
-        """The tokens after the first `seen`, once there are some or the completion is complete, and
-        the reader's turn has come.
-
+    def check(self) -> None:
+        """
         Raises:
             ServiceError: the request failed.
         """
-        turn = self._turn = asyncio.get_running_loop().create_future()
-        if self.ended or len(self.tokens) > seen:
-            self.wake()
-        await turn
         if self.error is not None:
             raise self.error
-        return self.tokens[seen:]
 
     def append(self, token_id: int) -> None:
-        """Adds a token; `wake` lets the reader know."""
-        if not self.tokens:
+        """Adds a token; the reader is to be woken after a step's."""
+        if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self.tokens.append(token_id)
 
-    def wake(self) -> None:
-        """Tells the reader that there is more."""
-        if self._turn is not None:
-            self._turns.ask(self._turn)
-            self._turn = None
-
-    def complete(self, reason: FinishReason) -> None:
+    def complete(self, reason: FinishReason, score: float = 0.0) -> None:
         """The scheduler says that no token follows."""
-        self.finish = reason
-        self.wake()
+        self.finish, self.score = reason, score
+        self.reader.wake()
 
     def fail(self, error: ServiceError) -> None:
         """The request ends with `error`."""
         self.error = error
-        self.wake()
+        self.reader.wake()

@@ -36,8 +36,10 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         added = self._backend.get_added_tokens_decoder()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        special_ids = (token_id for token_id, token in added.items() if token.special)
-        self.table: Mapping[int, bytes] = token_bytes(vocabulary, special_ids)
+        # The bytes of each token, and the same where special tokens are not shown.
+        self.full_table: Mapping[int, bytes] = token_bytes(vocabulary)
+        special = {token_id: b"" for token_id, token in added.items() if token.special}
+        self.table: Mapping[int, bytes] = {**self.full_table, **special}
         longest = max(len(token.encode()) for token in vocabulary)
         self._max_bytes_per_token = longest * _shrink_bound(self._backend.normalizer)
 

@@ -30,6 +30,7 @@ from frontend.client.types import (
     ModelInfo,
     Prompt,
     SamplingParams,
+    StructuredOutput,
     Timings,
     Usage,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "SamplingParams",
     "ServerError",
     "StackError",
+    "StructuredOutput",
     "Timings",
     "UnauthenticatedError",
     "UnavailableError",

@@ -22,8 +22,10 @@ from frontend.client.types import (
     Prompt,
     SamplingParams,
     as_prompts,
+    as_resume_ids,
     as_sampling_params,
     is_chat,
+    join,
 )
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -77,8 +79,9 @@ class AsyncLLM:
         timeout_s: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     ) -> list[Completion]:
-        """Completions in the order of the prompts (`n` of them for each where n is given).
+        """Completions in the order of the prompts, `n` or `beam_width` of each where asked for.
 
         All prompts are sent at once, up to `max_in_flight`. The first error cancels the others
         and is raised.
@@ -90,20 +93,31 @@ class AsyncLLM:
             timeout_s: deadline of each request from when it is sent.
             priority: lower goes first.
             cache_salt: cached prefixes are shared only among requests of the same salt.
+            resume_token_ids: tokens of the completion that there are already, to go on after; for
+                several prompts a list of them for each.
         """
         items = as_prompts(prompts)
         params = as_sampling_params(sampling_params, len(items))
+        resumed = as_resume_ids(resume_token_ids, len(items))
         slots = asyncio.Semaphore(self._max_in_flight)
         progress = Progress(len(items), shown=use_tqdm)
 
-        async def run(prompt: Prompt, each: SamplingParams) -> list[Completion]:
+        async def run(
+            prompt: Prompt, each: SamplingParams, resume: Sequence[int]
+        ) -> list[Completion]:
             async with slots:
                 stream = self.stream(
-                    prompt, each, timeout_s=timeout_s, priority=priority, cache_salt=cache_salt
+                    prompt,
+                    each,
+                    timeout_s=timeout_s,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    resume_token_ids=resume,
                 )
                 return await self._complete(prompt, stream, progress)
 
-        tasks = [asyncio.create_task(run(*pair)) for pair in zip(items, params, strict=True)]
+        each_one = zip(items, params, resumed, strict=True)
+        tasks = [asyncio.create_task(run(*arguments)) for arguments in each_one]
         try:
             results = await asyncio.gather(*tasks)
         finally:
@@ -121,15 +135,17 @@ class AsyncLLM:
         timeout_s: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        resume_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        """The completion as it is made. Closing the iterator (`aclose`, or cancelling the task that
-        waits for it) cancels the request.
+        """The completion as it is made; the chunks of several take turns. Closing the iterator
+        (`aclose`, or cancelling the task that waits for it) cancels the request.
 
         Args:
             timeout_s, priority, cache_salt: as for `generate`.
+            resume_token_ids: tokens of the completion that there are already, to go on after.
         """
         params = sampling_params or SamplingParams()
-        request = wire.encode_request(prompt, params, priority, cache_salt)
+        request = wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
         loop = asyncio.get_running_loop()
         start = loop.time()
         retry_until = start + min(self._max_retry_wait_s, timeout_s or float("inf"))
@@ -186,12 +202,14 @@ class AsyncLLM:
     ) -> list[Completion]:
         prompt_tokens = await self._count_tokens(prompt) if progress.shown else 0
         chunks: dict[int, list[Chunk]] = {}
+        prompt_logprobs: list[dict[int, float]] = []
         with progress.request(prompt_tokens) as received:
             async with aclosing(stream):
                 async for chunk in stream:
                     received(len(chunk.token_ids))
                     chunks.setdefault(chunk.index, []).append(chunk)
-        return [_join(chunks[index]) for index in sorted(chunks)]
+                    prompt_logprobs += chunk.prompt_logprobs
+        return [join(chunks[index], chunk, prompt_logprobs) for index in sorted(chunks)]
 
     async def _count_tokens(self, prompt: Prompt) -> int:
         if isinstance(prompt, str) or is_chat(prompt):
@@ -214,18 +232,3 @@ class AsyncLLM:
             if delay <= left_s:
                 return delay
         raise typed from None
-
-
-def _join(chunks: list[Chunk]) -> Completion:
-    last = chunks[-1]
-    return Completion(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        usage=last.usage,
-        timings=last.timings,
-        logprobs=[row for chunk in chunks for row in chunk.logprobs],
-        index=last.index,
-        request_id=last.request_id,
-    )

@@ -76,6 +76,7 @@ class LLM:
         timeout_s: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     ) -> list[Completion]:
         """As `AsyncLLM.generate`: completions in the order of the prompts."""
         return self._run(
@@ -86,6 +87,7 @@ class LLM:
                 timeout_s=timeout_s,
                 priority=priority,
                 cache_salt=cache_salt,
+                resume_token_ids=resume_token_ids,
             )
         )
 
@@ -97,11 +99,18 @@ class LLM:
         timeout_s: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        resume_token_ids: Sequence[int] = (),
     ) -> Generator[Chunk, None, None]:
-        """The completion as it is made. Closing the generator cancels the request."""
+        """As `AsyncLLM.stream`: the completion as it is made. Closing the generator cancels the
+        request."""
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         stream = self._llm.stream(
-            prompt, sampling_params, timeout_s=timeout_s, priority=priority, cache_salt=cache_salt
+            prompt,
+            sampling_params,
+            timeout_s=timeout_s,
+            priority=priority,
+            cache_salt=cache_salt,
+            resume_token_ids=resume_token_ids,
         )
 
         async def pump() -> None:

@@ -18,6 +18,17 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True)
+class StructuredOutput:
+    """What the completion must match; exactly one is to be given."""
+
+    json_schema: Mapping[str, Any] | str | None = None  # as it is, or as JSON text
+    regex: str | None = None
+    grammar: str | None = None  # EBNF, from the rule `root`
+    choice: Sequence[str] | None = None
+    json_object: bool | None = None  # True: any JSON, an object or an array
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop; None is the server's default, the model's own."""
 
@@ -40,6 +51,9 @@ class SamplingParams:
     n: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool | None = None
+    beam_width: int | None = None  # 0: sample; else beam search, all beams returned, best first
+    length_penalty: float | None = None  # of beam search
+    structured_output: StructuredOutput | None = None
 
 
 class Usage(TypedDict):
@@ -58,7 +72,8 @@ class Timings(TypedDict):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a completion. The fields from `finish_reason` on are set on the last one only."""
+    """A piece of a completion. The fields from `finish_reason` on are set on a completion's last
+    one only, `usage` and `timings` on that of the request, where several are made of it."""
 
     request_id: str
     index: int  # which of the request's n completions
@@ -66,14 +81,20 @@ class Chunk:
     token_ids: list[int]
     token_offset: int  # index in the completion of the first of token_ids
     logprobs: list[dict[int, float]]  # per token, by token id, the chosen one first
+    # On the request's first chunk, likewise per token of the prompt; of its first one nothing.
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str = ""
+    score: float = 0.0  # of beam search
     usage: Usage | None = None
     timings: Timings | None = None
 
 
 class Completion(TypedDict):
-    """A whole completion, the joined chunks of its stream."""
+    """A whole completion, the joined chunks of its stream: after `resume_token_ids`, what follows.
+
+    Of several of one request, `usage` counts the tokens of this one, those resumed after included.
+    """
 
     text: str
     token_ids: list[int]
@@ -82,6 +103,8 @@ class Completion(TypedDict):
     usage: Usage | None
     timings: Timings | None
     logprobs: list[dict[int, float]]
+    prompt_logprobs: list[dict[int, float]]
+    score: float  # of beam search
     index: int
     request_id: str
 
@@ -140,3 +163,44 @@ def as_sampling_params(
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts")
     return list(params)
+
+
+def as_resume_ids(
+    resume_token_ids: Sequence[int] | Sequence[Sequence[int]], count: int
+) -> list[Sequence[int]]:
+    """The tokens to resume after, of each prompt; none for all where there are none.
+
+    Raises:
+        ValueError: a list that is not as long as the prompts'.
+    """
+    items: list[Any] = list(resume_token_ids)
+    if not items:
+        return [()] * count
+    if isinstance(items[0], numbers.Integral):
+        items = [items]
+    if len(items) != count:
+        raise ValueError(f"{len(items)} resume_token_ids for {count} prompts")
+    return items
+
+
+def join(
+    chunks: list[Chunk], last_of_all: Chunk, prompt_logprobs: list[dict[int, float]]
+) -> Completion:
+    """One of a request's completions; `last_of_all`: the request's last chunk."""
+    last, usage = chunks[-1], last_of_all.usage
+    if usage is not None:
+        count = last.token_offset + len(last.token_ids)
+        usage = {**usage, "completion_tokens": count}
+    return Completion(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=usage,
+        timings=last_of_all.timings,
+        logprobs=[row for chunk in chunks for row in chunk.logprobs],
+        prompt_logprobs=prompt_logprobs,
+        score=last.score,
+        index=last.index,
+        request_id=last.request_id,
+    )

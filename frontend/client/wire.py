@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from frontend.client.types import (
     ModelInfo,
     Prompt,
     SamplingParams,
+    StructuredOutput,
     Timings,
     Usage,
     is_chat,
@@ -28,10 +30,15 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_ABORTED: "aborted",
 }
 _REPEATED = ("stop", "stop_token_ids")
+_NOT_PLAIN = (*_REPEATED, "logit_bias", "structured_output")
 
 
 def encode_request(
-    prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = ""
+    prompt: Prompt,
+    params: SamplingParams,
+    priority: int = 0,
+    cache_salt: str = "",
+    resume_token_ids: Sequence[int] = (),
 ) -> pb.GenerateRequest:
     """
     Raises:
@@ -39,7 +46,10 @@ def encode_request(
     """
     try:
         request = pb.GenerateRequest(
-            sampling=_encode_sampling(params), priority=priority, cache_salt=cache_salt
+            sampling=_encode_sampling(params),
+            priority=priority,
+            cache_salt=cache_salt,
+            resume_token_ids=resume_token_ids,
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -84,9 +94,11 @@ def decode_chunk(message: pb.GenerateStreamResponse) -> Chunk:
         text=message.text,
         token_ids=list(message.token_ids),
         token_offset=message.token_offset,
-        logprobs=[{e.token_id: e.logprob for e in row.entries} for row in message.logprobs],
+        logprobs=_decode_logprobs(message.logprobs),
+        prompt_logprobs=_decode_logprobs(message.prompt_logprobs),
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
         stop_reason=message.stop_reason,
+        score=message.score,
         usage=Usage(
             prompt_tokens=usage.prompt_tokens,
             cached_prompt_tokens=usage.cached_prompt_tokens,
@@ -126,12 +138,34 @@ def _encode_sampling(params: SamplingParams) -> pb.SamplingParams:
         stop=[params.stop] if isinstance(params.stop, str) else params.stop,
         stop_token_ids=params.stop_token_ids,
         logit_bias=params.logit_bias,
+        structured_output=_encode_structured_output(params.structured_output),
     )
     for each in fields(params):
         value = getattr(params, each.name)
-        if value is not None and each.name not in (*_REPEATED, "logit_bias"):
+        if value is not None and each.name not in _NOT_PLAIN:
             setattr(message, each.name, value)
     return message
+
+
+def _encode_structured_output(wanted: StructuredOutput | None) -> pb.StructuredOutput | None:
+    if wanted is None:
+        return None
+    given = {
+        f.name: value for f in fields(wanted) if (value := getattr(wanted, f.name)) is not None
+    }
+    if len(given) != 1:  # a message would silently keep the last
+        names = " and ".join(given) or "nothing"
+        raise ValueError(f"structured_output: {names} given; give one")
+    ((name, value),) = given.items()
+    if name == "choice":
+        value = pb.Choice(options=value)
+    elif name == "json_schema" and not isinstance(value, str):
+        value = json.dumps(value)
+    return pb.StructuredOutput(**{name: value})
+
+
+def _decode_logprobs(rows: Iterable[pb.Logprobs]) -> list[dict[int, float]]:
+    return [{entry.token_id: entry.logprob for entry in row.entries} for row in rows]
 
 
 def _decode_sampling(message: pb.SamplingParams) -> SamplingParams:
@@ -141,6 +175,6 @@ def _decode_sampling(message: pb.SamplingParams) -> SamplingParams:
             values[each.name] = tuple(getattr(message, each.name))
         elif each.name == "logit_bias":
             values[each.name] = dict(message.logit_bias)
-        elif message.HasField(cast(Any, each.name)):
+        elif each.name not in _NOT_PLAIN and message.HasField(cast(Any, each.name)):
             values[each.name] = getattr(message, each.name)
     return SamplingParams(**values)

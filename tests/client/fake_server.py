@@ -2,6 +2,7 @@
 
 A token is a character's code. The completion of a prompt is its characters, each one further in the
 alphabet, over and over: "abc" becomes "bcdbcd...". A chat is the prompt of its messages, joined.
+Completion i of several is i further in the alphabet still.
 """
 
 from __future__ import annotations
@@ -79,25 +80,36 @@ class FakeService(InferenceServiceServicer):
             raise InvalidArgumentError(
                 "sampling.max_tokens", f"{len(prompt)} + {total} exceed {self.max_model_len}"
             )
-        offset = 0
+        sampling = request.sampling
+        count = sampling.beam_width or sampling.n or 1
+        first = offset = len(request.resume_token_ids)
         while endless or offset < total:
             # Lets other requests start, as a model would.
             await asyncio.sleep(0.005 if endless else 0)
-            count = self.tokens_per_chunk if endless else min(self.tokens_per_chunk, total - offset)
-            ids = [prompt[(offset + i) % len(prompt)] + 1 for i in range(count)]
-            response = pb.GenerateStreamResponse(
-                request_id=request.request_id or "made",
-                text="".join(map(chr, ids)),
-                token_ids=ids,
-                token_offset=offset,
-            )
-            offset += count
-            if not endless and offset == total:
-                response.finish_reason = pb.FINISH_REASON_LENGTH
-                response.usage.prompt_tokens = len(prompt)
-                response.usage.completion_tokens = total
-                response.timings.total_s = 0.5
-            yield response
+            size = self.tokens_per_chunk if endless else min(self.tokens_per_chunk, total - offset)
+            for index in range(count):
+                ids = [prompt[(offset + i) % len(prompt)] + 1 + index for i in range(size)]
+                response = pb.GenerateStreamResponse(
+                    request_id=request.request_id or "made",
+                    index=index,
+                    text="".join(map(chr, ids)),
+                    token_ids=ids,
+                    token_offset=offset,
+                )
+                if sampling.HasField("logprobs"):
+                    response.logprobs.extend(_logprobs(i, sampling.logprobs) for i in ids)
+                if sampling.HasField("prompt_logprobs") and (offset, index) == (first, 0):
+                    rows = (_logprobs(i, sampling.prompt_logprobs) for i in prompt[1:])
+                    response.prompt_logprobs.extend([pb.Logprobs(), *rows])
+                if not endless and offset + size == total:
+                    response.finish_reason = pb.FINISH_REASON_LENGTH
+                    response.score = -0.5 - index if sampling.beam_width else 0
+                    if index == count - 1:
+                        response.usage.prompt_tokens = len(prompt)
+                        response.usage.completion_tokens = count * total
+                        response.timings.total_s = 0.5
+                yield response
+            offset += size
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=_prompt_tokens(request))
@@ -119,6 +131,12 @@ class FakeService(InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         raise InternalError("the client uses GenerateStream")
+
+
+def _logprobs(token: int, count: int) -> pb.Logprobs:
+    """The token's, and those of as many others."""
+    others = [pb.Logprob(token_id=i, logprob=-i - 1) for i in range(count)]
+    return pb.Logprobs(entries=[pb.Logprob(token_id=token, logprob=-0.5), *others])
 
 
 def _prompt_tokens(request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int]:

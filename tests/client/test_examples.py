@@ -19,6 +19,8 @@ EXPECTED = {
     "chat.py": "> Tell me a story.",
     "async_many.py": "an empty prompt: INVALID_ARGUMENT",
     "plain_grpc.py": "Podf!vqpo!b!ujnf",
+    "several.py": "2   -2.500 'Rqfh#xsrq#d#wlph'",  # the last of the beams
+    "structured_output.py": "Podf!vqpo!b!ujnf",
 }
 
 

@@ -23,10 +23,12 @@ from frontend.client import (
     QueueFullError,
     SamplingParams,
     ServerError,
+    StructuredOutput,
     UnavailableError,
 )
 from shared.errors import InternalError, ServiceError
 from shared.errors import QueueFullError as ServerQueueFullError
+from shared.pb import frontend_pb2 as pb
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
 
@@ -99,6 +101,101 @@ def test_zero_is_sent_and_none_is_not(llm: LLM, service: FakeService) -> None:
     }
     assert list(sent.stop) == ["END"]
     assert dict(sent.logit_bias) == {3: -1.0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent"),
+    [
+        (
+            StructuredOutput(json_schema={"b": 1, "a": [None]}),
+            pb.StructuredOutput(json_schema='{"b": 1, "a": [null]}'),
+        ),
+        (StructuredOutput(json_schema="{}"), pb.StructuredOutput(json_schema="{}")),
+        (StructuredOutput(regex=""), pb.StructuredOutput(regex="")),
+        (StructuredOutput(grammar="root ::="), pb.StructuredOutput(grammar="root ::=")),
+        (
+            StructuredOutput(choice=["a", "b"]),
+            pb.StructuredOutput(choice=pb.Choice(options=["a", "b"])),
+        ),
+        (StructuredOutput(json_object=True), pb.StructuredOutput(json_object=True)),
+    ],
+)
+def test_structured_output_is_sent(
+    llm: LLM, service: FakeService, wanted: StructuredOutput, sent: pb.StructuredOutput
+) -> None:
+    llm.generate("a", SamplingParams(structured_output=wanted), use_tqdm=False)
+    assert service.requests[0].sampling == pb.SamplingParams(structured_output=sent)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (StructuredOutput(), "structured_output: nothing given; give one"),
+        (StructuredOutput(regex="a", json_object=True), "regex and json_object given; give one"),
+        (StructuredOutput(json_schema={"a": object()}), "not JSON serializable"),
+    ],
+)
+def test_structured_output_is_one_thing_that_can_be_sent(
+    llm: LLM, wanted: StructuredOutput, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"cannot be sent: .*{message}"):
+        llm.generate("a", SamplingParams(structured_output=wanted), use_tqdm=False)
+
+
+def test_n_completions_of_each_prompt_in_order(llm: LLM) -> None:
+    results = llm.generate(["a", "x"], SamplingParams(n=2, max_tokens=3), use_tqdm=False)
+    assert [(c["text"], c["index"]) for c in results] == [
+        ("bbb", 0),
+        ("ccc", 1),
+        ("yyy", 0),
+        ("zzz", 1),
+    ]
+    for completion in results:
+        assert completion["usage"] == {
+            "prompt_tokens": 1,
+            "cached_prompt_tokens": 0,
+            "completion_tokens": 3,
+        }
+        assert completion["timings"]["total_s"] == 0.5
+        assert completion["finish_reason"] == "length"
+
+
+def test_beams_have_scores(llm: LLM) -> None:
+    params = SamplingParams(beam_width=3, length_penalty=2, max_tokens=2)
+    results = llm.generate("a", params, use_tqdm=False)
+    assert [(c["text"], c["score"]) for c in results] == [("bb", -0.5), ("cc", -1.5), ("dd", -2.5)]
+
+
+def test_logprobs_are_dicts_with_the_chosen_token_first(llm: LLM, service: FakeService) -> None:
+    service.tokens_per_chunk = 2
+    params = SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3, n=2)
+    first, second = llm.generate("abc", params, use_tqdm=False)
+    assert [list(row.items()) for row in first["logprobs"]] == [
+        [(token, -0.5), (0, -1), (1, -2)] for token in b"bcd"
+    ]
+    assert [next(iter(row)) for row in second["logprobs"]] == list(b"cde")
+    assert first["prompt_logprobs"] == [{}, {98: -0.5, 0: -1}, {99: -0.5, 0: -1}]
+    assert second["prompt_logprobs"] == first["prompt_logprobs"]
+    chunks = list(llm.stream("abc", params))
+    assert chunks[0].prompt_logprobs == first["prompt_logprobs"]
+    assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
+
+
+def test_resuming_returns_what_follows(llm: LLM, service: FakeService) -> None:
+    params = SamplingParams(max_tokens=5)
+    (whole,) = llm.generate("abc", params, use_tqdm=False)
+    (rest,) = llm.generate("abc", params, use_tqdm=False, resume_token_ids=whole["token_ids"][:2])
+    assert rest["token_ids"] == whole["token_ids"][2:]
+    assert rest["usage"] == whole["usage"]
+    assert list(service.requests[1].resume_token_ids) == whole["token_ids"][:2]
+    chunks = list(llm.stream("abc", params, resume_token_ids=whole["token_ids"][:2]))
+    assert "".join(chunk.text for chunk in chunks) == rest["text"]
+    assert chunks[0].token_offset == 2
+
+    both = llm.generate(["a", "x"], params, use_tqdm=False, resume_token_ids=[[], [121]])
+    assert [c["text"] for c in both] == ["bbbbb", "yyyy"]
+    with pytest.raises(ValueError, match="1 resume_token_ids for 2 prompts"):
+        llm.generate(["a", "x"], params, resume_token_ids=[121])
 
 
 def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:

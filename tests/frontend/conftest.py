@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
 from frontend.server import SERVICE_NAME, serve
+from frontend.token_stream import TokenStream
 from shared.config import FrontendSettings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -54,6 +55,13 @@ class Service:
 
     async def collect(self, request: pb.GenerateRequest) -> list[pb.GenerateStreamResponse]:
         return [response async for response in self.stub.GenerateStream(request)]
+
+
+async def read(stream: TokenStream, seen: int) -> Sequence[int]:
+    """The tokens after the first `seen`, once there are some or the completion is complete."""
+    await stream.reader.wait(stream.ended or len(stream.tokens) > seen)
+    stream.check()
+    return stream.tokens[seen:]
 
 
 @pytest.fixture(scope="session")

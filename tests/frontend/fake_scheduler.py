@@ -28,17 +28,29 @@ INFO = pb.EngineInfo(
 CACHED_PROMPT_TOKENS, QUEUE_S = 3, 0.25  # what every Finished says
 
 
-def echo(prompt: Sequence[int], offset: int) -> int:
-    return prompt[offset % len(prompt)]
-
-
 @dataclass
 class Live:
-    """A request that the fake is running."""
+    """A completion that the fake is running."""
 
     submit: pb.Submit
     prompt: list[int]
     tokens: list[int]
+    seed: int
+
+
+def echo(live: Live) -> int:
+    return live.prompt[len(live.tokens) % len(live.prompt)]
+
+
+def echo_from_seed(live: Live) -> int:
+    """So that the completions of a request differ."""
+    return live.prompt[(len(live.tokens) + live.seed % 8) % len(live.prompt)]
+
+
+def logprob_row(token: int, position: int, count: int) -> list[tuple[int, float]]:
+    """The token's and `count` more log-probabilities, all exact in float32."""
+    others = [(other, -0.5 * other - position) for other in range(count)]
+    return [(token, -0.25 - position), *others]
 
 
 @dataclass
@@ -54,7 +66,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.address = address
         self.info = pb.EngineInfo()
         self.info.CopyFrom(info)
-        self.next_token: Callable[[Sequence[int], int], int] = echo
+        self.next_token: Callable[[Live], int] = echo
         self.refusal: pb.Finished | None = None  # how every request ends, if set
         self.automatic = True  # runs every request to its end; else `step` makes a token of each
         self.ready = asyncio.Event()  # until then connections wait for their EngineInfo
@@ -90,23 +102,39 @@ class FakeScheduler(SchedulerServiceServicer):
         self._step(self.connection)
 
     def _step(self, connection: Connection) -> None:
-        rows = []
-        finished = []
+        rows: list[tuple[int, int, int]] = []
+        logprobs: list[pb.LogprobRows] = []
+        finished: list[pb.Finished] = []
         for handle, live in list(connection.live.items()):
-            token = self.next_token(live.prompt, len(live.tokens))
-            rows.append((handle, len(live.tokens), token))
+            sampling = live.submit.sampling
+            if sampling.beam_width:
+                del connection.live[handle]
+                for index in range(sampling.beam_width):
+                    _end_beam(handle, index, live, rows, finished)
+                continue
+            token, offset = self.next_token(live), len(live.tokens)
+            rows.append((handle, offset, token))
+            if sampling.HasField("prompt_logprobs") and live.submit.request == handle:
+                logprobs += _prompt_rows(handle, live)
+                sampling.ClearField("prompt_logprobs")
+            if sampling.HasField("logprobs"):
+                row = logprob_row(token, offset, sampling.logprobs)
+                logprobs.append(logprob_rows(handle, False, offset, [row]))
             live.tokens.append(token)
             cause = _cause(live, token)
             if cause is not None:
                 del connection.live[handle]
                 finished.append(pb.Finished(request=handle, cause=cause))
-        connection.outbox.put_nowait(_output(rows, finished))
+        connection.outbox.put_nowait(_output(rows, finished, logprobs))
 
     def send(
-        self, rows: Sequence[tuple[int, int, int]], finished: Sequence[pb.Finished] = ()
+        self,
+        rows: Sequence[tuple[int, int, int]],
+        finished: Sequence[pb.Finished] = (),
+        logprobs: Sequence[pb.LogprobRows] = (),
     ) -> None:
         """Sends (handle, offset, token id) rows as they are."""
-        self.connection.outbox.put_nowait(_output(rows, finished))
+        self.connection.outbox.put_nowait(_output(rows, finished, logprobs))
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.FrontendMessage], context: object
@@ -136,10 +164,14 @@ class FakeScheduler(SchedulerServiceServicer):
             submit = message.submit
             prompt = np.frombuffer(submit.prompt_ids, "<i4").tolist()
             tokens = np.frombuffer(submit.generated_ids, "<i4").tolist()
-            connection.live[submit.request] = Live(submit, prompt, tokens)
-            self.submits.put_nowait(submit)
+            for index in range(submit.n or 1):
+                seed = (submit.sampling.seed + index) % 2**64
+                live = Live(submit, prompt, tokens.copy(), seed)
+                connection.live[submit.request + index] = live
+            self.submits.put_nowait(_copy(submit))
             if self.refusal is not None:
-                del connection.live[submit.request]
+                for index in range(submit.n or 1):
+                    del connection.live[submit.request + index]
                 refusal = pb.Finished(request=submit.request)
                 refusal.MergeFrom(self.refusal)
                 self.send((), [refusal])
@@ -147,8 +179,57 @@ class FakeScheduler(SchedulerServiceServicer):
                 self._step(connection)
 
 
+def logprob_rows(
+    handle: int, prompt: bool, first: int, rows: Sequence[Sequence[tuple[int, float]]]
+) -> pb.LogprobRows:
+    entries = [entry for row in rows for entry in row]
+    return pb.LogprobRows(
+        request=handle,
+        prompt=prompt,
+        first=first,
+        width=len(rows[0]),
+        token_ids=np.array([token for token, _ in entries], "<i4").tobytes(),
+        values=np.array([value for _, value in entries], "<f4").tobytes(),
+    )
+
+
+def _prompt_rows(handle: int, live: Live) -> list[pb.LogprobRows]:
+    """In two pieces that overlap."""
+    count = live.submit.sampling.prompt_logprobs
+    rows = [logprob_row(token, i, count) for i, token in enumerate(live.prompt)]
+    middle = len(rows) // 2 + 1
+    return [
+        logprob_rows(handle, True, 1, rows[1 : middle + 1]),
+        logprob_rows(handle, True, middle, rows[middle:]),
+    ]
+
+
+def _end_beam(
+    handle: int,
+    index: int,
+    live: Live,
+    rows: list[tuple[int, int, int]],
+    finished: list[pb.Finished],
+) -> None:
+    """Beam number `index` begins so many tokens into the prompt."""
+    for offset in range(live.submit.sampling.max_tokens):
+        token = live.prompt[(offset + index) % len(live.prompt)]
+        rows.append((handle + index, offset, token))
+    finished.append(
+        pb.Finished(request=handle + index, cause=pb.FINISH_CAUSE_LENGTH, score=-0.5 - index)
+    )
+
+
+def _copy(submit: pb.Submit) -> pb.Submit:
+    copy = pb.Submit()
+    copy.CopyFrom(submit)
+    return copy
+
+
 def _output(
-    rows: Sequence[tuple[int, int, int]], finished: Sequence[pb.Finished]
+    rows: Sequence[tuple[int, int, int]],
+    finished: Sequence[pb.Finished],
+    logprobs: Sequence[pb.LogprobRows],
 ) -> pb.SchedulerMessage:
     handles, offsets, token_ids = zip(*rows, strict=True) if rows else ((), (), ())
     output = pb.StepOutput(
@@ -161,6 +242,7 @@ def _output(
             if offset == 0
         ],
         finished=finished,
+        logprobs=logprobs,
     )
     return pb.SchedulerMessage(step_output=output)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,19 +20,20 @@ TABLE |= {256: b"stop", 257: b"</s>", 258: b""}
 
 
 def builder(
-    stop: Sequence[str] = (), eos: Sequence[int] = (), stop_ids: Sequence[int] = ()
+    stop: Sequence[str] = (),
+    eos: Sequence[int] = (),
+    stop_ids: Sequence[int] = (),
+    **fields: Any,
 ) -> CompletionBuilder:
-    return CompletionBuilder(
-        TABLE,
-        Sampling(
-            temperature=0,
-            seed=0,
-            max_tokens=100,
-            eos_token_ids=tuple(eos),
-            stop_token_ids=tuple(stop_ids),
-            stop=tuple(stop),
-        ),
+    sampling = Sampling(
+        temperature=0,
+        seed=0,
+        max_tokens=100,
+        eos_token_ids=tuple(eos),
+        stop_token_ids=tuple(stop_ids),
+        stop=tuple(stop),
     )
+    return CompletionBuilder(TABLE, replace(sampling, **fields))
 
 
 def test_offsets_count_tokens() -> None:
@@ -73,14 +77,48 @@ def test_ending_tokens_are_kept_without_their_text() -> None:
     assert builder().feed([*b"a", 257]).text == "a</s>"  # not an end where nobody says so
 
 
+def test_what_ended_it_may_stay_in_the_text() -> None:
+    completion = builder(stop=["to"], include_stop=True)
+    delta = completion.feed([*b"a", 256, *b"b"])
+    assert (delta.text, list(delta.token_ids)) == ("asto", [*b"a", 256])
+    assert completion.stop_string == "to"
+    for completion in (
+        builder(eos=[257], include_stop=True),
+        builder(stop_ids=[257], include_stop=True),
+    ):
+        assert completion.feed([*b"a", 257]).text == "a</s>"
+    assert builder(eos=[258], include_stop=True).feed([*b"a", 258]).text == "a"  # it has no text
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "count", "text"),
+    [(0, 2, ""), (1, 2, ""), (2, 4, "ab"), (3, 4, "ab"), (4, 5, "abab")],
+)
+def test_stop_strings_within_the_first_min_tokens_are_text(
+    min_tokens: int, count: int, text: str
+) -> None:
+    """As in vLLM: the token that completes it comes after the first `min_tokens`."""
+    for groups in ([[t] for t in b"abab"], [list(b"abab")]):
+        completion = builder(stop=["ab"], min_tokens=min_tokens)
+        shown = "".join(completion.feed(g).text for g in groups if completion.stop_string is None)
+        shown += completion.finish()
+        assert shown == text
+        assert completion.num_tokens == min(count, 4)
+        assert (completion.stop_string is None) is (min_tokens >= 4)
+
+
 @given(
     token_ids=st.lists(st.integers(0, 258), max_size=30),
     stop=st.lists(st.text(min_size=1, max_size=3), max_size=3),
     cuts=st.sets(st.integers(0, 30)),
+    min_tokens=st.integers(0, 5),
+    include_stop=st.booleans(),
 )
-def test_grouping_changes_nothing(token_ids: list[int], stop: list[str], cuts: set[int]) -> None:
+def test_grouping_changes_nothing(
+    token_ids: list[int], stop: list[str], cuts: set[int], min_tokens: int, include_stop: bool
+) -> None:
     def run(groups: list[list[int]]) -> tuple[str, list[int], str | None]:
-        completion = builder(stop=stop)
+        completion = builder(stop=stop, min_tokens=min_tokens, include_stop=include_stop)
         text, kept = "", []
         for group in groups:
             delta = completion.feed(group)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend.model_files import ModelFilesError, read_model_facts
+from frontend.model_files import ModelFilesError, SamplingDefaults, read_model_facts
 
 
 def write(directory: Path, config: Any, generation: Any = None) -> Path:
@@ -24,13 +24,20 @@ def test_generation_config_goes_before_config(tmp_path: Path) -> None:
     write(
         directory,
         {"vocab_size": 100, "eos_token_id": 7},
-        {"eos_token_id": [8, 9], "temperature": 0.6},
+        {
+            "eos_token_id": [8, 9],
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+            "min_p": 0,
+            "repetition_penalty": 1.1,
+        },
     )
     facts = read_model_facts(directory)
     assert facts.name == "my-model"
     assert facts.vocab_size == 100
     assert facts.eos_token_ids == (8, 9)
-    assert facts.temperature == 0.6
+    assert facts.defaults == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.1)
 
 
 @pytest.mark.parametrize(("config_eos", "expected"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
@@ -39,7 +46,13 @@ def test_defaults_without_generation_config(
 ) -> None:
     facts = read_model_facts(write(tmp_path, {"vocab_size": 100, "eos_token_id": config_eos}))
     assert facts.eos_token_ids == expected
-    assert facts.temperature == 1.0
+    assert facts.defaults == SamplingDefaults(1.0, 0, 1.0, 0.0, 1.0)
+
+
+def test_null_is_not_set_and_a_top_k_over_the_vocabulary_is_off(tmp_path: Path) -> None:
+    generation = {"temperature": None, "top_p": None, "top_k": 10**30}
+    facts = read_model_facts(write(tmp_path, {"vocab_size": 100}, generation))
+    assert facts.defaults == SamplingDefaults()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +62,19 @@ def test_defaults_without_generation_config(
         ({"vocab_size": 0}, None, "vocab_size"),
         ([], None, "config.json"),
         ({"vocab_size": 9}, {"temperature": "hot"}, "temperature"),
-        ({"vocab_size": 9}, {"temperature": -1}, "temperature"),
+        ({"vocab_size": 9}, {"temperature": -1}, r"temperature is -1; must be in \[0, 2\]"),
+        ({"vocab_size": 9}, {"temperature": True}, "temperature is True"),
+        ({"vocab_size": 9}, {"temperature": float("nan")}, "temperature is nan"),
+        ({"vocab_size": 9}, {"top_k": -1}, "generation_config.json: top_k is -1; .* at least 0"),
+        ({"vocab_size": 9}, {"top_k": 2.5}, "top_k is 2.5"),
+        ({"vocab_size": 9}, {"top_p": 0}, r"top_p is 0; must be in \(0, 1\]"),
+        ({"vocab_size": 9}, {"min_p": 1.5}, r"min_p is 1.5; must be in \[0, 1\]"),
+        (
+            {"vocab_size": 9},
+            {"repetition_penalty": 0},
+            r"repetition_penalty is 0; must be in \[1e-30, 1e\+30\]",
+        ),
+        ({"vocab_size": 9}, {"repetition_penalty": 10**400}, "repetition_penalty is 1000"),
         ({"vocab_size": 9}, [], "generation_config.json"),
     ],
 )

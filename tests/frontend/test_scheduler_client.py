@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from frontend.request import Request, Sampling
+from frontend.logprobs import LogprobRow
+from frontend.request import Grammar, GrammarKind, Request, Sampling
 from frontend.scheduler_client import SchedulerClient
 from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import (
@@ -21,12 +25,18 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.pb import scheduler_pb2 as pb
-from tests.frontend.fake_scheduler import FakeScheduler
+from tests.frontend.conftest import read
+from tests.frontend.fake_scheduler import FakeScheduler, logprob_row, logprob_rows
 
 PROMPT = [11, 12, 13]
 
 
-def request(max_tokens: int = 5, deadline: float | None = None) -> Request:
+def request(
+    max_tokens: int = 5,
+    deadline: float | None = None,
+    resume: Sequence[int] = (),
+    **sampling_fields: Any,
+) -> Request:
     sampling = Sampling(
         temperature=0.5,
         seed=2**63 + 1,
@@ -35,7 +45,15 @@ def request(max_tokens: int = 5, deadline: float | None = None) -> Request:
         stop_token_ids=(8, 9),
         stop=("unseen by the scheduler",),
     )
-    return Request("an-id", PROMPT, sampling, deadline, priority=-3, cache_salt="salt")
+    return Request(
+        "an-id",
+        PROMPT,
+        replace(sampling, **sampling_fields),
+        deadline,
+        priority=-3,
+        cache_salt="salt",
+        resume_token_ids=resume,
+    )
 
 
 class Connected:
@@ -64,18 +82,27 @@ def client(connected: Connected) -> SchedulerClient:
     return connected.client
 
 
+def submit_one(client: SchedulerClient, request: Request) -> TokenStream:
+    (stream,) = client.submit(request)
+    return stream
+
+
+def pairs(rows: Sequence[LogprobRow]) -> list[list[tuple[int, float]]]:
+    return [list(zip(*row, strict=True)) for row in rows]
+
+
 async def rest(stream: TokenStream, seen: int = 0) -> list[int]:
     """Reads until the completion is complete."""
     tokens: list[int] = []
     while stream.finish is None or len(stream.tokens) > seen + len(tokens):
-        tokens += await stream.read(seen + len(tokens))
+        tokens += await read(stream, seen + len(tokens))
     return tokens
 
 
 async def test_a_request_is_submitted_whole(
     client: SchedulerClient, scheduler: FakeScheduler
 ) -> None:
-    stream = client.submit(request(deadline=time.monotonic() + 60))
+    stream = submit_one(client, request(deadline=time.monotonic() + 60))
     submit = await scheduler.submits.get()
     assert submit.request == stream.handle
     assert submit.request_id == "an-id"
@@ -89,7 +116,163 @@ async def test_a_request_is_submitted_whole(
         max_tokens=5,
         eos_token_ids=[7],
         stop_token_ids=[8, 9],
+        top_p=1,
+        repetition_penalty=1,
     )
+
+
+async def test_every_feature_is_submitted(
+    client: SchedulerClient, scheduler: FakeScheduler
+) -> None:
+    submit_one(
+        client,
+        request(
+            min_tokens=2,
+            top_k=20,
+            top_p=0.5,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-1,
+            frequency_penalty=2,
+            logit_bias=((3, -100.0), (2**30, 0.5)),
+            logprobs=0,
+            prompt_logprobs=4,
+            grammar=Grammar(GrammarKind.EBNF, "root ::= 'a'"),
+        ),
+    )
+    sampling = (await scheduler.submits.get()).sampling
+    assert sampling == pb.TokenSampling(
+        temperature=0.5,
+        seed=2**63 + 1,
+        max_tokens=5,
+        eos_token_ids=[7],
+        stop_token_ids=[8, 9],
+        min_tokens=2,
+        top_k=20,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=2,
+        bias_ids=np.array([3, 2**30], "<i4").tobytes(),
+        bias_values=np.array([-100, 0.5], "<f4").tobytes(),
+        logprobs=0,
+        prompt_logprobs=4,
+        grammar=pb.Grammar(kind=pb.GRAMMAR_KIND_EBNF, text="root ::= 'a'"),
+    )
+    assert sampling.HasField("logprobs")
+
+
+async def test_completions_of_a_request_have_handles_in_a_row(
+    client: SchedulerClient, scheduler: FakeScheduler
+) -> None:
+    scheduler.automatic = False
+    before = submit_one(client, request())
+    streams = client.submit(request(n=3))
+    after = submit_one(client, request())
+    first = before.handle + 1
+    assert [stream.handle for stream in streams] == [first, first + 1, first + 2]
+    assert after.handle == first + 3
+    submits = [await scheduler.submits.get() for _ in range(3)]
+    assert [(submit.request, submit.n) for submit in submits] == [
+        (before.handle, 0),
+        (first, 3),
+        (after.handle, 0),
+    ]
+    for stream in streams:
+        client.close(stream)
+    assert [await scheduler.aborts.get() for _ in range(3)] == [first, first + 1, first + 2]
+
+
+async def test_completions_of_a_request_are_submitted_anew_each_alone(
+    connected: Connected, scheduler: FakeScheduler
+) -> None:
+    scheduler.automatic = False
+    streams = connected.client.submit(request(n=3, seed=2**64 - 2, prompt_logprobs=1))
+    await scheduler.submits.get()
+    scheduler.step()
+    for stream in streams:
+        assert await read(stream, 0) == [11]
+    connected.client.close(streams[1])
+    scheduler.drop_connection()
+    assert await connected.readiness.get() is False
+    assert await connected.readiness.get() is True
+    again = [await scheduler.submits.get() for _ in range(2)]
+    assert [submit.request for submit in again] == [streams[0].handle, streams[2].handle]
+    assert [submit.n for submit in again] == [0, 0]
+    assert [submit.sampling.seed for submit in again] == [2**64 - 2, 0]
+    assert [np.frombuffer(submit.generated_ids, "<i4").tolist() for submit in again] == [[11], [11]]
+    # The prompt's log-probabilities came before the first token: nobody needs them again.
+    assert not any(submit.sampling.HasField("prompt_logprobs") for submit in again)
+
+
+async def test_a_beam_search_is_submitted_anew_as_a_whole(
+    connected: Connected, scheduler: FakeScheduler
+) -> None:
+    scheduler.automatic = False
+    streams = connected.client.submit(request(beam_width=2, max_tokens=3))
+    first = await scheduler.submits.get()
+    scheduler.drop_connection()
+    assert await connected.readiness.get() is False
+    assert await connected.readiness.get() is True
+    again = await scheduler.submits.get()
+    assert scheduler.submits.empty()
+    assert again.resubmitted
+    again.resubmitted = False
+    assert again == first
+    assert (again.n, again.sampling.beam_width) == (0, 2)
+    scheduler.step()
+    assert [await rest(stream) for stream in streams] == [[11, 12, 13], [12, 13, 11]]
+    assert [stream.score for stream in streams] == [-0.5, -1.5]
+
+
+async def test_log_probabilities_that_came_before_are_dropped(
+    connected: Connected, scheduler: FakeScheduler
+) -> None:
+    scheduler.automatic = False
+    stream = submit_one(connected.client, request(logprobs=1, prompt_logprobs=0))
+    await scheduler.submits.get()
+    handle = stream.handle
+    prompt = [logprob_row(token, i, 0) for i, token in enumerate(PROMPT)]
+    rows = [logprob_row(token, i, 1) for i, token in enumerate((11, 12, 13))]
+
+    scheduler.send((), logprobs=[logprob_rows(handle, True, 1, prompt[1:2])])
+    scheduler.drop_connection()
+    assert await connected.readiness.get() is False
+    assert await connected.readiness.get() is True
+    assert (await scheduler.submits.get()).sampling.prompt_logprobs == 0
+
+    changed = [logprob_row(token, 9, 0) for token in PROMPT]
+    scheduler.send(
+        [(handle, 0, 11), (handle, 1, 12)],
+        logprobs=[
+            logprob_rows(handle, True, 1, [changed[1], prompt[2]]),
+            logprob_rows(handle, False, 0, rows[:2]),
+        ],
+    )
+    scheduler.send(
+        [(handle, 1, 12), (handle, 2, 13)],
+        logprobs=[logprob_rows(handle, False, 1, [logprob_row(12, 9, 1), rows[2]])],
+    )
+    while len(stream.tokens) < 3:
+        await read(stream, len(stream.tokens))
+    assert pairs(stream.logprobs.of(0, 3)) == rows
+    assert pairs(stream.logprobs.of(1, 1)) == rows[1:2]
+    assert stream.prompt_logprobs.complete
+    assert pairs(stream.prompt_logprobs.rows) == [[], *prompt[1:]]
+
+
+async def test_a_completion_goes_on_after_the_tokens_to_resume_after(
+    client: SchedulerClient, scheduler: FakeScheduler
+) -> None:
+    stream = submit_one(client, request(max_tokens=5, resume=[11, 12], logprobs=0))
+    submit = await scheduler.submits.get()
+    assert np.frombuffer(submit.generated_ids, "<i4").tolist() == [11, 12]
+    assert not submit.resubmitted
+    assert await rest(stream, 2) == [13, 11, 12]
+    assert pairs(stream.logprobs.of(2, 3)) == [
+        logprob_row(token, i, 0) for i, token in enumerate((13, 11, 12), start=2)
+    ]
 
 
 async def test_no_deadline_is_sent_as_zero_and_a_passed_one_is_not(
@@ -102,7 +285,7 @@ async def test_no_deadline_is_sent_as_zero_and_a_passed_one_is_not(
 
 
 async def test_tokens_and_finish_arrive(client: SchedulerClient) -> None:
-    streams = [client.submit(request(max_tokens=n)) for n in (5, 1, 3)]
+    streams = [submit_one(client, request(max_tokens=n)) for n in (5, 1, 3)]
     assert [await rest(s) for s in streams] == [[11, 12, 13, 11, 12], [11], [11, 12, 13]]
     for stream in streams:
         assert stream.finish is FinishReason.LENGTH
@@ -114,21 +297,21 @@ async def test_tokens_that_came_meanwhile_are_read_together(
     client: SchedulerClient, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
-    stream = client.submit(request(max_tokens=4))
+    stream = submit_one(client, request(max_tokens=4))
     await scheduler.submits.get()
     scheduler.step()
-    assert await stream.read(0) == [11]
+    assert await read(stream, 0) == [11]
     for _ in range(3):
         scheduler.step()
     await rest(stream)
-    assert await stream.read(1) == [12, 13, 11]
+    assert await read(stream, 1) == [12, 13, 11]
 
 
 async def test_a_repeated_token_is_dropped(
     client: SchedulerClient, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
-    stream = client.submit(request(max_tokens=3))
+    stream = submit_one(client, request(max_tokens=3))
     await scheduler.submits.get()
     scheduler.step()
     scheduler.step()
@@ -141,21 +324,21 @@ async def test_a_missing_token_is_an_internal_error(
     client: SchedulerClient, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
-    stream = client.submit(request())
+    stream = submit_one(client, request())
     await scheduler.submits.get()
     scheduler.send([(stream.handle, 1, 12)])
     with pytest.raises(InternalError, match=r"^internal error$"):
-        await stream.read(0)
+        await read(stream, 0)
     assert await scheduler.aborts.get() == stream.handle
 
 
 async def test_closing_aborts_what_has_not_ended(
     client: SchedulerClient, scheduler: FakeScheduler
 ) -> None:
-    finished = client.submit(request())
+    finished = submit_one(client, request())
     await rest(finished)
     scheduler.automatic = False
-    stream = client.submit(request())
+    stream = submit_one(client, request())
     client.close(finished)
     client.close(stream)
     client.close(stream)
@@ -179,6 +362,14 @@ async def test_closing_aborts_what_has_not_ended(
             pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="does not fit the cache"),
             InvalidArgumentError("request", "does not fit the cache"),
         ),
+        (
+            pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="blocks: 9 needed, 8 there"),
+            InvalidArgumentError("request", "blocks: 9 needed, 8 there"),
+        ),
+        (
+            pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="resume_token_ids[3]: no: never"),
+            InvalidArgumentError("resume_token_ids[3]", "no: never"),
+        ),
         (pb.Finished(cause=pb.FINISH_CAUSE_DEADLINE), DeadlineError("the deadline passed")),
         (
             pb.Finished(cause=pb.FINISH_CAUSE_INTERNAL, message="a secret of the engine"),
@@ -190,9 +381,9 @@ async def test_a_cause_that_is_an_error_is_raised(
     client: SchedulerClient, scheduler: FakeScheduler, finished: pb.Finished, error: ServiceError
 ) -> None:
     scheduler.refusal = finished
-    stream = client.submit(request())
-    with pytest.raises(type(error), match=f"^{error}") as caught:
-        await stream.read(0)
+    stream = submit_one(client, request())
+    with pytest.raises(type(error), match=f"^{re.escape(str(error))}") as caught:
+        await read(stream, 0)
     assert list(caught.value.details()) == list(error.details())
 
 
@@ -201,11 +392,11 @@ async def test_streams_go_on_after_a_lost_connection(
 ) -> None:
     client = connected.client
     scheduler.automatic = False
-    begun = client.submit(request(max_tokens=5))
+    begun = submit_one(client, request(max_tokens=5))
     first = await scheduler.submits.get()
     scheduler.step()
-    assert await begun.read(0) == [11]
-    unbegun = client.submit(request(max_tokens=2))
+    assert await read(begun, 0) == [11]
+    unbegun = submit_one(client, request(max_tokens=2))
     await scheduler.submits.get()
 
     scheduler.drop_connection()
@@ -233,7 +424,7 @@ async def test_a_request_closed_while_disconnected_is_not_submitted_again(
     connected: Connected, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
-    closed, kept = (connected.client.submit(request()) for _ in range(2))
+    closed, kept = (submit_one(connected.client, request()) for _ in range(2))
     for _ in range(2):
         await scheduler.submits.get()
     scheduler.drop_connection()
@@ -251,7 +442,7 @@ async def test_a_scheduler_that_restarts_is_found_again(
     assert await connected.readiness.get() is False
     await scheduler.start()
     assert await connected.readiness.get() is True
-    assert await rest(connected.client.submit(request(max_tokens=1))) == [11]
+    assert await rest(submit_one(connected.client, request(max_tokens=1))) == [11]
 
 
 async def test_open_requests_end_when_no_connection_comes_in_time(
@@ -260,11 +451,11 @@ async def test_open_requests_end_when_no_connection_comes_in_time(
     connected = Connected(scheduler.address, resume_timeout_s=0.01)
     assert await connected.readiness.get() is True
     scheduler.automatic = False
-    stream = connected.client.submit(request())
+    stream = submit_one(connected.client, request())
     await scheduler.submits.get()
     await scheduler.stop()
     with pytest.raises(UnavailableError, match="did not come back"):
-        await stream.read(0)
+        await read(stream, 0)
     await connected.close()
 
 

@@ -194,6 +194,40 @@ async def test_end_of_sequence_is_kept_without_text_and_may_be_ignored(
     assert completion.finish_reason == pb.FINISH_REASON_LENGTH
 
 
+@pytest.mark.parametrize(
+    ("sampling", "text", "reason"),
+    [
+        ({}, "hi", pb.FINISH_REASON_EOS),
+        ({"skip_special_tokens": False}, "hi", pb.FINISH_REASON_EOS),
+        ({"include_stop_in_output": True}, "hi", pb.FINISH_REASON_EOS),
+        (
+            {"include_stop_in_output": True, "skip_special_tokens": False},
+            "hi<|im_end|>",
+            pb.FINISH_REASON_EOS,
+        ),
+        ({"stop": ["i"], "include_stop_in_output": True}, "hi", pb.FINISH_REASON_STOP),
+        ({"stop": ["i"], "min_tokens": 2}, "hi", pb.FINISH_REASON_EOS),
+        (
+            {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 5},
+            "hi<|im_end|>th",
+            pb.FINISH_REASON_LENGTH,
+        ),
+        ({"ignore_eos": True, "max_tokens": 5}, "hith", pb.FINISH_REASON_LENGTH),
+    ],
+)
+async def test_what_of_the_end_and_of_special_tokens_is_shown(
+    service: Service, hf: Any, sampling: dict[str, Any], text: str, reason: int
+) -> None:
+    tokens = ["h", "i", "<|im_end|>", "t", "h"]
+    ids = [hf.convert_tokens_to_ids(token) for token in tokens]
+    message = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(**sampling)
+    )
+    (completion,) = (await service.stub.Generate(message)).completions
+    assert (completion.text, completion.finish_reason) == (text, reason)
+    assert joined(await service.collect(message)) == (text, list(completion.token_ids))
+
+
 async def test_half_a_character_is_never_sent(service: Service, hf: Any) -> None:
     ids = hf("👍").input_ids
     assert len(ids) > 1
@@ -262,6 +296,23 @@ async def test_queue_full_says_when_to_retry(service: Service) -> None:
     assert caught.value.details() == "32 are waiting"
     retry = _detail(caught.value, error_details_pb2.RetryInfo)
     assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
+
+
+async def test_a_grammar_that_the_scheduler_refuses_is_blamed_on_its_field(
+    service: Service,
+) -> None:
+    field = "sampling.structured_output.regex"
+    service.scheduler.refusal = scheduler_pb2.Finished(
+        cause=scheduler_pb2.FINISH_CAUSE_INVALID, message=f"{field}: missing ): at 3"
+    )
+    with pytest.raises(aio.AioRpcError) as caught:
+        await service.stub.Generate(request(structured_output=pb.StructuredOutput(regex="(a")))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == f"{field}: missing ): at 3"
+    (violation,) = _detail(caught.value, error_details_pb2.BadRequest).field_violations
+    assert (violation.field, violation.description) == (field, "missing ): at 3")
+    grammar = service.scheduler.submits.get_nowait().sampling.grammar
+    assert (grammar.kind, grammar.text) == (scheduler_pb2.GRAMMAR_KIND_REGEX, "(a")
 
 
 async def test_an_engine_failure_says_nothing_but_that(service: Service) -> None:
@@ -346,9 +397,13 @@ async def test_get_model(service: Service) -> None:
     assert model.max_model_len == INFO.max_model_len
     assert model.vocab_size == INFO.vocab_size
     assert list(model.eos_token_ids) == [1535, 1533]
-    assert model.default_sampling.ListFields() == [
-        (pb.SamplingParams.DESCRIPTOR.fields_by_name["temperature"], pytest.approx(0.6))
-    ]
+    assert {field.name: value for field, value in model.default_sampling.ListFields()} == {
+        "temperature": pytest.approx(0.6),
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "repetition_penalty": 1,
+    }
     assert model.capacity == pb.EngineCapacity(
         num_blocks=64,
         block_size=16,
@@ -421,7 +476,21 @@ BAD_MESSAGES = {
         request(temperature=float("nan")).SerializeToString(),
         "sampling.temperature: nan",
     ),
-    "unsupported": (request(top_p=0.9).SerializeToString(), "sampling.top_p: not supported"),
+    "out of range": (request(top_p=1.5).SerializeToString(), "sampling.top_p: 1.5 is out of range"),
+    "contradiction": (
+        request(beam_width=2, n=3).SerializeToString(),
+        "sampling.beam_width: 2 cannot go with sampling.n",
+    ),
+    "empty structured output": (
+        request(structured_output=pb.StructuredOutput()).SerializeToString(),
+        "sampling.structured_output: empty",
+    ),
+    "resumed too far": (
+        pb.GenerateRequest(
+            text="hi", resume_token_ids=[1, 2], sampling=pb.SamplingParams(max_tokens=1)
+        ).SerializeToString(),
+        "resume_token_ids: 2 tokens; the limit is 1",
+    ),
 }
 
 

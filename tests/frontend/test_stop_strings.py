@@ -11,32 +11,42 @@ PIECES = st.lists(st.text("ab c", max_size=5), max_size=12)
 STOPS = st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
-    matcher = StopStringMatcher(stops)
+def run(
+    stops: list[str], pieces: list[str], include: bool = False, ignored: int = 0
+) -> tuple[str, str | None]:
+    """`ignored`: in so many of the first pieces nothing is looked for."""
+    matcher = StopStringMatcher(stops, include=include)
     free = ""
-    for piece in pieces:
-        text, found = matcher.feed(piece)
+    for count, piece in enumerate(pieces, start=1):
+        text, found = matcher.feed(piece, ignore=count <= ignored)
         free += text
         if found is not None:
             return free, found
     return free + matcher.flush(), None
 
 
-def search(stops: list[str], text: str) -> tuple[str, str | None]:
-    """The first character that completes a stop string, and the longest that it completes."""
-    for end in range(1, len(text) + 1):
+def search(
+    stops: list[str], text: str, include: bool = False, ignored: int = 0
+) -> tuple[str, str | None]:
+    """The first character that completes a stop string, and the longest that it completes.
+
+    `ignored`: not among so many of the first characters.
+    """
+    for end in range(ignored + 1, len(text) + 1):
         ending_here = [stop for stop in stops if text[:end].endswith(stop)]
         if ending_here:
             longest = max(ending_here, key=len)
-            return text[: end - len(longest)], longest
+            return text[: end if include else end - len(longest)], longest
     return text, None
 
 
-@given(stops=STOPS, pieces=PIECES)
+@given(stops=STOPS, pieces=PIECES, include=st.booleans(), ignored=st.integers(0, 6))
 def test_any_pieces_give_what_a_search_of_the_whole_gives(
-    stops: list[str], pieces: list[str]
+    stops: list[str], pieces: list[str], include: bool, ignored: int
 ) -> None:
-    assert run(stops, pieces) == search(stops, "".join(pieces))
+    text = "".join(pieces)
+    ignored_text = len("".join(pieces[:ignored]))
+    assert run(stops, pieces, include, ignored) == search(stops, text, include, ignored_text)
 
 
 @given(stops=STOPS, pieces=PIECES)
@@ -55,6 +65,18 @@ def test_no_text_is_held_back_without_need(stops: list[str], pieces: list[str]) 
             (n for stop in stops for n in range(len(stop)) if fed.endswith(stop[:n])), default=0
         )
         assert len(held) == longest
+
+
+@given(stops=STOPS, pieces=PIECES)
+def test_nothing_is_held_back_where_the_stop_string_is_shown(
+    stops: list[str], pieces: list[str]
+) -> None:
+    matcher = StopStringMatcher(stops, include=True)
+    for piece in pieces:
+        text, found = matcher.feed(piece)
+        if found is not None:
+            return
+        assert text == piece
 
 
 def test_stop_string_that_spans_pieces_is_never_shown() -> None:

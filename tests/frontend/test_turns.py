@@ -6,9 +6,10 @@ import pytest
 
 from frontend import turns as module
 from frontend.request import Request, Sampling
-from frontend.token_stream import FinishReason, TokenStream
+from frontend.token_stream import FinishReason, Reader, TokenStream
 from frontend.turns import Turns
 from shared.errors import InternalError
+from tests.frontend.conftest import read
 
 SAMPLING = Sampling(0.0, 0, 100, (), (), ())
 
@@ -16,13 +17,13 @@ SAMPLING = Sampling(0.0, 0, 100, (), (), ())
 def token_streams(count: int) -> list[TokenStream]:
     turns = Turns()
     request = Request("r", [1], SAMPLING, None)
-    return [TokenStream(handle, request, turns) for handle in range(count)]
+    return [TokenStream(handle, request, Reader(turns)) for handle in range(count)]
 
 
 def step(streams: list[TokenStream], token_id: int) -> None:
     for stream in streams:
         stream.append(token_id)
-        stream.wake()
+        stream.reader.wake()
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_tokens_that_come_before_a_readers_turn_are_in_one_chunk(one_at_once: None) -> None:
     streams = token_streams(3)
-    readers = [asyncio.create_task(stream.read(0)) for stream in streams]
+    readers = [asyncio.create_task(read(stream, 0)) for stream in streams]
     await asyncio.sleep(0)  # all wait
 
     step(streams, 7)
@@ -49,12 +50,12 @@ async def test_who_comes_back_for_more_waits_behind_the_others(one_at_once: None
     async def read_all(stream: TokenStream) -> None:
         seen = 0
         while seen < 4:
-            tokens = await stream.read(seen)
+            tokens = await read(stream, seen)
             seen += len(tokens)
             order.append(stream.handle)
             if seen < 4:
                 stream.append(0)  # the engine is faster than the readers
-                stream.wake()
+                stream.reader.wake()
 
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]
     await asyncio.sleep(0)
@@ -65,7 +66,7 @@ async def test_who_comes_back_for_more_waits_behind_the_others(one_at_once: None
 
 async def test_a_reader_that_is_cancelled_takes_no_turn(one_at_once: None) -> None:
     first, second = token_streams(2)
-    readers = [asyncio.create_task(stream.read(0)) for stream in (first, second)]
+    readers = [asyncio.create_task(read(stream, 0)) for stream in (first, second)]
     await asyncio.sleep(0)
     step([first, second], 5)
     readers[0].cancel()
@@ -77,8 +78,8 @@ async def test_a_reader_that_is_cancelled_takes_no_turn(one_at_once: None) -> No
 async def test_the_end_and_an_error_are_read_without_tokens() -> None:
     complete, failed = token_streams(2)
     complete.complete(FinishReason.LENGTH)
-    assert await complete.read(0) == []
-    waiting = asyncio.create_task(failed.read(0))
+    assert await read(complete, 0) == []
+    waiting = asyncio.create_task(read(failed, 0))
     await asyncio.sleep(0)
     failed.fail(InternalError("broken"))
     with pytest.raises(InternalError, match="broken"):

@@ -1,0 +1,131 @@
+"""From the domain's types to the messages of protos/frontend.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from frontend.completion import Delta
+from frontend.generation import CompletionReader, Ending, Totals
+from frontend.logprobs import LogprobRow
+from frontend.model_files import ModelFacts
+from frontend.token_stream import FinishReason
+from shared.pb import frontend_pb2 as pb
+from shared.pb import scheduler_pb2
+
+_FINISH_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+}
+
+
+def stream_response(
+    request_id: str,
+    completion: CompletionReader,
+    delta: Delta,
+    totals: Totals | None,
+    table: Mapping[int, bytes],
+) -> pb.GenerateStreamResponse:
+    """
+    Args:
+        totals: with the call's last delta.
+        table: the bytes of each token, special ones included.
+    """
+    response = pb.GenerateStreamResponse(
+        request_id=request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        token_offset=delta.offset,
+    )
+    if completion.index:
+        response.index = completion.index
+    if delta.logprobs:
+        response.logprobs.extend(logprobs(delta.logprobs, table))
+    if delta.prompt_logprobs:
+        response.prompt_logprobs.extend(logprobs(delta.prompt_logprobs, table))
+    if (ending := completion.ending) is not None:
+        response.finish_reason = _FINISH_REASONS[ending.reason]
+        response.stop_reason = ending.stop_reason
+        response.score = ending.score
+    if totals is not None:
+        response.usage.CopyFrom(usage(totals))
+        response.timings.CopyFrom(timings(totals))
+    return response
+
+
+class WholeCompletion:
+    """Joins the deltas of one completion."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[LogprobRow] = []
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+
+    def message(self, index: int, ending: Ending, table: Mapping[int, bytes]) -> pb.Completion:
+        """`table` as for `stream_response`."""
+        return pb.Completion(
+            index=index,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=_FINISH_REASONS[ending.reason],
+            stop_reason=ending.stop_reason,
+            logprobs=logprobs(self._logprobs, table),
+            score=ending.score,
+        )
+
+
+def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:
+    """One per row, in order; `table` as for `stream_response`."""
+    return [
+        pb.Logprobs(
+            entries=[
+                pb.Logprob(token_id=token_id, logprob=value, token=table.get(token_id, b""))
+                for token_id, value in zip(*row, strict=True)
+            ]
+        )
+        for row in rows
+    ]
+
+
+def usage(totals: Totals) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=totals.prompt_tokens,
+        cached_prompt_tokens=totals.cached_prompt_tokens,
+        completion_tokens=totals.completion_tokens,
+    )
+
+
+def timings(totals: Totals) -> pb.Timings:
+    return pb.Timings(
+        queue_s=totals.queue_s, first_token_s=totals.first_token_s, total_s=totals.total_s
+    )
+
+
+def model(facts: ModelFacts, info: scheduler_pb2.EngineInfo) -> pb.GetModelResponse:
+    defaults = facts.defaults
+    return pb.GetModelResponse(
+        model=facts.name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        default_sampling=pb.SamplingParams(
+            temperature=defaults.temperature,
+            top_k=defaults.top_k,
+            top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        ),
+        capacity=pb.EngineCapacity(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_waiting=info.max_waiting,
+            tensor_parallel_size=info.tensor_parallel_size,
+        ),
+    )

@@ -1,0 +1,240 @@
+"""Checks sampling parameters, field by field and against each other, and fills in defaults."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import fields, replace
+from typing import Any
+
+from frontend.model_files import ModelFacts, SamplingDefaults
+from frontend.ranges import DEFAULTED, Range, check_range
+from frontend.request import Sampling
+from frontend.structured_output import check_structured_output
+from frontend.validation import check_token_ids
+from shared.errors import InvalidArgumentError
+from shared.pb import frontend_pb2 as pb
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LENGTH = 1024  # characters
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
+
+_RANGES: Mapping[str, Range] = {
+    **DEFAULTED,
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "max_tokens": Range(1),
+    "logprobs": Range(0, 20),
+    "prompt_logprobs": Range(0, 20),
+    "n": Range(1, 16),
+    "beam_width": Range(0, 16),
+    "length_penalty": Range(-10, 10),
+}
+_LOGIT_BIAS = Range(-100, 100)
+
+# What beam search does without: the value that asks for nothing (None: every value asks).
+_NOT_WITH_BEAMS: Mapping[str, float | None] = {
+    "n": 1,
+    "temperature": 0,
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "seed": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
+
+
+def check_sampling(
+    sampling: pb.SamplingParams, facts: ModelFacts, room: int, vocab_size: int
+) -> Sampling:
+    """The sampling of a request, defaults filled in, a random seed among them.
+
+    Args:
+        room: tokens that fit the model after the prompt.
+
+    Raises:
+        InvalidArgumentError: a field is out of its range, or two contradict each other.
+    """
+    for name, valid in _RANGES.items():
+        if _is_set(sampling, name):
+            check_range(f"sampling.{name}", getattr(sampling, name), valid)
+    logit_bias = _logit_bias(sampling.logit_bias, vocab_size)
+    _check_contradictions(sampling, logit_bias)
+    max_tokens = _max_tokens(sampling, room)
+    ends = Sampling(
+        temperature=0,
+        seed=0,
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(sampling.min_tokens, max_tokens),
+        eos_token_ids=() if sampling.ignore_eos else facts.eos_token_ids,
+        stop_token_ids=_stop_token_ids(sampling.stop_token_ids, vocab_size),
+        stop=_stop_strings(sampling.stop),
+        include_stop=sampling.include_stop_in_output,
+        show_special=_is_set(sampling, "skip_special_tokens") and not sampling.skip_special_tokens,
+    )
+    if sampling.beam_width:
+        penalty = sampling.length_penalty if _is_set(sampling, "length_penalty") else 1.0
+        return replace(ends, beam_width=sampling.beam_width, length_penalty=penalty)
+    return replace(
+        ends,
+        **_distribution(sampling, facts.defaults, vocab_size),
+        seed=sampling.seed if _is_set(sampling, "seed") else secrets.randbits(64),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=logit_bias,
+        logprobs=sampling.logprobs if _is_set(sampling, "logprobs") else None,
+        prompt_logprobs=(
+            sampling.prompt_logprobs if _is_set(sampling, "prompt_logprobs") else None
+        ),
+        n=sampling.n or 1,
+        grammar=(
+            check_structured_output(sampling.structured_output)
+            if _is_set(sampling, "structured_output")
+            else None
+        ),
+    )
+
+
+def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> list[int]:
+    """The tokens that a completion has already, up to the one that ends it if there is one.
+
+    Raises:
+        InvalidArgumentError: one is no token, there are more than the completion may have, or the
+            request asks for more than one completion.
+    """
+    field = "resume_token_ids"
+    if not token_ids:
+        return []
+    if sampling.beam_width:
+        raise InvalidArgumentError(field, "cannot go with sampling.beam_width: beams end together")
+    if sampling.n > 1:
+        raise InvalidArgumentError(
+            field,
+            f"cannot go with sampling.n {sampling.n}: resume each completion alone, number i with "
+            "sampling.seed + i",
+        )
+    check_token_ids(field, token_ids, vocab_size)
+    if len(token_ids) > sampling.max_tokens:
+        raise InvalidArgumentError(
+            field,
+            f"{len(token_ids)} tokens; the limit is {sampling.max_tokens}, sampling.max_tokens or "
+            "what fits the model",
+        )
+    ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+    count = next((i for i, t in enumerate(token_ids, start=1) if t in ends), len(token_ids))
+    return list(token_ids[:count])
+
+
+def _is_set(sampling: pb.SamplingParams, name: str) -> bool:
+    return sampling.HasField(name)  # type: ignore[arg-type]  # wants a literal
+
+
+def _check_contradictions(
+    sampling: pb.SamplingParams, logit_bias: Sequence[tuple[int, float]]
+) -> None:
+    structured = _is_set(sampling, "structured_output")
+    if structured and sampling.ignore_eos:
+        raise InvalidArgumentError(
+            "sampling.structured_output",
+            "cannot go with sampling.ignore_eos: what matches ends with end of sequence",
+        )
+    if not sampling.beam_width:
+        if _is_set(sampling, "length_penalty") and sampling.length_penalty != 1:
+            raise InvalidArgumentError(
+                "sampling.length_penalty",
+                f"{sampling.length_penalty:g} without sampling.beam_width; it is of beam search",
+            )
+        return
+    others = {
+        "structured_output": structured,
+        "logit_bias": bool(logit_bias),
+        "stop": bool(sampling.stop),
+    }
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        others[name] = _is_set(sampling, name) and getattr(sampling, name) != neutral
+    for name, given in others.items():
+        if given:
+            neutral = _NOT_WITH_BEAMS.get(name)
+            instead = "" if neutral is None else f" or give {neutral}"
+            raise InvalidArgumentError(
+                "sampling.beam_width",
+                f"{sampling.beam_width} cannot go with sampling.{name}; leave that out{instead}",
+            )
+
+
+def _distribution(
+    sampling: pb.SamplingParams, defaults: SamplingDefaults, vocab_size: int
+) -> dict[str, Any]:
+    """What is drawn from. Values that change nothing become those that say so, because a step is
+    faster where nobody asks for anything."""
+    values = {
+        each.name: getattr(sampling if _is_set(sampling, each.name) else defaults, each.name)
+        for each in fields(SamplingDefaults)
+    }
+    if values["temperature"] == 0:
+        values |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if values["top_k"] >= vocab_size:
+        values["top_k"] = 0
+    return values
+
+
+def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Ascending by id, without those that are zero."""
+    field = "sampling.logit_bias"
+    _check_count(field, biases, MAX_LOGIT_BIASES)
+    for token_id, value in sorted(biases.items()):
+        if token_id >= vocab_size:
+            raise InvalidArgumentError(
+                field, f"{token_id} is not below the vocabulary's size, {vocab_size}"
+            )
+        check_range(f"{field}[{token_id}]", value, _LOGIT_BIAS)
+    return tuple((token_id, value) for token_id, value in sorted(biases.items()) if value)
+
+
+def _max_tokens(sampling: pb.SamplingParams, room: int) -> int:
+    if not _is_set(sampling, "max_tokens"):
+        return room
+    if sampling.max_tokens > room:
+        raise InvalidArgumentError(
+            "sampling.max_tokens",
+            f"{sampling.max_tokens}; after this prompt the engine has room for {room}",
+        )
+    return sampling.max_tokens
+
+
+def _min_tokens(min_tokens: int, max_tokens: int) -> int:
+    if not 0 <= min_tokens <= max_tokens:
+        raise InvalidArgumentError(
+            "sampling.min_tokens",
+            f"{min_tokens} is out of range; must be in [0, {max_tokens}], up to max_tokens or what "
+            "fits the model",
+        )
+    return min_tokens
+
+
+def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    field = "sampling.stop_token_ids"
+    _check_count(field, token_ids, MAX_STOP_TOKEN_IDS)
+    check_token_ids(field, token_ids, vocab_size)
+    return tuple(token_ids)
+
+
+def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
+    _check_count("sampling.stop", stops, MAX_STOP_STRINGS)
+    for index, stop in enumerate(stops):
+        if not 0 < len(stop) <= MAX_STOP_STRING_LENGTH:
+            raise InvalidArgumentError(
+                f"sampling.stop[{index}]",
+                f"{len(stop)} characters; must be 1 to {MAX_STOP_STRING_LENGTH}",
+            )
+    return tuple(stops)
+
+
+def _check_count(field: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidArgumentError(field, f"{len(values)} given; the limit is {limit}")

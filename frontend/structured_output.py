@@ -1,0 +1,94 @@
+"""What a completion must match: checked as far as that goes without a grammar compiler.
+
+Whether a schema, a regular expression or a grammar can be compiled is for the scheduler to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from frontend.request import Grammar, GrammarKind
+from shared.errors import InvalidArgumentError
+from shared.pb import frontend_pb2 as pb
+
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_CHOICES = 1024
+
+_FIELD = "sampling.structured_output"
+_KINDS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "grammar": GrammarKind.EBNF,
+}
+
+
+def check_structured_output(message: pb.StructuredOutput) -> Grammar:
+    """
+    Raises:
+        InvalidArgumentError: no kind is given, a text is empty or too long, a schema is no JSON.
+    """
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        names = ", ".join(message.DESCRIPTOR.fields_by_name)
+        raise InvalidArgumentError(_FIELD, f"empty; give one of {names}")
+    field = f"{_FIELD}.{kind}"
+    if kind == "json_object":
+        if not message.json_object:
+            raise InvalidArgumentError(field, "false; must be true")
+        return Grammar(GrammarKind.JSON)
+    if kind == "choice":
+        return Grammar(GrammarKind.EBNF, _choice_grammar(field, message.choice.options))
+    text: str = getattr(message, kind)
+    size = len(text.encode())
+    if not 0 < size <= MAX_GRAMMAR_BYTES:
+        raise InvalidArgumentError(field, f"{size} bytes; must be 1 to {MAX_GRAMMAR_BYTES}")
+    if kind == "json_schema":
+        _check_json(field, text)
+    return Grammar(_KINDS[kind], text)
+
+
+def _choice_grammar(field: str, options: Sequence[str]) -> str:
+    """EBNF of one of `options`, as they are."""
+    if not 0 < len(options) <= MAX_CHOICES:
+        raise InvalidArgumentError(
+            f"{field}.options", f"{len(options)} given; must be 1 to {MAX_CHOICES}"
+        )
+    for index, option in enumerate(options):
+        if not option:
+            raise InvalidArgumentError(f"{field}.options[{index}]", "empty; give a text")
+    grammar = "root ::= " + " | ".join(f'"{_escaped(option)}"' for option in options)
+    size = len(grammar.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidArgumentError(
+            f"{field}.options", f"{size} bytes as a grammar; the limit is {MAX_GRAMMAR_BYTES}"
+        )
+    return grammar
+
+
+def _escaped(text: str) -> str:
+    """`text` within the quotes of an EBNF literal."""
+    return "".join(map(_escaped_character, text))
+
+
+def _escaped_character(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return f"\\u{code:04X}" if code <= 0xFFFF else f"\\U{code:08X}"
+
+
+def _check_json(field: str, text: str) -> None:
+    def refuse_constant(name: str) -> None:
+        raise InvalidArgumentError(field, f"not JSON: {name} is no JSON value")
+
+    try:
+        json.loads(text, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InvalidArgumentError(
+            field, f"not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
+        raise InvalidArgumentError(field, "not readable: too deep, or a number too long") from error
