@@ -1,5 +1,6 @@
 """`python -m bench`: measures a running server, or a private stack; with `--mode scheduler` or
-`--mode frontend` that service alone. See docs/benchmarks.md."""
+`--mode frontend` that service alone, with `--mode features` what sampling features cost. See
+docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ def _mode_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--mode",
-        choices=["stack", "scheduler", "frontend"],
+        choices=["stack", "scheduler", "frontend", "features"],
         default="stack",
-        help="%(default)s; the other two have flags of their own",
+        help="%(default)s; the others have flags of their own",
     )
-    for mode in ("scheduler", "frontend"):
+    for mode in ("scheduler", "frontend", "features"):
         parser.add_argument(
             f"--{mode}", action="store_const", const=mode, dest="mode", help=f"--mode {mode}"
         )
@@ -173,6 +174,10 @@ def main(args: list[str]) -> int:
         from bench import frontend_mode
 
         return frontend_mode.main(rest)
+    if mode.mode == "features":
+        from bench import features_mode
+
+        return features_mode.main(rest)
     options = parse_args(args)
     console = Console()
     try:

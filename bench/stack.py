@@ -43,6 +43,10 @@ async def run_request(
     """One request, timed at the client."""
     params = SamplingParams(
         temperature=TEMPERATURE,
+        top_k=0,  # as the peers' benchmark, whatever the model's own defaults are
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
         max_tokens=request.output_len,
         ignore_eos=True,
         seed=request.seed,
