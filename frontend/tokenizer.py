@@ -111,8 +111,8 @@ class Tokenizer:
         except Exception as error:  # a template is code: it may raise anything
             # A reason that the template spells out is safe to repeat, one made of the chat is not.
             spelled_out = str(error) and str(error) in str(self._hf.chat_template)
-            reason = str(error) if spelled_out else type(error).__name__
-            raise InvalidArgumentError("chat", f"the model's template fails: {reason}") from error
+            reason = f": {error}" if spelled_out else ""
+            raise InvalidArgumentError("chat", f"the model's template fails{reason}") from error
         return text
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf, isfinite, isnan
 
+from scheduler_svc.grammar import GrammarKind
 from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
 from scheduler_svc.waiting_queue import WaitingQueue
 
 MAX_N = 64
 MAX_LOGPROBS = 1000
+MAX_LENGTH_PENALTY = 10.0  # and the least is as far below 0: lengths to its power stay finite
 _MAX_REQUEST = (1 << 64) - 1
 
 
@@ -64,6 +66,8 @@ def _problem(seq: Sequence, n: int, limits: Limits) -> str:
             f"sampling.max_tokens: {seq.params.max_tokens}; after a prompt of "
             f"{seq.num_prompt_tokens} tokens {room} fit, {limits.max_model_len} in all"
         )
+    if seq.deadline is not None and isnan(seq.deadline):
+        return "timeout_s: is no number"
     return _problem_of_many(seq, n) or sampling_problem(seq.params, limits.vocab_size)
 
 
@@ -74,8 +78,11 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
         return f"sampling.n: {n}; must be 1 where tokens are resumed"
     if n > 1 and seq.params.beam_width:
         return f"sampling.n: {n}; must be 1 with sampling.beam_width"
-    if seq.key[1] + n - 1 > _MAX_REQUEST:
-        return f"request: {seq.key[1]} leaves no numbers for {n} completions"
+    if seq.params.beam_width and seq.num_generated_tokens:
+        return f"sampling.beam_width: {seq.params.beam_width}; must be 0 where tokens are resumed"
+    count = max(n, seq.params.beam_width)
+    if seq.key[1] + count - 1 > _MAX_REQUEST:
+        return f"request: {seq.key[1]} leaves no numbers for {count} completions"
     return ""
 
 
@@ -100,7 +107,7 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
         ("logprobs", params.logprobs or 0, 0, most_logprobs),
         ("prompt_logprobs", params.prompt_logprobs or 0, 0, most_logprobs),
         ("beam_width", params.beam_width, 0, MAX_N),
-        ("length_penalty", params.length_penalty, -inf, inf),
+        ("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
     ):
         if not (isfinite(value) and least <= value <= most):
             return f"sampling.{name}: {value}; must be {_range(least, most)}"
@@ -110,7 +117,17 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
     ):
         if value == 0:
             return f"sampling.{name}: {value}; must be above 0"
-    return _token_problem(params, vocab_size)
+    return _grammar_problem(params) or _token_problem(params, vocab_size)
+
+
+def _grammar_problem(params: SamplingParams) -> str:
+    if params.grammar is None:
+        return ""
+    if params.grammar.kind not in set(GrammarKind):
+        return f"sampling.grammar: kind {params.grammar.kind} is unknown"
+    if params.beam_width:
+        return f"sampling.beam_width: {params.beam_width}; must be 0 with a grammar"
+    return ""
 
 
 def _token_problem(params: SamplingParams, vocab_size: int) -> str:

@@ -41,6 +41,11 @@ class BeamGroup:
         self._candidates: dict[Sequence, Logprobs] = {}
         self.live = [first]
 
+    def keys(self) -> list[SequenceKey]:
+        """Of all live beams there may ever be, and of the completions."""
+        connection, number = self._first.key
+        return [(connection, number + i) for i in range(self._search.width)]
+
     def has_candidates(self, seq: Sequence) -> bool:
         """Whether a live beam waits for the others: there is nothing to compute for it."""
         return seq in self._candidates
@@ -61,7 +66,7 @@ class BeamGroup:
         parents = {parent for parent, _ in chosen}
         dropped = [seq for i, seq in enumerate(self.live) if i not in parents]
         in_use = {self.live[i].key for i in parents}
-        free = [key for key in self._keys() if key not in in_use]
+        free = [key for key in self.keys() if key not in in_use]
         live, forks, kept = [], [], []
         for index, token in chosen:
             parent = self.live[index]
@@ -80,7 +85,7 @@ class BeamGroup:
         """What came out, best first: all tokens of each, then its end."""
         outputs: list[Output] = []
         found = self._search.hypotheses
-        for key, hypothesis in zip(self._keys(), found, strict=False):
+        for key, hypothesis in zip(self.keys(), found, strict=False):
             seq = self._sequence(key)
             tokens = enumerate(hypothesis.token_ids)
             outputs += [Output(seq, token, offset) for offset, token in tokens]
@@ -91,11 +96,7 @@ class BeamGroup:
 
     def ends(self, cause: FinishCause, message: str = "") -> list[Output]:
         """One end for each completion that the request was to have."""
-        return [End(self._sequence(k), finished=cause, message=message) for k in self._keys()]
-
-    def _keys(self) -> list[SequenceKey]:
-        connection, number = self._first.key
-        return [(connection, number + i) for i in range(self._search.width)]
+        return [End(self._sequence(k), finished=cause, message=message) for k in self.keys()]
 
     def _child(self, key: SequenceKey, parent: Sequence, token: int) -> Sequence:
         child = self._sequence(key)

@@ -7,9 +7,10 @@ mask of the next one is there, which another thread computes: steps go on withou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -34,6 +35,9 @@ class Engine(Protocol):
     def queue(self, seq: Sequence, n: int) -> None:
         """Queues a sequence and the other completions of its prompt, or emits its end."""
 
+    def refuse(self, refused: End) -> None:
+        """Emits the end of a sequence that is not accepted."""
+
     def emit(self, outputs: list[Output]) -> None:
         """Tells the frontends."""
 
@@ -52,7 +56,10 @@ class Constraints:
 
     def begin(self, seq: Sequence, n: int) -> None:
         """Queues a sequence once its grammar is compiled, or emits its end."""
-        task = asyncio.create_task(self._guarded(self._begin(seq, n), [seq]))
+        if refused := self._refuse(seq, n):
+            self._engine.refuse(refused)
+            return
+        task = asyncio.create_task(self._guarded(partial(self._begin, seq, n), [seq]))
         self._beginning[seq.key] = task
         task.add_done_callback(lambda _: self._beginning.pop(seq.key))
 
@@ -74,7 +81,7 @@ class Constraints:
             if output.seq.matcher and output.token is not None and output.finished is None
         ]
         if grown:
-            task = asyncio.create_task(self._guarded(self._advance(grown), grown))
+            task = asyncio.create_task(self._guarded(partial(self._advance, grown), grown))
             self._masking.add(task)
             task.add_done_callback(self._masking.discard)
 
@@ -82,6 +89,21 @@ class Constraints:
         for task in (*self._beginning.values(), *self._masking):
             task.cancel()
         self._grammars.close()
+
+    def _refuse(self, seq: Sequence, n: int) -> End | None:
+        """The end of a sequence whose grammar is not worth the work."""
+        scheduler = self._engine.scheduler
+        if refused := scheduler.refuse(seq, n):
+            return refused
+        if seq.key in self._beginning:
+            cause, message = FinishCause.INVALID, "request: its number is in use"
+        elif len(self._beginning) >= scheduler.limits.max_waiting and not seq.resubmitted:
+            message = f"{len(self._beginning)} requests wait for their grammars already"
+            cause = FinishCause.QUEUE_FULL
+        else:
+            return None
+        seq.status = Status.FINISHED
+        return End(seq, finished=cause, message=message)
 
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
@@ -128,10 +150,10 @@ class Constraints:
                 masks.append(without_early_end(seq, mask))
         return masks
 
-    async def _guarded(self, work: Coroutine[Any, Any, None], seqs: list[Sequence]) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]], seqs: list[Sequence]) -> None:
         """Whatever goes wrong ends the sequences, and nothing else."""
         try:
-            await work
+            await work()
         except GrammarError as error:
             cause, message = FinishCause.INVALID, str(error)
         except GrammarsBusyError as error:

@@ -97,10 +97,14 @@ class Engine:
         """As `submit`, of what may be scheduled at once."""
         refused = self.scheduler.add(seq, n)
         if refused:
-            if refused.finished is FinishCause.QUEUE_FULL:
-                refused.retry_after_s = self.load.retry_after_s(self.clock())
-            self.emit([refused])
+            self.refuse(refused)
         self.wake()
+
+    def refuse(self, refused: End) -> None:
+        """Tells a frontend that a sequence is not accepted."""
+        if refused.finished is FinishCause.QUEUE_FULL:
+            refused.retry_after_s = self.load.retry_after_s(self.clock())
+        self.emit([refused])
 
     def wake(self) -> None:
         """There may be something new to schedule."""

@@ -59,7 +59,7 @@ class Grammars:
 
         Args:
             model: the directory of tokenizer.json and config.json.
-            timeout_s: of a compilation, waiting for a thread included.
+            timeout_s: of a compilation, waiting for a thread included, loading xgrammar not.
             max_cache_bytes: of compiled grammars; beyond, the least recently used are dropped.
         """
         self._model = model
@@ -89,6 +89,9 @@ class Grammars:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise GrammarError(kind, f"is longer than {MAX_TEXT_BYTES} bytes")
         key = kind, ANY_JSON if kind is GrammarKind.JSON else text
+        # Outside the limit: on a busy host it may take long, which is no fault of the grammar.
+        # After a restart the first to wait is a request that was long accepted.
+        await self._loaded()
         try:
             async with asyncio.timeout(self._timeout_s):
                 if key in self._compiled:
@@ -139,10 +142,13 @@ class Grammars:
             task.add_done_callback(partial(self._done, key))
         return self._compiling[key]
 
-    async def _compile(self, kind: GrammarKind, text: str) -> XGrammar:
+    async def _loaded(self) -> _Compilers:
         if self._compilers is None or (self._compilers.done() and self._compilers.exception()):
             self._compilers = asyncio.create_task(_on_thread(partial(_make_compilers, self._model)))
-        compilers = await asyncio.shield(self._compilers)
+        return await asyncio.shield(self._compilers)
+
+    async def _compile(self, kind: GrammarKind, text: str) -> XGrammar:
+        compilers = await self._loaded()
         async with self._slots:
             self._started.add((kind, text))
             return await _on_thread(partial(_compile, compilers, kind, text))

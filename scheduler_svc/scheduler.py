@@ -60,6 +60,7 @@ class Scheduler:
         self._num_featured = 0  # of the running, those whose rows may need feature columns
         self._followers = Followers()
         self._parked: set[Sequence] = set()
+        self._beam_keys: set[SequenceKey] = set()  # that live beams have, or may come to have
         self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
         self._deadline_numbers = count()
         self._last_step = self._last_answered = 0
@@ -86,15 +87,8 @@ class Scheduler:
         """Queues a sequence, or returns its end at once when it cannot be accepted. With it come
         the other n - 1 completions of its prompt, numbered and seeded after it; they are accepted
         or refused together."""
-        refused = refusal(seq, n, self.limits, self._waiting)
-        connection, number = seq.key
-        if refused is None and any(
-            (connection, i) in self._sequences for i in range(number, number + n)
-        ):
-            refused = FinishCause.INVALID, "request: its number is in use"
-        if refused:
-            seq.status = Status.FINISHED
-            return End(seq, finished=refused[0], message=refused[1])
+        if refused := self.refuse(seq, n):
+            return refused
         if cause := seq.finish_cause():  # resubmitted with all its tokens
             seq.status = Status.FINISHED
             return End(seq, finished=cause)
@@ -102,6 +96,7 @@ class Scheduler:
         self._open(seq)
         if seq.params.beam_width:
             seq.beams = BeamGroup(seq)
+            self._beam_keys.update(seq.beams.keys())
             self.release(seq)
         followers = siblings(seq, n)
         for follower in followers:
@@ -109,6 +104,21 @@ class Scheduler:
             self._open(follower)
         self._followers.add(seq, followers)
         return None
+
+    def refuse(self, seq: Sequence, n: int = 1) -> End | None:
+        """The end of a sequence that `add` would not accept now."""
+        refused = refusal(seq, n, self.limits, self._waiting)
+        connection, number = seq.key
+        numbers = range(number, number + max(n, seq.params.beam_width))
+        if refused is None and any(
+            (connection, i) in self._sequences or (connection, i) in self._beam_keys
+            for i in numbers
+        ):
+            refused = FinishCause.INVALID, "request: its number is in use"
+        if refused is None:
+            return None
+        seq.status = Status.FINISHED
+        return End(seq, finished=refused[0], message=refused[1])
 
     def followers(self, seq: Sequence) -> list[Sequence]:
         """The other completions of a sequence's prompt, while they wait for it."""
@@ -278,6 +288,8 @@ class Scheduler:
         assert len(waiting) == self.num_waiting, "an ended sequence waits"
         assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
         assert all(s.status is Status.PARKED and not s.block_table for s in self._parked), "parked"
+        searches = [s.beams for s in self._sequences.values() if s.beams]
+        assert self._beam_keys == {*chain(*(b.keys() for b in searches))}, "beams"
         num_sequences = len(self._running) + len(waiting) + len(self._followers) + len(self._parked)
         assert num_sequences == len(self._sequences), "in no queue, or in two"
 
@@ -383,8 +395,7 @@ class Scheduler:
     def _choose_beams(self, beams: BeamGroup) -> list[Output]:
         advance = beams.advance()
         if advance is None:
-            for seq in beams.live:
-                self._end(seq)
+            self._end_search(beams)
             return beams.completions()
         self.replace(advance.dropped, advance.forks)
         for seq, token in advance.kept:
@@ -433,8 +444,15 @@ class Scheduler:
             self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
 
     def _end_with_beams(self, seq: Sequence) -> None:
-        for each in seq.beams.live if seq.beams else [seq]:
-            self._end(each)
+        if seq.beams:
+            self._end_search(seq.beams)
+        else:
+            self._end(seq)
+
+    def _end_search(self, beams: BeamGroup) -> None:
+        for seq in beams.live:
+            self._end(seq)
+        self._beam_keys.difference_update(beams.keys())
 
     def _end(self, seq: Sequence) -> None:
         """Takes a sequence out; its blocks wait for the answers of steps that still write them."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.admission import sampling_problem
-from scheduler_svc.sequence import SamplingParams
+from scheduler_svc.sequence import Grammar, SamplingParams
 from tests.oracle import VOCAB_SIZE
 
 NAN, INF = float("nan"), float("inf")
@@ -32,7 +32,13 @@ NAN, INF = float("nan"), float("inf")
         ({"logprobs": 1001}, "logprobs: 1001; must be 0 to 1000"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: -1; must be 0 to 1000"),
         ({"beam_width": 65}, "beam_width: 65; must be 0 to 64"),
-        ({"length_penalty": -INF}, "length_penalty: -inf; must be a finite number"),
+        ({"length_penalty": -INF}, "length_penalty: -inf; must be -10 to 10"),
+        ({"length_penalty": 3e38}, "length_penalty: 3e+38; must be -10 to 10"),
+        ({"grammar": Grammar(9, "")}, "grammar: kind 9 is unknown"),
+        (
+            {"grammar": Grammar(2, "a"), "beam_width": 2},
+            "beam_width: 2; must be 0 with a grammar",
+        ),
         ({"bias_ids": (1,)}, "logit_bias: 0 values for 1 token ids"),
         ({"bias_ids": (1, 1), "bias_values": (1.0, 2.0)}, "logit_bias: a token id twice"),
         ({"bias_ids": (-1,), "bias_values": (1.0,)}, "logit_bias: token ids must be below 1000"),

@@ -196,3 +196,19 @@ def test_the_prompt_is_computed_once_and_a_lone_successor_copies_nothing() -> No
     wide.scheduler.add(Sequence((0, 1), [1] * 10, SamplingParams(8, beam_width=4)))
     wide.run()
     assert wide.scheduler.stats.step_tokens == 10 + 4 * 7
+
+
+def test_the_numbers_of_all_beams_are_taken_until_the_search_ends() -> None:
+    rig = Rig(num_blocks=16, max_num_seqs=4, ahead=1)
+    params = SamplingParams(3, beam_width=3)
+    assert rig.scheduler.add(Sequence((0, 10), [1, 2], params)) is None
+
+    def refusal(number: int) -> str:
+        end = rig.scheduler.add(Sequence((0, number), [3], SamplingParams(2)))
+        return end.message if end else ""
+
+    assert refusal(12) == "request: its number is in use"
+    assert refusal(9) == refusal(13) == ""
+    while rig.turn():
+        pass
+    assert refusal(12) == ""

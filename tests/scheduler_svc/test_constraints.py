@@ -276,6 +276,37 @@ async def test_others_go_on_while_a_grammar_is_compiled() -> None:
         await rig.ended(1)
 
 
+async def test_a_number_is_taken_while_its_grammar_is_compiled() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        rig.engine.submit(odd(1))
+        again = odd(1, max_tokens=2)
+        rig.engine.submit(again)
+        await rig.ended(1)
+        (refused,) = (output for output in rig.outputs if isinstance(output, End))
+        assert refused.seq is again
+        assert refused.message == "request: its number is in use"
+        grammars.compiled.set()
+        while len(rig.tokens(1)) < 6:
+            rig.news.clear()
+            await asyncio.wait_for(rig.news.wait(), 60)
+        assert rig.tokens(1) == expected(1, 6)
+
+
+async def test_requests_that_wait_for_grammars_count_as_waiting() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        for number in range(101):
+            rig.engine.submit(odd(number))
+        await rig.ended(100)
+        (refused,) = (output for output in rig.outputs if isinstance(output, End))
+        assert refused.finished is FinishCause.QUEUE_FULL
+        assert refused.retry_after_s > 0
+        rig.engine.abort_connection(0)
+
+
 @pytest.mark.parametrize("whole_connection", [False, True])
 async def test_one_that_is_aborted_while_it_waits_leaves_nothing(whole_connection: bool) -> None:
     for gate in ("compiled", "filled"):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -435,6 +436,21 @@ async def test_a_compilation_that_takes_too_long_is_given_up_and_its_result_kept
     found = await grammars.compile(GrammarKind.REGEX, "a", ENDS)
     grammars.close()
     assert found.xgrammar is task.result()
+
+
+async def test_the_time_that_loading_takes_is_not_the_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = grammar_compiler._make_compilers
+
+    def slow(model: Path) -> Any:
+        time.sleep(3)
+        return make(model)
+
+    monkeypatch.setattr(grammar_compiler, "_make_compilers", slow)
+    grammars = Grammars(DEMO, timeout_s=2.5)
+    assert await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+    grammars.close()
 
 
 async def test_two_are_compiled_at_once(

@@ -528,3 +528,58 @@ async def test_health_is_serving_only_with_workers(tmp_path: Path) -> None:
         assert status.status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
     await server.stop(None)
+
+
+async def _ends(stack: Stack, *submits: tuple[int, dict[str, Any]]) -> dict[int, tuple[int, str]]:
+    """Cause and message of each end, of requests of one frontend; another one goes on."""
+    other, frontend = await stack.frontend(), await stack.frontend()
+    await other.submit(1, [4, 5], 60)
+    for request, fields in submits:
+        sampling = scheduler_pb2.TokenSampling(**{"max_tokens": 4, **fields.pop("sampling", {})})
+        await frontend.submit(request, [1, 2], sampling=sampling, **fields)
+    await frontend.read_until_finished(*(request for request, _ in submits))
+    await other.read_until_finished(1)
+    assert other.tokens[1] == completion([4, 5], 60)
+    frontend.close()
+    await stack.until(lambda load: load.frontends == 1 and not load.blocks_used)
+    return {n: (end.cause, end.message) for n, end in frontend.finished.items()}
+
+
+@pytest.mark.parametrize(
+    ("request_number", "fields", "message"),
+    [
+        (2, {"timeout_s": float("nan")}, "timeout_s: is no number"),
+        (2, {"sampling": {"grammar": {"kind": 9}}}, "sampling.grammar: kind 9 is unknown"),
+        (2, {"sampling": {"beam_width": 2, "grammar": {"kind": 2}}}, "sampling.beam_width: 2; mus"),
+        (
+            2,
+            {"sampling": {"beam_width": 2}, "generated_ids": bytes(4)},
+            "sampling.beam_width: 2; must be 0 where tokens are resumed",
+        ),
+        (
+            2,
+            {"sampling": {"beam_width": 2, "length_penalty": 1e38, "max_tokens": 3}},
+            "sampling.length_penalty: 9.99",
+        ),
+        (
+            2**64 - 1,
+            {"sampling": {"beam_width": 2}},
+            f"request: {2**64 - 1} leaves no numbers for 2 completions",
+        ),
+    ],
+)
+async def test_what_no_frontend_sends_is_refused(
+    tmp_path: Path, request_number: int, fields: dict[str, Any], message: str
+) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        cause, found = (await _ends(stack, (request_number, fields)))[request_number]
+    assert cause == scheduler_pb2.FINISH_CAUSE_INVALID
+    assert found.startswith(message)
+
+
+async def test_the_numbers_of_beams_to_come_are_taken(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        ten, nine = ({"sampling": {"beam_width": 3}} for _ in range(2))
+        ends = await _ends(stack, (10, ten), (9, nine), (13, {}))
+        assert ends[9] == (scheduler_pb2.FINISH_CAUSE_INVALID, "request: its number is in use")
+        assert {ends[n][0] for n in (10, 11, 12, 13)} == {scheduler_pb2.FINISH_CAUSE_LENGTH}
