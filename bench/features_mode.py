@@ -25,9 +25,9 @@ from rich.table import Table
 from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, percentile, summarize
-from frontend.client import AsyncLLM, LLMError, PrivateStack, SamplingParams, StructuredOutput
+from bench.workload import PLAIN
+from frontend.client import AsyncLLM, LLMError, PrivateStack, StructuredOutput
 
-PLAIN: dict[str, Any] = {"temperature": 1.0}
 # Long enough for any run, so that no stream ends early.
 _WORDS = StructuredOutput(regex=r"([a-z]{1,9}[ .])+")
 FEATURES: dict[str, dict[str, Any]] = {
@@ -111,9 +111,14 @@ async def _run(
 
 
 async def _stream(llm: AsyncLLM, number: int, tokens: int, fields: dict[str, Any]) -> Trace:
-    params = SamplingParams(**PLAIN, seed=number, max_tokens=tokens, **fields)
-    if "structured_output" not in fields:
-        params = dataclasses.replace(params, ignore_eos=True)
+    params = dataclasses.replace(
+        PLAIN,
+        temperature=1.0,
+        seed=number,
+        max_tokens=tokens,
+        ignore_eos="structured_output" not in fields,
+        **fields,
+    )
     prompt = [3 + number] * 8
     trace = Trace(len(prompt), sent=time.perf_counter())
     async for chunk in llm.stream(prompt, params):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from bench.engine_stats import ReadStats
 from bench.errors import BenchError
 from bench.metrics import Trace, summarize
 from bench.run import Run
-from bench.workload import TEMPERATURE, Request
-from frontend.client import AsyncLLM, SamplingParams
+from bench.workload import PLAIN, TEMPERATURE, Request
+from frontend.client import AsyncLLM
 
 Received = Callable[[int], None]
 
@@ -41,12 +42,9 @@ async def run_request(
     llm: AsyncLLM, request: Request, received: Received = lambda tokens: None
 ) -> Trace:
     """One request, timed at the client."""
-    params = SamplingParams(
+    params = replace(
+        PLAIN,
         temperature=TEMPERATURE,
-        top_k=0,  # as the peers' benchmark, whatever the model's own defaults are
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
         max_tokens=request.output_len,
         ignore_eos=True,
         seed=request.seed,

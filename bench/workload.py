@@ -6,8 +6,11 @@ import random
 from dataclasses import dataclass
 
 from bench.errors import BenchError
+from frontend.client import SamplingParams
 
 TEMPERATURE = 0.6
+# Nothing but a temperature, whatever the model's own defaults are.
+PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 _ID_RANGE = 10_000
 
 

@@ -103,7 +103,7 @@ class BeamGroup:
         child.tokens.extend(parent.tokens[parent.num_prompt_tokens :])
         child.tokens.append(token)
         child.beams, child.held = self, False
-        child.reset()
+        child.arrival_number = parent.arrival_number
         return child
 
     def _sequence(self, key: SequenceKey) -> Sequence:

@@ -16,7 +16,6 @@ others is parked until then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -152,28 +151,6 @@ class Scheduler:
             seq.held = False
             seq.mask = mask
             seq.num_unscheduled_tokens += 1
-
-    def replace(self, old: Seq[Sequence], forks: Seq[tuple[Sequence, Sequence]]) -> None:
-        """Ends sequences of which no step is in flight, without an output, and goes on with the
-        children of `forks`, (parent, child): a child has its parent's tokens, as far as these are
-        computed, and one more. Children may take over the keys of the old ones."""
-        slots = self.limits.max_num_seqs - len(self._running.keys() - set(old))
-        forked: set[Sequence] = set()
-        for parent, child in forks:
-            child.arrival_number = parent.arrival_number
-            child.first_scheduled = parent.first_scheduled
-            child.num_cached_prompt_tokens = parent.num_cached_prompt_tokens
-            may_run = parent.status is Status.RUNNING and len(forked) < slots
-            if may_run and self.blocks.fork(parent, child):
-                forked.add(child)
-        for seq in old:
-            self._end(seq)
-        for _, child in forks:
-            self._open(child)
-            if child in forked:
-                self._run(child, 0.0)
-            else:
-                self._waiting.push(child)
 
     def schedule(self, now: float = 0.0) -> Step | None:
         """The next step, or None when there is nothing to do, or nothing before an answer comes.
@@ -368,18 +345,22 @@ class Scheduler:
         self._num_featured -= seq.num_featured_tokens > 0
 
     def _fork_followers(self, step: Step) -> None:
-        """Lets those that followed a sequence run whose prompt this step has completed; without a
-        slot or blocks they wait as the preempted do, and find the prompt in the prefix cache."""
+        """Lets those that followed a sequence go on whose prompt this step has completed."""
         for row in step.rows:
             if row.samples and row.seq.status is Status.RUNNING:
                 for child in self._followers.pop(row.seq):
                     row.seq.num_computed_tokens = row.start + row.num_tokens
-                    has_slot = len(self._running) < self.limits.max_num_seqs
-                    if has_slot and self.blocks.fork(row.seq, child):
-                        assert row.seq.first_scheduled is not None
-                        self._run(child, row.seq.first_scheduled)
-                    else:
-                        self._queue_again(child)
+                    self._fork(row.seq, child)
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """Lets a sequence run on what its parent has computed. Without a slot or blocks it waits as
+        the preempted do, and finds that in the prefix cache."""
+        may_run = parent.status is Status.RUNNING and len(self._running) < self.limits.max_num_seqs
+        if may_run and self.blocks.fork(parent, child):
+            assert parent.first_scheduled is not None
+            self._run(child, parent.first_scheduled)
+        else:
+            self._queue_again(child)
 
     def _advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Output]:
         """Takes in what may follow live beams; chooses the next ones where it is there for all."""
@@ -397,7 +378,11 @@ class Scheduler:
         if advance is None:
             self._end_search(beams)
             return beams.completions()
-        self.replace(advance.dropped, advance.forks)
+        for seq in advance.dropped:  # first: the others' children take over their numbers
+            self._end(seq)
+        for parent, child in advance.forks:
+            self._open(child)
+            self._fork(parent, child)
         for seq, token in advance.kept:
             seq.tokens.append(token)
             self.release(seq)

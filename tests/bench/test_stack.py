@@ -84,7 +84,7 @@ async def test_the_sampling_of_the_reference_workload_is_asked_for(server: FakeS
 async def test_a_server_that_stops_early_is_not_measured(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.stack.SamplingParams", lambda **_: None)  # 8 tokens by default
+    monkeypatch.setattr("bench.stack.replace", lambda *_, **__: None)  # 8 tokens by default
     async with AsyncLLM(server.address) as llm:
         with pytest.raises(BenchError, match="8 tokens where 9 were asked"):
             await run_request(llm, Request([5], 9, 0))

@@ -11,6 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.e2e.oracle import Oracle
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,6 +49,11 @@ def demo_stack(demo_model: Path) -> Iterator[str]:
     """One ordinary stack for all tests that only send requests."""
     with running_stack(demo_model, dtype="float32") as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def oracle(demo_model: Path) -> Oracle:
+    return Oracle(demo_model)
 
 
 @pytest.fixture

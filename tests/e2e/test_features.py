@@ -12,8 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.pb.frontend_pb2 import (
     FINISH_REASON_EOS,
@@ -28,6 +26,7 @@ from shared.pb.frontend_pb2 import (
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.e2e.conftest import running_stack
+from tests.e2e.oracle import Oracle
 
 TIMEOUT_S = 100
 PROMPT = "Once upon a time, there was a little fox who"
@@ -41,8 +40,6 @@ SCHEMA = {
     "required": ["name", "legs", "wild"],
     "additionalProperties": False,
 }
-
-torch.set_num_threads(1)
 
 
 def sampling(**fields: Any) -> SamplingParams:
@@ -83,42 +80,6 @@ FEATURES: dict[str, SamplingParams] = {
     "schema": structured(json_schema=json.dumps(SCHEMA)),
     "regex": structured(regex=r"(yes|no), [a-z]{3,8}!"),
 }
-
-
-class Oracle:
-    """transformers on the same directory in float32."""
-
-    def __init__(self, directory: Path) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        return ids
-
-    def generate(self, prompt_ids: list[int], max_tokens: int, **options: Any) -> list[list[int]]:
-        output = self.model.generate(
-            torch.tensor([prompt_ids]),
-            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
-            do_sample=False,
-            temperature=None,
-            max_new_tokens=max_tokens,
-            pad_token_id=0,
-            **options,
-        )
-        ids: list[list[int]] = output[:, len(prompt_ids) :].tolist()
-        return ids
-
-    def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """[tokens, vocabulary]: row i is of what follows token i."""
-        with torch.no_grad():
-            logits = self.model(torch.tensor([token_ids])).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1)
-
-
-@pytest.fixture(scope="module")
-def oracle(demo_model: Path) -> Oracle:
-    return Oracle(demo_model)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.pb.frontend_pb2 import (
     FINISH_REASON_EOS,
@@ -24,38 +23,9 @@ from shared.pb.frontend_pb2 import (
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.e2e.conftest import running_stack
+from tests.e2e.oracle import Oracle
 
 TIMEOUT_S = 60
-
-# The stack under test has the other cores; spinning for one more slows both.
-torch.set_num_threads(1)
-
-
-class Oracle:
-    """transformers on the same directory, float32, greedy."""
-
-    def __init__(self, directory: Path) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-    def greedy(self, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool) -> list[int]:
-        config = self.model.generation_config
-        output = self.model.generate(
-            torch.tensor([prompt_ids]),
-            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
-            do_sample=False,
-            temperature=None,
-            max_new_tokens=max_tokens,
-            eos_token_id=None if ignore_eos else config.eos_token_id,
-            pad_token_id=0,
-        )
-        ids: list[int] = output[0, len(prompt_ids) :].tolist()
-        return ids
-
-
-@pytest.fixture(scope="module")
-def oracle(demo_model: Path) -> Oracle:
-    return Oracle(demo_model)
 
 
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:

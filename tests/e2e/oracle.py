@@ -1,0 +1,47 @@
+"""What transformers makes of the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# The stack under test has the other cores; spinning for one more slows both.
+torch.set_num_threads(1)
+
+
+class Oracle:
+    """transformers on the same directory in float32."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def generate(self, prompt_ids: list[int], max_tokens: int, **options: Any) -> list[list[int]]:
+        output = self.model.generate(
+            torch.tensor([prompt_ids]),
+            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+            do_sample=False,
+            temperature=None,
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
+            **options,
+        )
+        ids: list[list[int]] = output[:, len(prompt_ids) :].tolist()
+        return ids
+
+    def greedy(self, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool) -> list[int]:
+        ends = None if ignore_eos else self.model.generation_config.eos_token_id
+        return self.generate(prompt_ids, max_tokens, eos_token_id=ends)[0]
+
+    def logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        """[tokens, vocabulary]: row i is of what follows token i."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([token_ids])).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
