@@ -10,7 +10,9 @@ endif
 
 ENGINE := DEVICE DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS MAX_NUM_PREFILL_TOKENS MAX_MODEL_LEN \
 	MAX_WAITING MAX_WAITING_TOKENS KV_BLOCKS BLOCK_SIZE MEMORY_UTILIZATION ATTENTION ENFORCE_EAGER SYNC
-STACK := MODEL $(ENGINE) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
+SECURITY := TLS_CERT TLS_KEY TLS_CLIENT_CA INTERNAL_TLS_CERT INTERNAL_TLS_KEY INTERNAL_TLS_CA \
+	AUTH_TOKENS_FILE MAX_REQUESTS_PER_CLIENT REFLECTION ALLOW_PLAINTEXT KEEPALIVE_S
+STACK := MODEL $(ENGINE) $(SECURITY) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
 ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
 
 # $(call flags,A B_C): --a 'value' --b-c 'value', of those variables that are set;
@@ -20,7 +22,7 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down ps logs top chat bench simulate gpu-check test check clean
+.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos gpu-check test check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -50,6 +52,9 @@ up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
 down: $(STAMP)  ## stop the stack
 	@$(BIN)/python -m deploy down $(call flags,PORT RUNTIME)
 
+restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE: of one service)
+	@$(BIN)/python -m deploy restart $(call flags,PORT SERVICE)
+
 ps: $(STAMP)  ## a line per process: name, index, pid, address, state
 	@$(BIN)/python -m deploy ps $(call flags,PORT RUNTIME)
 
@@ -74,6 +79,9 @@ test: $(STAMP)  ## run the tests (ARGS: for pytest)
 
 simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
+
+chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, OUT)
+	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED OUT)
 
 check: $(STAMP)  ## linter, formatter, types, import rule, and whether shared/pb is up to date
 	$(BIN)/ruff check

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from grpc import aio
-
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+from shared.security import SecuritySettings
 
 _TIMEOUT_S = 5.0
 
@@ -56,8 +55,10 @@ def stats_reader(address: str, scheduler_address: str | None) -> ReadStats:
             return _no_stats
         scheduler_address = f"unix:{socket}"
 
+    dialer = SecuritySettings.model_validate({}).dialer
+
     async def read() -> EngineStats:
-        async with aio.insecure_channel(scheduler_address) as channel:
+        async with dialer.open(scheduler_address) as channel:
             stub = SchedulerServiceStub(channel)
             load = await stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=_TIMEOUT_S)
         return EngineStats.of(load)

@@ -191,8 +191,9 @@ def _quantile(latencies: Counter[int], quantile: float) -> float:
 
 
 def _cpu_s(process: psutil.Popen) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    """Of the fork that serves (`shared.process`), and of the process itself."""
+    times = [each.cpu_times() for each in (process, *process.children())]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _free_port() -> int:

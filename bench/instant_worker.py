@@ -17,9 +17,9 @@ from types import FrameType
 import grpc
 import numpy as np
 
+from shared.parent import end_with_parent
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from shared.server import exit_with_parent
 
 VOCAB_SIZE = 32_000
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--step-us", type=float, default=0.0, help="time of a step, %(default)s")
     parser.add_argument("--token-us", type=float, default=0.0, help="and of each token in it")
     options = parser.parse_args()
-    exit_with_parent()
+    end_with_parent()
     # Threads and not asyncio, whose sleeps are whole milliseconds: a step may take less.
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)])
     add_WorkerServiceServicer_to_server(InstantWorker(options), server)

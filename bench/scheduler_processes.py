@@ -141,5 +141,6 @@ def _flag(name: str) -> str:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    """Of the fork that serves (`shared.process`), and of the process itself."""
+    times = [each.cpu_times() for each in (process, *process.children())]
+    return float(sum(each.user + each.system for each in times))

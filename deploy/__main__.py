@@ -1,4 +1,4 @@
-"""`python -m deploy up|run|down|ps|logs|top`: what the Makefile's targets of these names run."""
+"""`python -m deploy up|run|down|restart|ps|logs|top`: what the Makefile's targets are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from deploy.errors import LaunchError
 from deploy.logs import follow
 from deploy.options import given_layout, given_settings, parse_options
 from deploy.plan import read_settings
+from deploy.restart import restart
 from deploy.stack import run_directory
 from deploy.top import top
 from shared.config import SettingsError
@@ -32,13 +33,15 @@ def _dispatch(options: argparse.Namespace) -> int:
     environment = dict(os.environ) | given_settings(options)
     if options.command == "run":
         return commands.run(environment, given_layout(options))
+    directory = run_directory(read_settings(environment).port)
     if options.command == "top":
-        return top(run_directory(read_settings(environment).port))
+        return top(directory)
+    if options.command == "restart":
+        return restart(directory, options.service)
     if options.runtime == "docker":
         return _dispatch_docker(options, environment)
     if options.command == "up":
         return commands.up(environment, given_layout(options))
-    directory = run_directory(read_settings(environment).port)
     if options.command == "down":
         return commands.down(directory)
     if options.command == "ps":

@@ -19,7 +19,7 @@ from deploy.health import SERVING
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.ports import reserve_port
 from deploy.progress import show_progress
-from deploy.stack import Stack, run_directory
+from deploy.stack import Stack, first_token, make_directory, run_directory
 from deploy.startup import wait_until_ready
 from deploy.status import format_status, stack_status
 from deploy.supervisor import (
@@ -140,8 +140,22 @@ def _already_up(stack: Stack) -> int:
 
 def _greet(stack: Stack) -> None:
     """Streams a completion and says how to send more."""
+    token = first_token(stack)
     print(f"\n{PROMPT}", end="", flush=True)
-    stream_completion(stack.address, lambda text: print(text, end="", flush=True))
+    stream_completion(
+        stack.address,
+        lambda text: print(text, end="", flush=True),
+        stack.public_tls,
+        token,
+    )
+    if stack.public_tls or token:
+        print(f"""
+
+The stack serves on {stack.address}. Clients need NANO_TLS_CA where there is TLS
+and NANO_TOKEN where there are tokens (docs/security.md); make chat PORT={stack.port} reads them.
+
+make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
+        return
     print(f"""
 
 The stack serves on {stack.address}. Send more:
@@ -158,7 +172,7 @@ make ps, make logs and make down, each with PORT={stack.port}, show it and stop 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """One `up` at a time: a second one would take the processes of the first for leftovers."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with (directory / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT, stream_completion
 from deploy.model import resolve_model
 from deploy.plan import Environment, Layout, StackSettings, check_environment, read_settings
-from deploy.stack import bracket_host, dialled_address, run_directory
+from deploy.stack import bracket_host, dialled_address, make_directory, run_directory
 from shared.config import PREFIX
 
 DOCKER = Path(__file__).parents[1] / "docker"
@@ -27,8 +27,11 @@ def up(environment: Environment, layout: Layout) -> int:
         LaunchError: the reason why the stack cannot start.
     """
     settings = read_settings(environment)
+    if settings.tls_cert or settings.internal_tls_cert or settings.auth_tokens_file:
+        raise LaunchError("RUNTIME=docker: files of TLS and tokens do not get into the containers")
     variables = compose_variables(settings, layout)
-    check_environment(environment | variables)
+    # The host has been checked; within, the stack's own network is private.
+    check_environment(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
     _write_ranks(settings, profile)
@@ -104,7 +107,7 @@ def service_names(service: str | None) -> list[str]:
 
 def _write_ranks(settings: StackSettings, profile: str) -> None:
     path = _ranks_file(settings.port)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     path.write_text(json.dumps(rank_services(settings.tp, profile), indent=1), encoding="utf-8")
 
 

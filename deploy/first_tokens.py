@@ -8,14 +8,23 @@ import grpc
 
 from deploy.errors import LaunchError
 from deploy.health import CHANNEL_OPTIONS
+from shared.channels import open_blocking_channel
 from shared.pb import frontend_pb2, frontend_pb2_grpc
+from shared.tls import ClientTls
 
 PROMPT = "Once upon a time"
 _MAX_TOKENS = 32
 _TIMEOUT_S = 600.0  # minutes for a token are possible: a large model on few cores
 
 
-def stream_completion(address: str, write: Callable[[str], None]) -> int:
+def stream_completion(
+    address: str,
+    write: Callable[[str], None],
+    tls: ClientTls | None = None,
+    token: str | None = None,
+    *,
+    max_tokens: int = _MAX_TOKENS,
+) -> int:
     """Streams a greedy completion of `PROMPT`, giving `write` each piece of text as it comes.
 
     Returns:
@@ -25,17 +34,18 @@ def stream_completion(address: str, write: Callable[[str], None]) -> int:
         LaunchError: the request failed, with its status.
     """
     request = frontend_pb2.GenerateRequest(text=PROMPT)
-    request.sampling.max_tokens = _MAX_TOKENS
+    request.sampling.max_tokens = max_tokens
     request.sampling.temperature = 0
     tokens = 0
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
         stub = frontend_pb2_grpc.InferenceServiceStub(channel)
         try:
-            for response in stub.GenerateStream(request, timeout=_TIMEOUT_S):
+            for response in stub.GenerateStream(request, timeout=_TIMEOUT_S, metadata=metadata):
                 tokens += len(response.token_ids)
                 write(response.text)
         except grpc.RpcError as error:
-            raise LaunchError(f"the first request failed: {describe_error(error)}") from error
+            raise LaunchError(f"a request failed: {describe_error(error)}") from error
     return tokens
 
 

@@ -7,33 +7,40 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shared.channels import open_blocking_channel
+from shared.tls import ClientTls
+
 SERVING = "SERVING"
 UNREACHABLE = "UNREACHABLE"
+SILENT = "SILENT"
 
 # A connection of its own each time: behind a port that processes share, another may answer next.
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
-def check_health(address: str, timeout_s: float = 2.0) -> str:
+def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = None) -> str:
     """What `grpc.health.v1.Health` answers at `address` (`host:port` or `unix:path`).
 
     Returns:
-        `SERVING`, `NOT_SERVING`, or `UNREACHABLE` when nobody answers within `timeout_s` seconds.
+        `SERVING`, `NOT_SERVING`, `UNREACHABLE` when nobody listens, or `SILENT` when somebody does
+        but has not answered within `timeout_s` seconds.
     """
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return UNREACHABLE
+        except grpc.RpcError as error:
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            return SILENT if late else UNREACHABLE
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
 def main() -> None:
-    """Prints the health of the address in the first argument; exit status 0 is SERVING."""
+    """Prints the health of the address in the first argument; exit status 0 is SERVING. TLS is as
+    for clients: NANO_TLS_CA and so on."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m deploy.health ADDRESS")
-    health = check_health(sys.argv[1])
+    health = check_health(sys.argv[1], tls=ClientTls.from_environment())
     print(health)
     raise SystemExit(health != SERVING)
 

@@ -7,7 +7,7 @@ import argparse
 from pydantic.fields import FieldInfo
 
 from deploy.plan import Layout
-from deploy.stack import SERVICES
+from deploy.stack import MODULES, SERVICES
 from shared.config import PREFIX, FrontendSettings, SchedulerSettings, WorkerSettings
 
 # Given on to the services as NANO_<NAME>. What is not given is not passed: their defaults apply.
@@ -31,16 +31,22 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="start a private stack, print READY HOST:PORT, stop when stdin ends or on a signal",
     )
     down = commands.add_parser("down", help="stop the stack")
+    restart = commands.add_parser(
+        "restart", help="restart processes one after another, each when the one before serves"
+    )
     ps = commands.add_parser("ps", help="a line per process")
     logs = commands.add_parser("logs", help="show the logs and follow them")
     top = commands.add_parser("top", help="show the engine's load, live")
-    for command in (up, run, down, ps, logs, top):
+    for command in (up, run, down, restart, ps, logs, top):
         command.add_argument("--port", help="public port, which also names the stack")
     for command in (up, down, ps, logs):
         command.add_argument("--runtime", choices=("native", "docker"), default="native")
     for command in (up, run):
         _add_settings(command)
-    logs.add_argument("--service", choices=SERVICES, help="only the logs of this service")
+    for command in (restart, logs):
+        command.add_argument(
+            "--service", type=_service, choices=SERVICES, help="only the processes of this service"
+        )
     return parser.parse_args(argv)
 
 
@@ -66,6 +72,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         "--services", default=" ".join(SERVICES), help="which services run on this host"
     )
     command.add_argument("--ranks", help="worker ranks that run on this host: 2, or 0-3")
+
+
+def _service(name: str) -> str:
+    """A service by its name, or by that of its package."""
+    packages = {package: service for service, package in MODULES.items()}
+    return packages.get(name, name)
 
 
 def _positive(text: str) -> int:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from deploy.certificates import check_certificates, pinned
 from deploy.errors import LaunchError
 from deploy.model import resolve_model
 from deploy.ports import free_port
 from deploy.stack import SERVICES, Stack, bracket_host
+from shared.auth import Tokens
 from shared.config import (
     PREFIX,
     Addresses,
@@ -25,22 +27,26 @@ from shared.config import (
     load_settings,
     split_commas,
 )
+from shared.security import PublicSettings
+from shared.tls import ClientTls, FileError
 
 Environment = dict[str, str]
 
 
-class StackSettings(ServiceSettings):
+class StackSettings(PublicSettings, ServiceSettings):
     """The part of the services' settings that the launcher decides by, or fills in."""
 
     model: str = "models/demo"
-    host: str = "127.0.0.1"
-    port: int = Field(50051, ge=0, le=65535)
     tp: int = Field(1, gt=0)
     scheduler_address: str = ""
     worker_addresses: Addresses = ()
     master_port: int = Field(
         default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
     )
+
+    # Of the launcher's own requests, where clients must have a certificate.
+    client_cert: str = ""
+    client_key: str = ""
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
@@ -100,7 +106,11 @@ def plan_stack(
         worker_addresses=settings.worker_addresses
         or tuple(f"{sockets}/worker-{rank}.sock" for rank in range(settings.tp)),
         drain_timeout_s=settings.drain_timeout_s,
+        public_tls=_public_tls(settings) if "frontend" in layout.services else None,
+        internal_tls=settings.dialer.tls,
+        auth_tokens_file=_tokens_file(settings) if "frontend" in layout.services else "",
     )
+    _check_internal_tls(settings, stack)
     ours = {
         "HOST": bracket_host(settings.host),
         "PORT": str(port),
@@ -129,6 +139,41 @@ def check_environment(environment: Environment, first_rank: int = 0) -> None:
         load_settings(FrontendSettings, [])
         load_settings(SchedulerSettings, [])
         load_settings(WorkerSettings, ["--rank", str(first_rank)])
+
+
+def _public_tls(settings: StackSettings) -> ClientTls | None:
+    """How the launcher connects to the frontends."""
+    server = settings.server_tls
+    if server is None:
+        return None
+    if not server.client_ca:
+        return pinned(server, "", "")
+    given = settings.client_cert or settings.client_key
+    own = (settings.client_cert, settings.client_key) if given else (server.cert, server.key)
+    try:
+        return pinned(server, *own)
+    except LaunchError as error:
+        raise LaunchError(
+            f"{error}. The first request needs a certificate that tls_client_ca signed: "
+            "NANO_CLIENT_CERT and NANO_CLIENT_KEY"
+        ) from error
+
+
+def _tokens_file(settings: StackSettings) -> str:
+    try:
+        if settings.auth_tokens_file:
+            Tokens(settings.auth_tokens_file)
+    except FileError as error:
+        raise LaunchError(str(error)) from error
+    return settings.auth_tokens_file
+
+
+def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
+    """So that services find each other: a certificate with another name would never be trusted."""
+    server = settings.internal_tls
+    if server is not None and stack.internal_tls is not None:
+        inner = (each for each in stack.processes() if each.service != "frontend")
+        check_certificates(server, stack.internal_tls, (each.address for each in inner))
 
 
 def _parse_ranks(text: str | None, tp: int) -> range:

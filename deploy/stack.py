@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import LaunchError
+from shared.auth import read_tokens
+from shared.tls import ClientTls
 
 # In starting order; they stop in reverse, so that whoever asks goes before whoever answers.
 SERVICES = ("worker", "scheduler", "frontend")
@@ -43,6 +45,10 @@ class Stack:
     scheduler_address: str
     worker_addresses: tuple[str, ...]  # of all ranks, on whatever host
     drain_timeout_s: float
+    # How the launcher itself connects.
+    public_tls: ClientTls | None = None
+    internal_tls: ClientTls | None = None
+    auth_tokens_file: str = ""
 
     @property
     def address(self) -> str:
@@ -64,6 +70,10 @@ class Stack:
             first = self.first_index(service)
             for index in range(first, first + self.count(service)):
                 yield Process(service, index, self._address_of(service, index))
+
+    def tls(self, service: str) -> ClientTls | None:
+        """How to connect to a `service` of this stack; None is plaintext."""
+        return self.public_tls if service == "frontend" else self.internal_tls
 
     def log(self, name: str) -> Path:
         """The log of the process called `name`."""
@@ -92,6 +102,8 @@ class Stack:
         values["directory"] = Path(values["directory"])
         for name in ("services", "worker_addresses"):
             values[name] = tuple(values[name])
+        for name in ("public_tls", "internal_tls"):
+            values[name] = values[name] and ClientTls(**values[name])
         return cls(**values)
 
 
@@ -99,6 +111,12 @@ def run_directory(port: int) -> Path:
     """Where the stack on `port` keeps its state: relative, because the path of a Unix socket must
     stay under 108 bytes however deep the checkout lies."""
     return Path(".run", str(port))
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a stack's directory, for this user only: its sockets lead to the engine."""
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
 
 
 def dialled_address(host: str, port: int) -> str:
@@ -111,3 +129,9 @@ def bracket_host(host: str) -> str:
     """`host` as it stands before a port: an IPv6 address in brackets."""
     host = host.strip("[]")
     return f"[{host}]" if ":" in host else host
+
+
+def first_token(stack: Stack) -> str | None:
+    """What the launcher's own requests carry, where clients need a token."""
+    tokens = read_tokens(stack.auth_tokens_file) if stack.auth_tokens_file else ()
+    return tokens[0] if tokens else None

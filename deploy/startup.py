@@ -11,7 +11,7 @@ from deploy.health import SERVING, check_health
 from deploy.logs import failure_reason
 from deploy.stack import Stack
 from deploy.status import ProcessStatus, stack_status
-from deploy.supervisor_config import CANNOT_START
+from shared.process import CANNOT_START
 
 Report = Callable[[Sequence[ProcessStatus]], None]
 
@@ -25,10 +25,7 @@ def wait_until_ready(
     report: Report,
     check_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Returns once all processes are SERVING.
-
-    There is no time limit, since a large model may take any time to load: what ends the wait is a
-    process that says it cannot start, or one that crashes again and again.
+    """Returns once all processes of a stack that was just started are SERVING.
 
     Args:
         report: given the state of all processes, several times a second.
@@ -37,16 +34,38 @@ def wait_until_ready(
     Raises:
         StartError: the reason why the stack cannot start.
     """
-    starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
-    while True:
+
+    def ask() -> Sequence[ProcessStatus]:
         check_stop()
         if supervisor.poll() is not None:
             log = stack.log("supervise")
             raise StartError(f"supervisord ended: {failure_reason(log)}", log)
         try:
-            statuses = stack_status(stack)
+            return stack_status(stack)
         except SupervisorGoneError:  # not there yet
-            statuses = []
+            return []
+
+    wait_until_serving(stack, ask, report)
+
+
+def wait_until_serving(
+    stack: Stack, ask: Callable[[], Sequence[ProcessStatus]], report: Report
+) -> None:
+    """Returns once all processes are SERVING.
+
+    There is no time limit, since a large model may take any time to load: what ends the wait is a
+    process that says it cannot start, or one that crashes again and again.
+
+    Args:
+        ask: the state of all processes, or none yet; what it raises ends the wait.
+        report: given each answer.
+
+    Raises:
+        StartError: the reason why a process cannot start.
+    """
+    starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
+    while True:
+        statuses = ask()
         report(statuses)
         for status in statuses:
             _check(stack, status, starts[status.process.name])
@@ -72,4 +91,5 @@ def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
 def _all_answer(stack: Stack) -> bool:
     """Whether whichever frontend the kernel picks is serving; one that is not would be hit soon."""
     tries = 4 * stack.count("frontend") if stack.count("frontend") > 1 else 0
-    return all(check_health(stack.address) == SERVING for _ in range(tries))
+    tls = stack.tls("frontend")
+    return all(check_health(stack.address, tls=tls) == SERVING for _ in range(tries))

@@ -45,7 +45,7 @@ def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> Pr
     health = UNREACHABLE
     # Frontends share an address: one that does not listen yet must not pass for its neighbour.
     if supervised.pid and (process.service != "frontend" or _listens(supervised.pid, stack.port)):
-        health = check_health(process.address)
+        health = check_health(process.address, tls=stack.tls(process.service))
     return ProcessStatus(process, supervised.pid, supervised.state, health, supervised.exit_status)
 
 

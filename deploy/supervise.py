@@ -7,15 +7,24 @@ stack is stopped in order and its directory removed.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import shutil
 import signal
 from pathlib import Path
 
-from supervisor import supervisord
+from supervisor import poller, supervisord
 
-_PR_SET_PDEATHSIG = 1
+from shared.log_output import shield_stderr
+from shared.parent import end_with_parent
+
+# supervisord sees that a process has ended, and starts it again, in two turns of a loop that waits
+# up to a second in each.
+_POLL_S = 0.1
+
+
+class _Poller(poller.PollPoller):  # type: ignore[misc]  # supervisor has no types
+    def poll(self, timeout: float) -> tuple[list[int], list[int]]:
+        found: tuple[list[int], list[int]] = super().poll(min(timeout, _POLL_S))
+        return found
 
 
 def main() -> None:
@@ -24,20 +33,16 @@ def main() -> None:
     parser.add_argument("--tied-to", type=int, metavar="PID")
     args = parser.parse_args()
     if args.tied_to is not None:
-        _end_with_parent(args.tied_to)
+        end_with_parent(args.tied_to, signal.SIGTERM)  # on which supervisord stops
+    # It reports there that a log cannot be written, its own or a process's. If that failed too, as
+    # on a full disk, it would end, and the stack with it.
+    shield_stderr(lambda count: f"{count} lines were dropped")
+    poller.Poller = _Poller
     try:
         supervisord.main(["-c", str(args.config)])
     finally:
         if args.tied_to is not None:
             shutil.rmtree(args.config.parent, ignore_errors=True)
-
-
-def _end_with_parent(parent: int) -> None:
-    """Has the kernel send this process SIGTERM, on which supervisord stops, when `parent` dies."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ import subprocess
 import sys
 import time
 import xmlrpc.client
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from supervisor.xmlrpc import SupervisorTransport
+from supervisor.xmlrpc import Faults, SupervisorTransport
 
 from deploy.errors import SupervisorGoneError
 from deploy.plan import Environment
-from deploy.stack import Stack
+from deploy.stack import Process, Stack, make_directory
 from deploy.supervisor_config import control_socket, render_config
 
 # In the environment of each process of a stack, so that even those whose supervisor was killed are
@@ -33,7 +34,7 @@ class SupervisedProcess:
 
     name: str
     state: str  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
-    pid: int | None
+    pid: int | None  # of the one that serves: a fork (`shared.process`)
     exit_status: int | None  # None: killed by a signal, or still running
 
 
@@ -45,7 +46,7 @@ def start_supervisor(
     `private`: it ends when this process does, and removes the stack's directory.
     """
     directory = stack.directory
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     for old in (*directory.glob("*.log*"), *directory.glob("*.sock")):
         old.unlink()
     stack.save()
@@ -69,23 +70,71 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
     Raises:
         SupervisorGoneError: there is no supervisord, or not any more.
     """
-    transport = SupervisorTransport(serverurl=f"unix://{control_socket(directory)}")
-    proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
-    try:
-        infos: Any = proxy.supervisor.getAllProcessInfo()
-    except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
-        raise SupervisorGoneError(f"no supervisord answers in {directory}: {error}") from error
-    finally:
-        transport.close()
+    with _supervisor(directory) as supervisor:
+        infos: Any = supervisor.getAllProcessInfo()
     return [
         SupervisedProcess(
             name=info["name"],
             state=info["statename"],
-            pid=info["pid"] or None,
+            pid=_serving(info["pid"]),
             exit_status=info["exitstatus"] if info["statename"] == "EXITED" else None,
         )
         for info in infos
     ]
+
+
+def _serving(pid: int) -> int | None:
+    try:
+        return next((child.pid for child in psutil.Process(pid).children()), pid) if pid else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def stop_process(directory: Path, process: Process) -> None:
+    """Has supervisord stop a process, and kill it after its grace; returns when it has ended.
+
+    Raises:
+        SupervisorGoneError: there is no supervisord, or not any more.
+    """
+    with _supervisor(directory) as supervisor, _already(Faults.NOT_RUNNING):
+        supervisor.stopProcess(_full_name(process))
+
+
+def start_process(directory: Path, process: Process) -> None:
+    """Has supervisord start a process that does not run.
+
+    Raises:
+        SupervisorGoneError: there is no supervisord, or not any more.
+    """
+    with _supervisor(directory) as supervisor, _already(Faults.ALREADY_STARTED):
+        supervisor.startProcess(_full_name(process), False)  # its health says when it serves
+
+
+@contextmanager
+def _supervisor(directory: Path) -> Iterator[Any]:
+    """supervisord's methods."""
+    transport = SupervisorTransport(serverurl=f"unix://{control_socket(directory)}")
+    proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
+    try:
+        yield proxy.supervisor
+    except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
+        raise SupervisorGoneError(f"no supervisord answers in {directory}: {error}") from error
+    finally:
+        transport.close()
+
+
+@contextmanager
+def _already(code: int) -> Iterator[None]:
+    """For what need not be done: supervisord refuses it with `code`."""
+    try:
+        yield
+    except xmlrpc.client.Fault as fault:
+        if fault.faultCode != code:
+            raise
+
+
+def _full_name(process: Process) -> str:
+    return f"{process.service}:{process.name}"
 
 
 def stack_members(directory: Path) -> list[psutil.Process]:

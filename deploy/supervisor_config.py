@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from deploy.stack import MODULES, SERVICES, Stack
+from shared.process import CANNOT_START
 
-CANNOT_START = 2  # a service's exit status for settings or a model that cannot work: do not retry
 _KILL_AFTER_S = 5.0  # over a service's own grace
+_NEVER_GIVE_UP = 1_000_000
 
 
 def stop_timeout_s(stack: Stack) -> float:
@@ -54,27 +55,37 @@ supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 
 
 def _programs(stack: Stack) -> list[str]:
-    return [
-        _program(stack, service, priority)
-        for priority, service in enumerate(SERVICES, start=1)
-        if stack.count(service)
-    ]
+    programs = []
+    for priority, service in enumerate(SERVICES, start=1):
+        if count := stack.count(service):
+            rank = " --rank %(process_num)d" if service == "worker" else ""
+            module = MODULES[service] + rank
+            first = stack.first_index(service)
+            programs.append(_program(stack, service, module, priority, count, first))
+    if stack.count("worker"):
+        # The last to start and the first to stop: a worker that is stopping need not answer.
+        module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
+        programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1))
+    return programs
 
 
-def _program(stack: Stack, service: str, priority: int) -> str:
-    rank = " --rank %(process_num)d" if service == "worker" else ""
+def _program(
+    stack: Stack, name: str, module: str, priority: int, count: int = 1, first: int = 0
+) -> str:
     # -P: modules come from the installation, never from the directory that the user is in.
-    command = f"{_escape(shlex.quote(sys.executable))} -P -m {MODULES[service]}{rank}"
+    command = f"{_escape(shlex.quote(sys.executable))} -P -m {module}"
     # startsecs 0: supervisord would count a start that fails sooner as one to try again, whatever
-    # its exit status. So it is RUNNING at once, and health says when it really is.
+    # its exit status. So it is RUNNING at once, and health says when it really is. What remains
+    # that it counts as a start that failed is a lack of memory, or of space for a log.
     return f"""\
-[program:{service}]
+[program:{name}]
 command = {command}
 process_name = %(program_name)s-%(process_num)d
-numprocs = {stack.count(service)}
-numprocs_start = {stack.first_index(service)}
+numprocs = {count}
+numprocs_start = {first}
 priority = {priority}
 startsecs = 0
+startretries = {_NEVER_GIVE_UP}
 autorestart = unexpected
 exitcodes = {CANNOT_START}
 stopwaitsecs = {round(stop_timeout_s(stack))}

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from deploy.health import CHANNEL_OPTIONS
 from deploy.stack import Stack
+from shared.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -30,7 +31,8 @@ def top(directory: Path) -> int:
         LaunchError: no stack was started in `directory`.
     """
     stack, console = Stack.load(directory), Console()
-    with grpc.insecure_channel(stack.scheduler_address, options=CHANNEL_OPTIONS) as channel:
+    tls = stack.tls("scheduler")
+    with open_blocking_channel(stack.scheduler_address, tls, CHANNEL_OPTIONS) as channel:
         stub = SchedulerServiceStub(channel)
         if not console.is_terminal:
             load = _ask(stub)

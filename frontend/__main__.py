@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 
-import structlog
-
 from frontend.model_files import ModelFilesError
 from frontend.server import SERVICE_NAME, serve
+from frontend.tokenizer import import_auto_tokenizer
 from shared.config import FrontendSettings, settings_or_exit
 from shared.event_loop import EventLoop
-from shared.logging import configure_logging
-from shared.server import Server, exit_with_parent
-
-log = structlog.get_logger(__name__)
+from shared.process import Ready, run_service
+from shared.server import Server
 
 
-def main() -> None:
+def main() -> int:
     settings = settings_or_exit(FrontendSettings, sys.argv[1:])
-    configure_logging(settings, "frontend")
-    if settings.exit_with_parent:
-        exit_with_parent()
     _hide_torch()
-    try:
-        with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(_serve(settings))
-    except (ModelFilesError, OSError) as error:
-        log.error("cannot start", reason=str(error))
-        raise SystemExit(2) from None
+    import_auto_tokenizer()  # for all forks
+    return run_service("frontend", settings, _serve, (ModelFilesError,), EventLoop)
 
 
-async def _serve(settings: FrontendSettings) -> None:
-    await serve(Server(settings, SERVICE_NAME, reuse_port=True), settings)
+async def _serve(settings: FrontendSettings, ready: Ready | None = None) -> None:
+    await serve(Server(settings, SERVICE_NAME, reuse_port=True, ready=ready), settings)
 
 
 def _hide_torch() -> None:
@@ -46,4 +35,4 @@ def _hide_torch() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ token is known by (request, offset): what came already is dropped, so none is re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,11 @@ from frontend.scheduler_messages import (
 )
 from frontend.token_stream import FinishReason, Reader, Start, TokenStream
 from frontend.turns import Turns
+from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+from shared.tls import FileError
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -37,13 +40,8 @@ log = structlog.get_logger(__name__)
 Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing will follow
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
+_RETRY_AFTER_S = 0.5  # what clients are told while there is no connection
+_CONNECT_TIMEOUT_S = 10.0  # then a new channel, which has the certificates of then
 
 
 class SchedulerClient:
@@ -53,13 +51,15 @@ class SchedulerClient:
         self,
         address: str,
         on_ready: Callable[[bool], Awaitable[None]],
-        resume_timeout_s: float = 30.0,
+        resume_timeout_s: float = 300.0,  # a worker that died as well has weights to load
+        dialer: Dialer = PLAINTEXT,
     ) -> None:
         """`on_ready` is told at each change whether a request would be taken; open requests outlive
         a lost connection by `resume_timeout_s`."""
         self._address = address
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
+        self._dialer = dialer
         self._next_handle = 1
         self._open: dict[int, TokenStream] = {}
         self._turns = Turns()
@@ -76,7 +76,7 @@ class SchedulerClient:
             UnavailableError: there is no connection.
         """
         if self._info is None:
-            raise UnavailableError("no engine is ready")
+            raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
         return self._info
 
     def submit(self, request: Request) -> list[TokenStream]:
@@ -86,7 +86,7 @@ class SchedulerClient:
             UnavailableError: there is no connection.
         """
         if self._outgoing is None:
-            raise UnavailableError("no engine is ready")
+            raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
         first, sampling = self._next_handle, request.sampling
         self._next_handle += sampling.num_completions
         reader = Reader(self._turns)
@@ -108,25 +108,36 @@ class SchedulerClient:
     async def run(self) -> None:
         """Connects, and again whenever the connection is lost. Ends by cancellation only."""
         backoff_s = _MIN_BACKOFF_S
-        async with aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
-            stub: SchedulerServiceAsyncStub = SchedulerServiceStub(channel)
-            while True:
-                reason = await self._converse(stub)
-                log.warning("no connection to the scheduler", address=self._address, reason=reason)
-                if self._info is not None:
-                    backoff_s = _MIN_BACKOFF_S
-                    await self._on_disconnected()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        while True:
+            reason = await self._connect()
+            log.warning("no connection to the scheduler", address=self._address, reason=reason)
+            if self._info is not None:
+                backoff_s = _MIN_BACKOFF_S
+                await self._on_disconnected()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _connect(self) -> str:
+        """One connection, on a channel of its own; returns why it failed or ended."""
+        try:
+            async with self._dialer.open(self._address) as channel:
+                with contextlib.suppress(TimeoutError):  # then the call says why
+                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        await channel.channel_ready()
+                return await self._converse(SchedulerServiceStub(channel))
+        except FileError as error:
+            return str(error)
 
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         """One connection, from its start to its end; returns why it ended."""
         outgoing: Outgoing = asyncio.Queue()
-        call = stub.Connect(_drain(outgoing), wait_for_ready=True)
+        call = stub.Connect(_drain(outgoing))
         try:
             async for message in call:
                 if message.HasField("engine_info"):
                     await self._on_connected(message.engine_info, outgoing)
+                elif message.HasField("engine_state"):
+                    await self._on_ready(message.engine_state.serving)
                 else:
                     self._on_step(message.step_output)
         except aio.AioRpcError as error:
@@ -156,7 +167,11 @@ class SchedulerClient:
 
     def _give_up(self) -> None:
         for stream in self._open.values():
-            stream.fail(UnavailableError("the engine was lost and did not come back in time"))
+            stream.fail(
+                UnavailableError(
+                    "the engine was lost and did not come back in time", _RETRY_AFTER_S
+                )
+            )
         self._open.clear()
 
     def _on_step(self, output: pb.StepOutput) -> None:

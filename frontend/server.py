@@ -164,7 +164,9 @@ async def serve(server: Server, settings: FrontendSettings) -> None:
     directory = Path(settings.model)
     facts = read_model_facts(directory)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
-    scheduler = SchedulerClient(settings.scheduler_address, server.set_serving)
+    scheduler = SchedulerClient(
+        settings.scheduler_address, server.set_serving, dialer=settings.dialer
+    )
     servicer = InferenceServicer(facts, tokenizer, scheduler)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     # What was loaded stays: the garbage collector need not walk over it again and again.

@@ -124,13 +124,17 @@ def _shrink_bound(normalizer: Any) -> float:
     return 3.5 if isinstance(normalizer, normalizers.NFC) else math.inf
 
 
-def _load(directory: Path) -> Any:
-    """The transformers tokenizer, found fit for exact incremental decoding."""
-    # Imported late: it takes seconds, and `python -m frontend` hides torch from it first.
+def import_auto_tokenizer() -> Any:
+    """Late, since it takes seconds, and `python -m frontend` hides torch from it first."""
     from transformers import AutoTokenizer
 
+    return AutoTokenizer
+
+
+def _load(directory: Path) -> Any:
+    """The transformers tokenizer, found fit for exact incremental decoding."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = import_auto_tokenizer().from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # whatever kind of exception a broken file happens to cause
         raise ModelFilesError(f"{directory}: no tokenizer can be loaded: {error}") from error
     if not tokenizer.is_fast:

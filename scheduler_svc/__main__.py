@@ -6,8 +6,6 @@ import asyncio
 import sys
 from pathlib import Path
 
-import structlog
-
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine
@@ -16,22 +14,20 @@ from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
 from scheduler_svc.worker_client import WorkerClient, WorkerMismatchError
 from shared.config import SchedulerSettings, settings_or_exit
-from shared.logging import configure_logging
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
-from shared.server import Server, exit_with_parent
+from shared.process import Ready, run_service
+from shared.server import Server
 
-log = structlog.get_logger(__name__)
 
-
-async def serve(settings: SchedulerSettings) -> None:
+async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None:
     """Serves until a signal comes.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.
         OSError: the address cannot be bound.
     """
-    server = Server(settings, "nanovllm.scheduler.v1.SchedulerService")
+    server = Server(settings, "nanovllm.scheduler.v1.SchedulerService", ready=ready)
     servicer = SchedulerServicer()
     add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.scheduler_address)
@@ -49,8 +45,17 @@ async def _run_engine(
     settings: SchedulerSettings, server: Server, servicer: SchedulerServicer
 ) -> None:
     workers = WorkerClient(
-        settings.worker_addresses, settings.max_num_seqs, settings.max_num_batched_tokens
+        settings.worker_addresses,
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        settings.hang_timeout_s,
+        settings.dialer,
     )
+
+    async def on_serving(serving: bool) -> None:
+        servicer.set_serving(serving)
+        await server.set_serving(serving)
+
     try:
         group = await workers.connect(None if settings.kv_blocks == "auto" else settings.kv_blocks)
         limits = Limits(
@@ -64,7 +69,14 @@ async def _run_engine(
         )
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
         grammars = Grammars(Path(settings.model))
-        engine = Engine(scheduler, workers, servicer.emit, sync=settings.sync, grammars=grammars)
+        engine = Engine(
+            scheduler,
+            workers,
+            servicer.emit,
+            sync=settings.sync,
+            grammars=grammars,
+            on_serving=on_serving,
+        )
         info = scheduler_pb2.EngineInfo(
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
@@ -84,16 +96,8 @@ async def _run_engine(
 
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
-    configure_logging(settings, "scheduler")
-    if settings.exit_with_parent:
-        exit_with_parent()
-    try:
-        asyncio.run(serve(settings))
-    except (WorkerMismatchError, OSError) as error:
-        log.error("cannot start", reason=str(error))
-        return 2
-    return 0
+    return run_service("scheduler", settings, serve, (WorkerMismatchError,))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

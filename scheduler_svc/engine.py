@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import structlog
@@ -17,13 +17,11 @@ from scheduler_svc.constraints import Constraints
 from scheduler_svc.grammar_compiler import Grammars
 from scheduler_svc.load import Load
 from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import Answer, End, Output, Step
+from scheduler_svc.suspects import Suspects
 
 log = structlog.get_logger(__name__)
-
-# A step that fails this often in a row is at fault itself: its sequences end.
-MAX_STEP_FAILURES = 3
 
 
 class WorkersLostError(Exception):
@@ -47,9 +45,16 @@ class Executor(Protocol):
             WorkersLostError: the answer will never come.
         """
 
+    async def watch(self) -> str:
+        """Returns why, once the workers are lost; with steps in flight `receive` raises then."""
+
     async def recover(self) -> None:
         """Returns once steps can be run again, with an empty cache of the same size; what was sent
-        is forgotten."""
+        is forgotten. Workers that cannot run any step are waited for."""
+
+
+async def _tell_nobody(_: bool) -> None:
+    pass
 
 
 class Engine:
@@ -57,7 +62,8 @@ class Engine:
 
     `emit` is called after each step with what is new. With `sync` a step is planned only when the
     answer to the one before has been applied; the tokens are the same. Without `grammars`, requests
-    for structured output are refused.
+    for structured output are refused. `on_serving` is told whenever requests cease or begin to wait
+    for lost workers, or for the trial of those that may have made them fail.
     """
 
     def __init__(
@@ -69,18 +75,24 @@ class Engine:
         *,
         sync: bool = False,
         grammars: Grammars | None = None,
+        on_serving: Callable[[bool], Awaitable[None]] = _tell_nobody,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
         self.load = Load(scheduler, clock())
         self._executor = executor
         self.emit = emit
-        self._most_in_flight = 1 if sync else 2
+        self._on_serving = on_serving
+        self._serving = True
+        self._steps_ahead = 0 if sync else 1
+        self._most_in_flight = 1 + self._steps_ahead
         self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
         self._last_answer = 0.0
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
-        self._failures = 0
+        self._suspects: Suspects[Sequence] = Suspects()
+        self._trying = False
+        self._watching: asyncio.Future[str] | None = None
         self._constraints = Constraints(grammars, self) if grammars else None
 
     def submit(self, seq: Sequence, n: int = 1) -> None:
@@ -114,6 +126,7 @@ class Engine:
         if self._constraints:
             self._constraints.abort(key)
         self.scheduler.abort(key)
+        self.wake()  # others may have waited for it alone
 
     def abort_connection(self, connection: int) -> None:
         """Ends all sequences that came from one frontend's stream."""
@@ -122,9 +135,11 @@ class Engine:
         for key in self.scheduler.open_sequences():
             if key[0] == connection:
                 self.scheduler.abort(key)
+        self.wake()
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        self._watch()
         try:
             while True:
                 try:
@@ -133,14 +148,19 @@ class Engine:
                     await self._recover(str(error))
         finally:
             self._forget_steps()
+            self._stop_watching()
             if self._constraints:
                 self._constraints.close()
 
     async def _turn(self) -> None:
         """Sends what can be sent, then waits for an answer or for something new to send."""
         self._wake.clear()
+        if self._watching and self._watching.done():
+            raise WorkersLostError(self._watching.result())
         if expired := self.scheduler.expire(self.clock()):
             self.emit(expired)
+        if self._suspects or self._trying:
+            await self._try_suspects()
         while len(self._in_flight) < self._most_in_flight:
             step = self.scheduler.schedule(self.clock())
             if step is None:
@@ -152,10 +172,12 @@ class Engine:
         elif await self._answered():
             assert self._answer is not None
             answer, self._answer = self._answer.result(), None
-            self._failures = 0
             step, sent = self._in_flight.popleft()
             outputs = self.scheduler.apply(step, answer)
             self.emit(outputs)
+            if self._suspects:
+                for row in step.rows:
+                    self._suspects.passed(row.seq, row.start + row.num_tokens)
             if step.asks and self._constraints:
                 self._constraints.advance(outputs)
             now = self.clock()
@@ -177,15 +199,51 @@ class Engine:
         return answer.done()
 
     async def _recover(self, reason: str) -> None:
-        self._failures += 1
-        step, _ = self._in_flight[0]
-        log.warning("step failed", reason=reason, sequences=len(step.rows), failures=self._failures)
-        if self._failures >= MAX_STEP_FAILURES:
-            self._failures = 0
-            self.emit(self.scheduler.fail(step, "internal error"))
+        in_flight = {
+            row.seq: row.start + row.num_tokens
+            for step, _ in self._in_flight
+            for row in step.rows
+            if row.seq.status is not Status.FINISHED
+        }
+        log.warning("workers lost", reason=reason, sequences=len(in_flight))
+        self._stop_watching()
+        if culprit := self._suspects.lost(in_flight):
+            log.error("a request fails whenever it is computed", request=culprit.key)
+            self.emit(self.scheduler.fail(culprit, "internal error"))
         self._forget_steps()
         self.scheduler.requeue_all()
+        await self._serve(False)
         await self._executor.recover()
+        await self._try_suspects()
+        self._watch()
+
+    async def _try_suspects(self) -> None:
+        """Sees to it that nothing runs beside those on trial."""
+        for seq in self._suspects:
+            if seq.status is Status.FINISHED:
+                self._suspects.forget(seq)
+        group = self._suspects.on_trial
+        self._trying = bool(group)
+        self._most_in_flight = 1 if group else 1 + self._steps_ahead
+        if not group:
+            self.scheduler.restrict(None)
+        elif not self._in_flight:
+            self.scheduler.restrict(group)
+        await self._serve(not group)
+
+    async def _serve(self, serving: bool) -> None:
+        if serving != self._serving:
+            self._serving = serving
+            await self._on_serving(serving)
+
+    def _watch(self) -> None:
+        self._watching = asyncio.ensure_future(self._executor.watch())
+        self._watching.add_done_callback(lambda _: self.wake())
+
+    def _stop_watching(self) -> None:
+        if self._watching:
+            self._watching.cancel()
+            self._watching = None
 
     def _forget_steps(self) -> None:
         self._in_flight.clear()

@@ -16,6 +16,7 @@ others is parked until then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -232,14 +233,21 @@ class Scheduler:
             outputs += self._advance_beams(found)
         return scored + outputs if scored else outputs
 
-    def fail(self, step: Step, message: str) -> list[Output]:
-        """Gives up on the sequences of a step that no worker can run; `requeue_all` follows."""
+    def fail(self, seq: Sequence, message: str) -> list[Output]:
+        """Gives up on a sequence that no worker can run, and on those that wait for its prompt;
+        `requeue_all` follows."""
         outputs: list[Output] = []
-        for row in step.rows:
-            if row.seq.status is not Status.FINISHED:
-                for seq in (*self._followers.of(row.seq), row.seq):
-                    outputs += self.end(seq, FinishCause.INTERNAL, message)
+        for each in (*self._followers.of(seq), seq):
+            outputs += self.end(each, FinishCause.INTERNAL, message)
         return outputs
+
+    def restrict(self, only: Seq[Sequence] | None) -> None:
+        """Schedules only these until told otherwise; others that run are preempted, for which no
+        step may be in flight. None: all again."""
+        self._waiting.only = only
+        if only is not None:
+            for seq in [seq for seq in self._running if seq not in only]:
+                self._preempt(seq)
 
     def requeue_all(self) -> None:
         """The cache is lost, and with it the steps in flight: everything that ran is computed
@@ -417,11 +425,14 @@ class Scheduler:
         """Sends the running sequence of the lowest priority and latest arrival back to wait."""
         running = filter(among, self._running)
         seq = max(running, key=lambda s: (s.priority, s.arrival_number))
+        self._preempt(seq)
+        return seq
+
+    def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         self.blocks.free(seq)
         self._queue_again(seq)
         self.stats.preemptions += 1
-        return seq
 
     def _open(self, seq: Sequence) -> None:
         self._sequences[seq.key] = seq

@@ -13,34 +13,56 @@ from grpc import aio
 from scheduler_svc.engine import Engine
 from scheduler_svc.frontend_messages import read_sequence, step_output
 from scheduler_svc.step import Output
+from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 
 log = structlog.get_logger(__name__)
+
+# Outputs that wait for a frontend to read: about five seconds of a busy engine, some 50 MB.
+_MAX_UNREAD = 1 << 18
 
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
 
 class Connection:
     """What one frontend has not been sent yet. Steps that end while a message is being written join
-    the next one."""
+    the next one; where the frontend reads so little that too many wait, they are dropped and
+    `overflow` is done."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
+        self._serving = self._told = True  # what is, and what the frontend knows
         self._news = asyncio.Event()
+        self.overflow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def set_serving(self, serving: bool) -> None:
+        self._serving = serving
+        self._news.set()
 
     def add(self, output: Output) -> None:
+        if self.overflow.done():
+            return
         if not self._outputs:
             self._news.set()
         self._outputs.append(output)
+        if len(self._outputs) > _MAX_UNREAD:
+            self._outputs.clear()
+            self.overflow.set_result(None)
 
     async def write_to(self, context: Context) -> None:
         """Writes what there is to say, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()
-            outputs, self._outputs = self._outputs, []
-            await context.write(scheduler_pb2.SchedulerMessage(step_output=step_output(outputs)))
+            if self._told != self._serving:
+                self._told = self._serving
+                state = scheduler_pb2.EngineState(serving=self._told)
+                await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
+            if self._outputs:
+                outputs, self._outputs = self._outputs, []
+                message = scheduler_pb2.SchedulerMessage(step_output=step_output(outputs))
+                await context.write(message)
 
 
 class SchedulerServicer(SchedulerServiceServicer):
@@ -50,6 +72,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._engine: Engine | None = None
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
+        self._serving = True
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count()
 
@@ -57,6 +80,12 @@ class SchedulerServicer(SchedulerServiceServicer):
         """From now on frontends are answered; until then their streams wait."""
         self._engine, self._info = engine, info
         self._ready.set()
+
+    def set_serving(self, serving: bool) -> None:
+        """Tells all frontends whether requests wait for workers."""
+        self._serving = serving
+        for connection in self._connections.values():
+            connection.set_serving(serving)
 
     def emit(self, outputs: list[Output]) -> None:
         """Hands outputs to the connections that their sequences came from."""
@@ -74,20 +103,25 @@ class SchedulerServicer(SchedulerServiceServicer):
         await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
         number = next(self._numbers)
         connection = self._connections[number] = Connection()
+        connection.set_serving(self._serving)
+        reader = asyncio.create_task(_read(number, request_iterator, engine))
         writer = asyncio.create_task(connection.write_to(context))
         log.info("frontend connected", connection=number)
         try:
-            async for message in request_iterator:
-                if message.HasField("submit"):
-                    seq = read_sequence(number, message.submit, engine.clock())
-                    engine.submit(seq, message.submit.n or 1)
-                elif message.HasField("abort"):
-                    engine.abort((number, message.abort.request))
+            ends = (reader, writer, connection.overflow)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            writer.cancel()
             del self._connections[number]
             engine.abort_connection(number)
             log.info("frontend gone", connection=number)
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        if connection.overflow.done():
+            # It keeps what it has, and submits the rest anew when it gets to reading this.
+            raise UnavailableError(f"more than {_MAX_UNREAD} outputs were not read: connect again")
+        if not reader.cancelled():
+            reader.result()
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object
@@ -113,3 +147,15 @@ class SchedulerServicer(SchedulerServiceServicer):
         await self._ready.wait()
         assert self._engine is not None
         return self._engine
+
+
+async def _read(
+    number: int, messages: AsyncIterator[scheduler_pb2.FrontendMessage], engine: Engine
+) -> None:
+    """Takes in what a frontend sends, until it sends no more."""
+    async for message in messages:
+        if message.HasField("submit"):
+            seq = read_sequence(number, message.submit, engine.clock())
+            engine.submit(seq, message.submit.n or 1)
+        elif message.HasField("abort"):
+            engine.abort((number, message.abort.request))

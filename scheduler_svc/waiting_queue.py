@@ -15,6 +15,7 @@ priority, so that it is preempted last.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from scheduler_svc.lazy_heap import LazyHeap
@@ -46,6 +47,7 @@ class WaitingQueue:
 
     def __init__(self, max_short_tokens: int) -> None:
         self.num_tokens = 0  # of all sequences in the queue
+        self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
         self._max_short_tokens = max_short_tokens
         self._tickets: dict[Sequence, int] = {}  # of the sequences in the queue
         self._numbers = itertools.count()
@@ -88,17 +90,22 @@ class WaitingQueue:
 
     def peek(self) -> Sequence | None:
         """The next to be admitted; the same one until it is, or until a better one comes."""
+        if self.only is not None:
+            return next((seq for seq in self.only if seq in self), None)
         if self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1:
             return _sequence(self._oldest)
         return _sequence(self._ordered)
 
     def peek_short(self) -> Sequence | None:
         """The next among the short ones."""
+        if self.only is not None:
+            return None
         return _sequence(self._ordered_short)
 
     def admit(self, seq: Sequence) -> None:
         """Takes out a sequence that `peek` or `peek_short` named."""
-        is_next, is_first = seq is self.peek(), seq is _sequence(self._ordered)
+        is_next = self.only is None and seq is self.peek()
+        is_first = seq is _sequence(self._ordered)
         level = self._levels[seq.priority]
         level.turn = max(level.turn, seq.turn)
         self.remove(seq)

@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 from grpc import aio
 
+from scheduler_svc import execute_call
 from scheduler_svc.engine import WorkersLostError
-from scheduler_svc.step import Answer, Step
+from scheduler_svc.execute_call import ExecuteCall, together
+from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.step import Answer, Row, Step
 from scheduler_svc.step_encoding import MalformedAnswerError, encode_step, read_answer
+from shared.channels import PLAINTEXT, Dialer
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from shared.tls import FileError
 
 if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
 
-Result = TypeVar("Result")
 log = structlog.get_logger(__name__)
 
 _RETRY_S = 0.2
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-ExecuteCall = aio.StreamStreamCall[worker_pb2.StepRequest, worker_pb2.StepResponse]
+_INFO_TIMEOUT_S = 10.0
+# Workers that fail whatever they are asked are asked again after that, and twice that, ...
+_MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
+# Shares of `hang_timeout_s`: what is noticed at the second look, and then does not answer for so
+# long, is found within it.
+_LOOK_SHARE, _ANSWER_SHARE = 0.12, 0.7
 
 
 class WorkerMismatchError(Exception):
@@ -56,19 +58,35 @@ class WorkerClient:
     Args:
         addresses: gRPC addresses in order of rank.
         max_num_seqs, max_num_batched_tokens: limits of a step, passed on to the workers.
+        hang_timeout_s: a rank that answers nothing for so long is lost.
+        dialer: how to connect.
+
+    Raises:
+        FileError: a file of certificates cannot be used.
     """
 
-    def __init__(self, addresses: Seq[str], max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        addresses: Seq[str],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        hang_timeout_s: float,
+        dialer: Dialer = PLAINTEXT,
+    ) -> None:
         self._addresses = addresses
+        self._dialer = dialer
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._channels = [aio.insecure_channel(a, options=_CHANNEL_OPTIONS) for a in addresses]
+        self._hang_timeout_s = hang_timeout_s
+        self._stamp = dialer.stamp()
+        self._channels = [dialer.open(address) for address in addresses]
         self._stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
         self._calls: list[ExecuteCall] = []
         self._num_blocks = 0
         self._block_size = 0
         self._epoch = 0
         self._step_id = 0
+        self._num_answers = 0
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
@@ -91,28 +109,53 @@ class WorkerClient:
                     reason = error.details()
                     log.info("waiting for workers", reason=reason)
                 await asyncio.sleep(_RETRY_S)
+                await self._follow_certificates()
             else:
                 log.info("workers ready", epoch=self._epoch, num_blocks=group.num_blocks)
                 return group
 
     async def recover(self) -> None:
-        """Starts a new epoch with a cache of the same size as before."""
-        for call in self._calls:
-            call.cancel()
-        await self.connect(self._num_blocks)
+        """Starts a new epoch with a cache of the same size as before, and returns once all ranks
+        have run a step in it: one that can be blamed on no request."""
+        retry_s = _MIN_PROOF_RETRY_S
+        while True:
+            self._hang_up()
+            await self.connect(self._num_blocks)
+            try:
+                await self._prove()
+            except WorkersLostError as error:
+                log.error("workers fail whatever they are asked", reason=str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_PROOF_RETRY_S)
+            else:
+                return
+
+    async def watch(self) -> str:
+        """Returns why, once a rank has ended its stream, or answers nothing any more. A step may
+        take its time: a worker knows best how long, and ends itself when one hangs."""
+        while True:
+            before = self._num_answers
+            await asyncio.sleep(_LOOK_SHARE * self._hang_timeout_s)
+            for call in self._calls:
+                if call.done():
+                    return await execute_call.reason(call)
+            if self._num_answers == before and (reason := await self._silent_rank()):
+                self._hang_up()
+                return reason
 
     async def send(self, step: Step) -> None:
         self._step_id += 1
         request = encode_step(step, self._block_size, self._epoch, self._step_id)
-        await _together([_write(call, request) for call in self._calls])
+        await together([execute_call.write(call, request) for call in self._calls])
         self._sent.append(request)
 
     async def receive(self) -> Answer:
         request = self._sent.popleft()
-        answers = await _together([_read(call) for call in self._calls])
+        answers = await together([execute_call.read(call) for call in self._calls])
         for answer in answers:
             if answer.step_id != request.step_id:
                 raise WorkersLostError(f"answer to step {answer.step_id}, not {request.step_id}")
+        self._num_answers += 1
         try:
             return read_answer(request, answers[0])
         except MalformedAnswerError as error:
@@ -122,9 +165,59 @@ class WorkerClient:
         for channel in self._channels:
             await channel.close()
 
+    async def _follow_certificates(self) -> None:
+        """Opens the channels anew if there are other files than they were opened with."""
+        stamp = self._dialer.stamp()
+        if stamp == self._stamp:
+            return
+        try:
+            channels = [self._dialer.open(address) for address in self._addresses]
+        except FileError as error:  # half of them may have been replaced: again at the next try
+            log.warning("certificates not reloaded", reason=str(error))
+            return
+        await self.close()
+        self._channels, self._stamp = channels, stamp
+        self._stubs = [WorkerServiceStub(channel) for channel in channels]
+
+    def _hang_up(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    async def _silent_rank(self) -> str | None:
+        """Which rank listens but does not answer, if one does."""
+        timeout_s = _ANSWER_SHARE * self._hang_timeout_s
+        request = worker_pb2.GetInfoRequest()
+        answers = await asyncio.gather(
+            *(stub.GetInfo(request, timeout=timeout_s) for stub in self._stubs),
+            return_exceptions=True,
+        )
+        for rank, answer in enumerate(answers):
+            late = isinstance(answer, aio.AioRpcError) and (
+                answer.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            )
+            if late:
+                return f"rank {rank} answers nothing for {timeout_s:g} s"
+        return None
+
+    async def _prove(self) -> None:
+        """Has all ranks run a step of one token, in a block that nobody uses yet.
+
+        Raises:
+            WorkersLostError: they do not.
+        """
+        seq = Sequence((-1, 0), [0], SamplingParams(max_tokens=1, temperature=0.0))
+        seq.block_table.append(0)
+        watching = asyncio.ensure_future(self.watch())
+        try:
+            await self.send(Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], asks=False))
+            await self.receive()
+        finally:
+            watching.cancel()
+
     async def _configure(self, num_blocks: int | None) -> WorkerGroup:
+        request_info = worker_pb2.GetInfoRequest()
         infos = await asyncio.gather(
-            *(s.GetInfo(worker_pb2.GetInfoRequest(), wait_for_ready=True) for s in self._stubs)
+            *(stub.GetInfo(request_info, timeout=_INFO_TIMEOUT_S) for stub in self._stubs)
         )
         group = agree(infos)
         self._epoch = max(self._epoch, group.epoch) + 1
@@ -171,31 +264,3 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         vocab_size=infos[0].vocab_size,
         epoch=max(info.epoch for info in infos),
     )
-
-
-async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:
-    """`asyncio.gather`, without a task for a lone rank: two fewer turns of the loop per step."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    return await asyncio.gather(*calls)
-
-
-async def _write(call: ExecuteCall, request: worker_pb2.StepRequest) -> None:
-    try:
-        await call.write(request)
-    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-        raise WorkersLostError(await _reason(call)) from error
-
-
-async def _read(call: ExecuteCall) -> worker_pb2.StepResponse:
-    try:
-        response = await call.read()
-    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-        raise WorkersLostError(await _reason(call)) from error
-    if not isinstance(response, worker_pb2.StepResponse):
-        raise WorkersLostError(await _reason(call))
-    return response
-
-
-async def _reason(call: ExecuteCall) -> str:
-    return f"{(await call.code()).name}: {await call.details()}"

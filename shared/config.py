@@ -23,7 +23,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-PREFIX = "NANO_"
+from shared.security import PREFIX as PREFIX
+from shared.security import PublicSettings, SecuritySettings
 
 Addresses = Annotated[tuple[str, ...], NoDecode]
 AutoInt = Literal["auto"] | Annotated[int, Field(gt=0)]
@@ -33,7 +34,7 @@ class SettingsError(ValueError):
     """A setting is unknown or impossible; the message names it."""
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(SecuritySettings):
     """What every service has."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
@@ -56,12 +57,10 @@ class ServiceSettings(BaseSettings):
         return init_settings, env_settings, InitSettingsSource(settings_cls, _read_file(cls))
 
 
-class FrontendSettings(ServiceSettings):
+class FrontendSettings(PublicSettings, ServiceSettings):
     """Settings of `python -m frontend`."""
 
     model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
-    host: str = "127.0.0.1"
-    port: int = Field(50051, ge=0, le=65535)
     scheduler_address: str = "127.0.0.1:50052"
     tokenizer_threads: int = Field(2, gt=0)
 
@@ -85,12 +84,16 @@ class SchedulerSettings(ServiceSettings):
     max_waiting_tokens: int = Field(1 << 20, gt=0, description="their tokens")
     kv_blocks: AutoInt = "auto"
     sync: bool = Field(False, description="plan a step only when the one before was answered")
+    hang_timeout_s: float = Field(
+        3.0, gt=0, description="a worker without a sign of life for so long is replaced, seconds"
+    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
     @model_validator(mode="after")
-    def _check_budget(self) -> Self:
+    def _check(self) -> Self:
         _check_step_limits(self)
+        self._check_listening("scheduler_address", self.scheduler_address)
         return self
 
 
@@ -126,6 +129,9 @@ class WorkerSettings(ServiceSettings):
     attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = "auto"
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     threads: AutoInt = Field("auto", description="CPU threads of a step")
+    hang_timeout_s: float = Field(
+        3.0, gt=0, description="a worker without a sign of life for so long is replaced, seconds"
+    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
@@ -141,12 +147,15 @@ class WorkerSettings(ServiceSettings):
         if share != "auto" and not 0 < share <= 1:
             raise ValueError(f"memory_utilization: {share} is not in (0, 1]")
         _check_step_limits(self)
+        self._check_listening("worker_addresses", self.worker_addresses[self.rank])
         return self
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 _ALL: tuple[type[ServiceSettings], ...] = (FrontendSettings, SchedulerSettings, WorkerSettings)
 KNOWN_NAMES = frozenset(name for each in _ALL for name in each.model_fields)
+# What clients of a stack read, the launcher among them; they may share the services' environment.
+_CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
 
 
 def load_settings(cls: type[Settings], args: list[str]) -> Settings:
@@ -156,7 +165,8 @@ def load_settings(cls: type[Settings], args: list[str]) -> Settings:
         SettingsError: a value is unknown or impossible; the message names each.
     """
     ours = {name for name in os.environ if name.startswith(PREFIX)}
-    unknown = ours - {PREFIX + name.upper() for name in KNOWN_NAMES} - {PREFIX + "CONFIG_FILE"}
+    known = {PREFIX + name.upper() for name in (*KNOWN_NAMES, *_CLIENT_NAMES, "config_file")}
+    unknown = ours - known
     if unknown:
         raise SettingsError(f"unknown in the environment: {', '.join(sorted(unknown))}")
     cli: Any = {

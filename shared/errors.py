@@ -4,7 +4,8 @@
     ├── InvalidArgumentError     INVALID_ARGUMENT     names the field and the limit (BadRequest)
     ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to come back (RetryInfo)
-    ├── UnavailableError         UNAVAILABLE          no engine is ready
+    ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
+    ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
     └── InternalError            INTERNAL             what happened is in the log, not in the reply
 
@@ -67,7 +68,7 @@ class FailedPreconditionError(ServiceError):
 
 
 class QueueFullError(ServiceError):
-    """The waiting queue is full; `retry_after_s` seconds from now it may not be."""
+    """There is no room for the request; `retry_after_s` seconds from now there may be."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -76,13 +77,24 @@ class QueueFullError(ServiceError):
         self.retry_after_s = retry_after_s
 
     def details(self) -> Sequence[Message]:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(self.retry_after_s * 1000))
-        return (error_details_pb2.RetryInfo(retry_delay=delay),)
+        return (_retry_info(self.retry_after_s),)
+
+
+class UnauthenticatedError(ServiceError):
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class UnavailableError(ServiceError):
+    """Not now; `retry_after_s` where it is known when to come back."""
+
     code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def details(self) -> Sequence[Message]:
+        return () if self.retry_after_s is None else (_retry_info(self.retry_after_s),)
 
 
 class DeadlineError(ServiceError):
@@ -91,3 +103,9 @@ class DeadlineError(ServiceError):
 
 class InternalError(ServiceError):
     code = grpc.StatusCode.INTERNAL
+
+
+def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration()
+    delay.FromMilliseconds(round(delay_s * 1000))
+    return error_details_pb2.RetryInfo(retry_delay=delay)

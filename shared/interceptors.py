@@ -1,4 +1,5 @@
-"""The one server interceptor: unreadable messages and exceptions become gRPC statuses."""
+"""The server interceptor that all services have: unreadable messages and exceptions become gRPC
+statuses."""
 
 from __future__ import annotations
 
@@ -45,23 +46,13 @@ class StatusInterceptor(aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler  # an unknown method
-        method = handler_call_details.method
-        kinds = (
-            ("unary_unary", grpc.unary_unary_rpc_method_handler),
-            ("unary_stream", grpc.unary_stream_rpc_method_handler),
-            ("stream_unary", grpc.stream_unary_rpc_method_handler),
-            ("stream_stream", grpc.stream_stream_rpc_method_handler),
-        )
-        for name, make_handler in kinds:
-            behavior = getattr(handler, name)
-            if behavior is not None:
-                guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard
-                return make_handler(
-                    guard(behavior, method, handler.request_streaming),
-                    request_deserializer=self._readable(handler.request_deserializer),
-                    response_serializer=handler.response_serializer,
-                )
-        return handler
+        method, streaming = handler_call_details.method, handler.request_streaming
+
+        def guard(behavior: Any) -> Any:
+            make = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard
+            return make(behavior, method, streaming)
+
+        return wrap_behavior(handler, guard, self._readable(handler.request_deserializer))
 
     def _readable(self, deserialize: Deserializer) -> Deserializer:
         def decode(data: bytes) -> Any:
@@ -71,6 +62,27 @@ class StatusInterceptor(aio.ServerInterceptor):
                 return _Unreadable(error)
 
         return decode
+
+
+def wrap_behavior(
+    handler: Any, wrap: Callable[[Any], Any], deserialize: Deserializer | None = None
+) -> Any:
+    """A handler of the same kind whose behaviour is `wrap` of the behaviour of `handler`."""
+    kinds = (
+        ("unary_unary", grpc.unary_unary_rpc_method_handler),
+        ("unary_stream", grpc.unary_stream_rpc_method_handler),
+        ("stream_unary", grpc.stream_unary_rpc_method_handler),
+        ("stream_stream", grpc.stream_stream_rpc_method_handler),
+    )
+    for name, make_handler in kinds:
+        behavior = getattr(handler, name)
+        if behavior is not None:
+            return make_handler(
+                wrap(behavior),
+                request_deserializer=deserialize or handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
+    return handler
 
 
 def decode_message(data: bytes, deserialize: Deserializer, max_bytes: int) -> Any:
@@ -143,6 +155,8 @@ async def _readable_requests(requests: AsyncIterator[Any]) -> AsyncIterator[Any]
 async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
     if isinstance(error, aio.AbortError | asyncio.CancelledError):
         raise error
+    if isinstance(error, aio.InternalError):
+        raise asyncio.CancelledError  # nothing can be written, no status either: the caller is gone
     if not isinstance(error, ServiceError):
         log.error("rpc failed", method=method, exc_info=error)
         error = InternalError("internal error")

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 import structlog
 
 from shared.config import ServiceSettings
+from shared.log_output import shield_stderr
+
+Processors = Sequence[structlog.typing.Processor]
 
 
 def configure_logging(settings: ServiceSettings, service: str, **bound: object) -> None:
-    """Sends log lines to stderr, each with `service` and `bound`.
+    """Sends log lines to stderr, each with `service` and `bound`. Those that cannot be written are
+    dropped, and counted in a line of their own once that is possible again: no line is worth a
+    token.
 
     Request and step ids are bound by their owners through `structlog.contextvars`. Prompts and
     completions are never logged.
     """
     console = settings.log_format == "console" or (
-        settings.log_format == "auto" and sys.stderr.isatty()
+        settings.log_format == "auto" and sys.stderr is not None and sys.stderr.isatty()
     )
     # Tracebacks without local variables: those hold prompts.
     renderer: structlog.typing.Processor = (
@@ -33,8 +39,11 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
     if not console:
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         processors.append(structlog.processors.ExceptionRenderer(tracebacks))
+    processors.append(renderer)
+    # Without the context of the line that follows.
+    shield_stderr(lambda count: _render(processors[1:], count, {"service": service, **bound}))
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[settings.log_level.upper()]
         ),
@@ -42,3 +51,13 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, **bound)
+
+
+def _render(processors: Processors, dropped: int, bound: dict[str, object]) -> str:
+    """The line that says how many were dropped."""
+    event = {**bound, "event": "log lines were dropped", "count": dropped}
+    line: structlog.typing.ProcessorReturnValue = event
+    for process in processors:
+        assert isinstance(line, dict)
+        line = process(None, "warning", line)
+    return str(line)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 
 import structlog
@@ -14,40 +12,86 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shared.auth import ClientInterceptor, Tokens
+from shared.channels import server_keepalive_options
 from shared.config import ServiceSettings
 from shared.interceptors import StatusInterceptor
+from shared.open_calls import OpenCalls
+from shared.security import PublicSettings
+from shared.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
 
 # Over `max_message_bytes` a request is read and refused with INVALID_ARGUMENT; over this many times
 # that, gRPC refuses it unread with RESOURCE_EXHAUSTED.
 _UNREAD_FACTOR = 16
+# More than that is refused with RESOURCE_EXHAUSTED; gRPC's default begins to refuse at half of it.
+_MAX_METADATA_BYTES = 16 << 10
+# Calls of a connection, beyond which its client waits: over its limit there is room to be told so,
+# and for health.
+_INTERNAL_CALLS = 1024
+_SPARE_CALLS = 64
+# For the last messages and statuses to leave; clients that do not read would hold them up for ever.
+_FLUSH_S = 1.0
 
 
 class Server:
     """A gRPC server with health, reflection, error translation and a graceful end.
 
     Health is NOT_SERVING until `set_serving(True)`.
+
+    Args:
+        reuse_port: several processes may listen on the same port.
+        ready: called when it is SERVING for the first time.
+
+    Raises:
+        FileError: a file of certificates or tokens cannot be used.
     """
 
     def __init__(
-        self, settings: ServiceSettings, service_name: str, *, reuse_port: bool = False
+        self,
+        settings: ServiceSettings,
+        service_name: str,
+        *,
+        reuse_port: bool = False,
+        ready: Callable[[], object] | None = None,
     ) -> None:
         self._settings = settings
+        self._ready = ready
         self._service_names = ("", service_name)
+        self._calls = OpenCalls()
+        tls = settings.server_tls
+        self._credentials = server_credentials(tls, _warn) if tls else None
+        if settings.dialer.tls:
+            channel_credentials(settings.dialer.tls)  # says now what would fail with the first call
+        interceptors: list[aio.ServerInterceptor] = [
+            StatusInterceptor(settings.max_message_bytes),
+            self._calls,
+        ]
+        max_calls, reflected = _INTERNAL_CALLS, settings.reflection != "off"
+        if isinstance(settings, PublicSettings):
+            path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
+            interceptors.append(ClientInterceptor(Tokens(path) if path else None, max_requests))
+            max_calls = max_requests + _SPARE_CALLS
+            reflected = settings.reflection == "on" or (reflected and not path)
         self.grpc = aio.server(
-            interceptors=[StatusInterceptor(settings.max_message_bytes)],
+            interceptors=interceptors,
             options=[
                 ("grpc.so_reuseport", int(reuse_port)),
                 ("grpc.max_receive_message_length", _UNREAD_FACTOR * settings.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+                ("grpc.max_concurrent_streams", max_calls),
+                *server_keepalive_options(settings.keepalive_s),
             ],
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection(
-            (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
-        )
+        if reflected:
+            reflection.enable_server_reflection(
+                (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+            )
         self._stopping = asyncio.Event()
 
     async def set_serving(self, serving: bool) -> None:
@@ -59,30 +103,45 @@ class Server:
         )
         for name in self._service_names:
             await self._health.set(name, status)
+        if serving and self._ready:
+            self._ready()
+            self._ready = None
 
     async def start(self, address: str) -> None:
-        """Listens on `address`: `host:port` or `unix:path`.
+        """Listens on `address`: `host:port` or `unix:path`, which only this user may connect to.
 
         Raises:
             OSError: the address cannot be bound.
         """
         await self.set_serving(False)
+        # A socket's mode must be right from the start: chmod would come too late.
+        mask = os.umask(0o177) if address.startswith("unix:") else None
         try:
-            port = self.grpc.add_insecure_port(address)
+            port = self.add_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
+        finally:
+            if mask is not None:
+                os.umask(mask)
         if port == 0:
             raise OSError(f"cannot listen on {address}")
         await self.grpc.start()
-        log.info("listening", address=address)
+        log.info("listening", address=address, tls=self._credentials is not None)
+
+    def add_port(self, address: str) -> int:
+        if self._credentials is None:
+            return self.grpc.add_insecure_port(address)
+        return self.grpc.add_secure_port(address, self._credentials)
 
     def stop(self) -> None:
         """Ends `wait`; safe to call more than once."""
         self._stopping.set()
 
     async def wait(self) -> None:
-        """Returns after SIGTERM, SIGINT or `stop`, once calls in progress ended or the grace period
-        (`drain_timeout_s`) did."""
+        """Serves until SIGTERM, SIGINT or `stop`, then drains: health is NOT_SERVING, the address
+        is free for others and clients are told to connect elsewhere (GOAWAY), while calls in
+        progress go on. Those that the grace period (`drain_timeout_s`) is too short for end with
+        UNAVAILABLE."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -91,19 +150,15 @@ class Server:
         except asyncio.CancelledError:
             await self.grpc.stop(None)
             raise
-        log.info("draining", grace_s=self._settings.drain_timeout_s)
+        grace_s = self._settings.drain_timeout_s
+        log.info("draining", grace_s=grace_s, calls=self._calls.count)
         await self._health.enter_graceful_shutdown()
-        await self.grpc.stop(self._settings.drain_timeout_s)
+        stopped = asyncio.create_task(self.grpc.stop(grace_s + _FLUSH_S))
+        await self._calls.finished(grace_s)
+        self._calls.end()
+        await stopped
         log.info("stopped")
 
 
-def exit_with_parent(kill: Callable[[], None] | None = None, poll_s: float = 0.5) -> None:
-    """Kills this process soon after its parent is gone, whatever the parent died of."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent and parent != 1:
-            time.sleep(poll_s)
-        (kill or (lambda: os.kill(os.getpid(), signal.SIGKILL)))()
-
-    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+def _warn(reason: str) -> None:
+    log.warning("certificates not reloaded", reason=reason)

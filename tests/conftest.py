@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 # Triton reads it when it is imported, which torch does too: before anything else, therefore.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,3 +24,15 @@ def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+# With `-n 2 --dist loadgroup` these run one after another, beside the others: stacks of processes
+# that are harmed, with time limits of their own.
+_HARMED = {"chaos", "deploy", "faults", "fuzz"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in _HARMED:
+            item.add_marker(pytest.mark.xdist_group("harmed"))

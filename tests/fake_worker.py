@@ -4,7 +4,7 @@ every step checked by the sanitizer."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 from grpc import aio
@@ -20,7 +20,8 @@ __all__ = ["VOCAB_SIZE", "FakeWorker", "completion", "next_token", "start_worker
 class FakeWorker(WorkerServiceServicer):
     """A step that the sanitizer refuses ends the stream, with the reason in `violations`.
 
-    `gate` holds back answers while it is cleared; `fail_steps` step ids end the stream instead.
+    `gate` holds back answers while it is cleared, `answers_info` those of GetInfo; `fail_steps`
+    step ids, and steps that it `fails`, end the stream instead.
     """
 
     def __init__(
@@ -48,8 +49,11 @@ class FakeWorker(WorkerServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.step_arrived = asyncio.Event()
+        self.answers_info = asyncio.Event()
+        self.answers_info.set()
+        self.num_infos = 0
         self.fail_steps: set[int] = set()
-        self.always_fail = False
+        self.fails: Callable[[worker_pb2.StepRequest], bool] = lambda _: False
         self.violations: list[str] = []
         self.steps: list[worker_pb2.StepRequest] = []
         self.sanitizer: Sanitizer | None = None
@@ -57,6 +61,8 @@ class FakeWorker(WorkerServiceServicer):
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: object
     ) -> worker_pb2.GetInfoResponse:
+        self.num_infos += 1
+        await self.answers_info.wait()
         return self.info
 
     async def Configure(
@@ -78,7 +84,7 @@ class FakeWorker(WorkerServiceServicer):
             self.steps.append(step)
             self.step_arrived.set()
             await self.gate.wait()
-            if step.step_id in self.fail_steps or self.always_fail:
+            if step.step_id in self.fail_steps or self.fails(step):
                 self.fail_steps.discard(step.step_id)
                 await context.abort(grpc.StatusCode.INTERNAL, "planted failure")
             assert self.sanitizer is not None

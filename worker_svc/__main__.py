@@ -9,26 +9,22 @@ import os
 # OpenMP reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import asyncio
 import sys
 
-import structlog
-
 from shared.config import WorkerSettings, settings_or_exit
-from shared.logging import configure_logging
 from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from shared.server import Server, exit_with_parent
+from shared.process import Ready, run_service
+from shared.server import Server
 from worker_svc.errors import StartError
+from worker_svc.platforms.choice import preload
 from worker_svc.server import WorkerService
-
-log = structlog.get_logger(__name__)
 
 SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 
 
-async def serve(settings: WorkerSettings) -> None:
+async def serve(settings: WorkerSettings, ready: Ready | None = None) -> None:
     """Serves until SIGTERM; healthy once the model is loaded and warm."""
-    server = Server(settings, SERVICE_NAME)
+    server = Server(settings, SERVICE_NAME, ready=ready)
     service = WorkerService(settings)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])
@@ -41,17 +37,11 @@ async def serve(settings: WorkerSettings) -> None:
         service.close()
 
 
-def main() -> None:
+def main() -> int:
     settings = settings_or_exit(WorkerSettings, sys.argv[1:])
-    configure_logging(settings, "worker", rank=settings.rank)
-    if settings.exit_with_parent:
-        exit_with_parent()
-    try:
-        asyncio.run(serve(settings))
-    except (StartError, OSError) as error:
-        log.error("cannot start", reason=str(error))
-        sys.exit(2)
+    preload(settings.device)
+    return run_service("worker", settings, serve, (StartError,), rank=settings.rank)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
+from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group, _set_pg_timeout
 
 # A rank that waits longer than this for the others gives the step up.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # How long Configure waits for the other ranks.
 JOIN_TIMEOUT = timedelta(seconds=30)
+# How long those that have met may take to connect. Gloo waits for it, whatever happens meanwhile.
+CONNECT_TIMEOUT = timedelta(seconds=10)
+_LOOK_S = 0.01
 
 
 class TensorParallel:
@@ -29,13 +35,24 @@ class TensorParallel:
         self.size = size
         self._store: TCPStore | None = None
         self._joined = False
+        self.waiting = False  # for the other ranks, in a collective on a CPU
 
-    def join(self, epoch: int, device: torch.device, master_addr: str, master_port: int) -> None:
+    def join(
+        self,
+        epoch: int,
+        device: torch.device,
+        master_addr: str,
+        master_port: int,
+        superseded: Callable[[], bool],
+    ) -> None:
         """Leaves the old group and makes the one of `epoch` with the other ranks, who must do the
         same. Rank 0 hosts the store at which they meet.
 
+        Args:
+            superseded: whether to wait no longer, since there is a newer epoch.
+
         Raises:
-            RuntimeError: the others did not come within `JOIN_TIMEOUT` (`dist.DistError`).
+            RuntimeError: the others did not come within `JOIN_TIMEOUT`, or `superseded`.
         """
         if self.size == 1:
             return
@@ -48,19 +65,35 @@ class TensorParallel:
                 wait_for_workers=False,
                 timeout=JOIN_TIMEOUT,
             )
+        store = PrefixStore(f"epoch-{epoch}", self._store)
+        self._meet(store, superseded)
         on_gpu = device.type == "cuda"
         # A rank whose peer is gone keeps its weights and comes to the next epoch: NCCL's watchdog
         # would end its process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=PrefixStore(f"epoch-{epoch}", self._store),
+            store=store,
             rank=self.rank,
             world_size=self.size,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=COLLECTIVE_TIMEOUT if on_gpu else CONNECT_TIMEOUT,
             device_id=device if on_gpu else None,  # connects now, not in the first collective
         )
+        _set_pg_timeout(COLLECTIVE_TIMEOUT)
         self._joined = True
+
+    def _meet(self, store: PrefixStore, superseded: Callable[[], bool]) -> None:
+        """Returns when all ranks have come. Making a group waits for them, too, but for one that is
+        killed meanwhile in vain, with its successor waiting for the next epoch."""
+        keys = [f"rank-{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], "")
+        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        while not store.check(keys):
+            if superseded():
+                raise RuntimeError("a newer epoch begins")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not all ranks came within {JOIN_TIMEOUT.total_seconds():g} s")
+            time.sleep(_LOOK_S)
 
     def leave(self) -> None:
         """Ends the current group, if any, even one in which a rank is gone: NCCL's kernels wait for
@@ -76,7 +109,8 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place."""
         if self._joined:
-            dist.all_reduce(x)
+            with self._collective():
+                dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,5 +118,14 @@ class TensorParallel:
         if not self._joined:
             return x.unsqueeze(0).expand(self.size, *x.shape)
         gathered = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(gathered.unbind()), x.contiguous())
+        with self._collective():
+            dist.all_gather(list(gathered.unbind()), x.contiguous())
         return gathered
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False

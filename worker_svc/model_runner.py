@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class RunnerInfo:
     attention_backend: str
     block_size: int  # tokens
     num_blocks: int  # that fit
+    max_num_blocks: int  # that would fit if nothing else was in memory, and slots in their column
     max_model_len: int  # tokens
     vocab_size: int
 
@@ -129,25 +130,35 @@ class ModelRunner:
         self._allocate(0)
         self._graphs: DecodeGraphs | None = None
         activations = self._warm_up()
+        block_size = self._backend.block_size
+        block_bytes = (shape.cache_bytes_per_token + TOKEN_ID_BYTES) * block_size
         self.info = RunnerInfo(
             device=str(platform.device),
             dtype=str(config.dtype).removeprefix("torch."),
             fingerprint=model_fingerprint(model_dir),
             attention_backend=self._backend.name,
-            block_size=self._backend.block_size,
+            block_size=block_size,
             num_blocks=blocks_that_fit(
                 settings,
                 platform.cache_bytes(settings, activations),
-                (shape.cache_bytes_per_token + TOKEN_ID_BYTES) * self._backend.block_size,
-                self._backend.block_size,
+                block_bytes,
+                block_size,
                 max_model_len,
+            ),
+            max_num_blocks=min(
+                platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // block_size
             ),
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
         )
 
-    def configure(self, epoch: int, num_blocks: int) -> None:
+    def configure(
+        self, epoch: int, num_blocks: int, superseded: Callable[[], bool] = lambda: False
+    ) -> None:
         """Joins the other ranks and allocates an empty KV cache, whose graphs are captured.
+
+        Args:
+            superseded: whether to wait for the others no longer, since there is a newer epoch.
 
         Raises:
             RuntimeError: the other ranks did not come, or there is not enough memory.
@@ -159,7 +170,7 @@ class ModelRunner:
         self._allocate(0)  # free the old one before the new one is allocated
         settings = self._settings
         device = self._platform.device
-        self._tp.join(epoch, device, settings.master_addr, settings.master_port)
+        self._tp.join(epoch, device, settings.master_addr, settings.master_port, superseded)
         self._allocate(num_blocks)
         if self._platform.captures:
             with torch.inference_mode():
@@ -202,6 +213,11 @@ class ModelRunner:
             tensors = self._to_device(step)
             hidden = self._hidden_states(step, tensors, int(step.context_lens.max()))
             return self._model.lm_head(hidden)[np.flatnonzero(step.samples)]
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether a collective waits for other ranks just now, on a CPU."""
+        return self._tp.waiting
 
     def is_lost(self, error: Exception) -> bool:
         """Whether no step can succeed in this process after `error`."""

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import structlog
 from grpc import aio
 
@@ -30,14 +29,24 @@ from shared.pb.worker_pb2 import (
     StepResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
-from worker_svc.model_runner import ModelRunner, PendingStep
+from worker_svc.distributed import COLLECTIVE_TIMEOUT
+from worker_svc.hang_watch import HangWatch
+from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
 from worker_svc.step import Step, StepLimits, decode_step
 
 log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 
+# No single message may leave no epoch above its own. A new process joins the others at theirs.
+MAX_EPOCHS_AHEAD = 1 << 32
+MAX_FIRST_EPOCH = 1 << 63
+# Of a stream, received and not answered; more stay unread. A scheduler sends one ahead.
+MAX_STEPS_AHEAD = 8
+
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
+# Joining the other ranks has a timeout of its own, allocating and capturing take what they take.
+_MOST_CONFIGURE_S = 600.0
 
 
 @dataclass
@@ -55,7 +64,7 @@ class Launched:
     """A step of an Execute stream whose answer is due."""
 
     epoch: Epoch
-    step_id: int
+    step: Step
     pending: asyncio.Future[PendingStep]
 
 
@@ -72,6 +81,8 @@ class WorkerService(WorkerServiceServicer):
         self._runner: ModelRunner | None = None
         self._newest_epoch = 0  # asked for, maybe not reached
         self._epoch: Epoch | None = None
+        self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks)
+        self._least_step_s = 0.0
 
     async def load(self) -> None:
         """Loads the model and warms it up.
@@ -81,9 +92,14 @@ class WorkerService(WorkerServiceServicer):
         """
         loop = asyncio.get_running_loop()
         self._runner = await loop.run_in_executor(self._thread, ModelRunner, self._settings)
+        if self._settings.tp > 1 and self._runner.info.device != "cpu":
+            # Collectives wait on the devices: which rank it is that hangs cannot be told there.
+            self._least_step_s = COLLECTIVE_TIMEOUT.total_seconds()
+        self._watch.start(loop)
 
     def close(self) -> None:
         """Drops the steps that wait; returns when the one that runs has ended."""
+        self._watch.stop()
         self._thread.shutdown(cancel_futures=True)
         self._results.shutdown(cancel_futures=True)
 
@@ -111,13 +127,16 @@ class WorkerService(WorkerServiceServicer):
             raise FailedPreconditionError(
                 f"epoch: {request.epoch} is not above {self._newest_epoch}, the newest so far"
             )
+        newest = self._newest_epoch
+        if request.epoch > (limit := newest + MAX_EPOCHS_AHEAD if newest else MAX_FIRST_EPOCH):
+            raise InvalidArgumentError("epoch", f"{request.epoch}; the limit is now {limit}")
         self._newest_epoch = request.epoch
         if self._epoch:
             self._epoch.ended = True
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(
-                self._thread, runner.configure, request.epoch, request.num_blocks
+                self._thread, self._configure, runner, request.epoch, request.num_blocks
             )
         except RuntimeError as error:
             log.error("configure failed", epoch=request.epoch, exc_info=error)
@@ -127,15 +146,22 @@ class WorkerService(WorkerServiceServicer):
         log.info("configured", epoch=request.epoch, num_blocks=request.num_blocks)
         return ConfigureResponse()
 
+    def _configure(self, runner: ModelRunner, epoch: int, num_blocks: int) -> None:
+        """On the execution thread."""
+        with self._watch.doing(f"configuring epoch {epoch}", _MOST_CONFIGURE_S):
+            runner.configure(epoch, num_blocks, lambda: self._newest_epoch > epoch)
+
     async def Execute(
         self, request_iterator: AsyncIterator[StepRequest], context: Context
     ) -> AsyncIterator[StepResponse]:
         # Steps wait here in order while earlier ones run, then whatever ended the stream.
         running: asyncio.Queue[Launched | None] = asyncio.Queue()
-        reader = asyncio.create_task(self._read_steps(request_iterator, running))
+        places = asyncio.Semaphore(MAX_STEPS_AHEAD)
+        reader = asyncio.create_task(self._read_steps(request_iterator, running, places))
         try:
             while (launched := await running.get()) is not None:
                 yield await self._answer(launched)
+                places.release()
             await reader
         finally:
             reader.cancel()
@@ -145,18 +171,22 @@ class WorkerService(WorkerServiceServicer):
                     _drop(launched.pending)
 
     async def _read_steps(
-        self, requests: AsyncIterator[StepRequest], running: asyncio.Queue[Launched | None]
+        self,
+        requests: AsyncIterator[StepRequest],
+        running: asyncio.Queue[Launched | None],
+        places: asyncio.Semaphore,
     ) -> None:
         loop = asyncio.get_running_loop()
         try:
             async for request in requests:
+                await places.acquire()
                 epoch = self._current_epoch(request.epoch)
                 step = decode_step(request, epoch.limits, epoch.last_step)
                 epoch.last_step = step
                 pending = loop.run_in_executor(
                     self._thread, self._launch, self._loaded(), epoch, step
                 )
-                running.put_nowait(Launched(epoch, step.step_id, pending))
+                running.put_nowait(Launched(epoch, step, pending))
         finally:
             running.put_nowait(None)
 
@@ -165,26 +195,35 @@ class WorkerService(WorkerServiceServicer):
         if epoch.ended:
             raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
         try:
-            return runner.launch(step)
+            with self._watch.running(step, self._least_step_s):
+                return runner.launch(step)
         except Exception as error:
             raise self._failed(epoch, step.step_id, error) from error
 
     async def _answer(self, launched: Launched) -> StepResponse:
-        pending = await launched.pending
+        step, pending = launched.step, await launched.pending
         try:
             if pending.ready():
                 result = pending.wait()
             else:
                 loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._results, pending.wait)
+                result = await loop.run_in_executor(self._results, self._wait, step, pending)
         except Exception as error:
-            raise self._failed(launched.epoch, launched.step_id, error) from error
-        response = StepResponse(step_id=launched.step_id, step_time_s=result.seconds)
+            raise self._failed(launched.epoch, step.step_id, error) from error
+        response = StepResponse(step_id=step.step_id, step_time_s=result.seconds)
         if self._settings.rank == 0:
             response.token_ids = result.token_ids.tobytes()
             response.logprob_ids = result.logprob_ids.tobytes()
             response.logprob_values = result.logprob_values.tobytes()
         return response
+
+    def _wait(self, step: Step, pending: PendingStep) -> StepResult:
+        """On the thread that waits for results."""
+        with self._watch.running(step, self._least_step_s):
+            return pending.wait()
+
+    def _waits_for_ranks(self) -> bool:
+        return self._runner is not None and self._runner.waits_for_ranks
 
     def _failed(self, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
         """Ends the epoch, since what the cache holds is no longer known."""
@@ -212,8 +251,9 @@ class WorkerService(WorkerServiceServicer):
     def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
         most = {
             # Not what fits: that is an estimate, lower at one start than at another, and an engine
-            # that lost a worker wants the cache it had. Slots must fit their column.
-            "num_blocks": np.iinfo(np.int32).max // runner.info.block_size,
+            # that lost a worker wants the cache it had. But a CPU's memory can be promised many
+            # times over, and the process is killed when the promise is called in.
+            "num_blocks": runner.info.max_num_blocks,
             "max_num_seqs": self._settings.max_num_seqs,
             "max_num_batched_tokens": self._settings.max_num_batched_tokens,
         }

@@ -34,9 +34,11 @@ from frontend.client.types import (
     Timings,
     Usage,
 )
+from shared.tls import ClientTls as TLS
 
 __all__ = [
     "LLM",
+    "TLS",
     "AsyncLLM",
     "Chunk",
     "Completion",

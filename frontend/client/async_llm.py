@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
-
-from grpc import aio
+from typing import Self
 
 from frontend.client import wire
-from frontend.client.errors import LLMError, QueueFullError, from_rpc_error
+from frontend.client.calls import Calls
+from frontend.client.connections import Connections, split_addresses
 from frontend.client.progress import Progress
+from frontend.client.resume import ResumableRequest
 from frontend.client.types import (
     Chunk,
     Completion,
@@ -28,16 +29,7 @@ from frontend.client.types import (
     join,
 )
 from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-
-if TYPE_CHECKING:
-    from shared.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
-
-Response = TypeVar("Response")
-
-# A whole prompt with logprobs can be over gRPC's 4 MB.
-_CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
-_MIN_RETRY_DELAY_S = 0.01
+from shared.tls import ClientTls as TLS
 
 
 class AsyncLLM:
@@ -47,28 +39,37 @@ class AsyncLLM:
             async for chunk in llm.stream("Once upon a time"):
                 print(chunk.text, end="")
 
-    Every method raises `frontend.client.errors.LLMError`.
+    Where a server goes away, or says when to come back, a request is sent again, to another one if
+    there is: a stream that was broken off goes on after the tokens that came, without an error, a
+    gap or a repetition. Every method raises `frontend.client.errors.LLMError`.
 
     Args:
-        address: `host:port` or `unix:path` of a frontend.
+        address: `host:port` or `unix:path` of a frontend, or of several: a list, or separated by
+            commas.
+        connections: to each address. A connection ends at one of the frontends that share a port.
         max_in_flight: requests that `generate` has open at a time; the others wait here.
-        max_retry_wait_s: how long a request may wait, all in all, for a full server that says
-            when to come back (RetryInfo). Nothing else is tried again.
+        max_retry_wait_s: how long a request may wait for a server that is away or full, from its
+            first failure since a token came.
+        tls: how to know the server; by default from NANO_TLS_CA, NANO_CLIENT_CERT, NANO_CLIENT_KEY
+            and NANO_TLS_SERVER_NAME, plaintext where none of them is set.
+        token: bearer token; by default NANO_TOKEN.
     """
 
     def __init__(
-        self, address: str, *, max_in_flight: int = 512, max_retry_wait_s: float = 300.0
+        self,
+        address: str | Sequence[str],
+        *,
+        connections: int = 1,
+        max_in_flight: int = 512,
+        max_retry_wait_s: float = 300.0,
+        tls: TLS | None = None,
+        token: str | None = None,
     ) -> None:
-        self.address = address
+        addresses = split_addresses(address)
+        self.address = ",".join(addresses)
         self._max_in_flight = max_in_flight
-        self._max_retry_wait_s = max_retry_wait_s
-        self._channel: aio.Channel | None = None
-
-    @cached_property
-    def _stub(self) -> InferenceServiceAsyncStub:
-        # Not in __init__: a channel belongs to the loop that runs when it is made.
-        self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
-        return InferenceServiceStub(self._channel)
+        self._connections = Connections(addresses, connections, tls, token)
+        self._calls = Calls(self._connections, max_retry_wait_s)
 
     async def generate(
         self,
@@ -145,43 +146,33 @@ class AsyncLLM:
             resume_token_ids: tokens of the completion that there are already, to go on after.
         """
         params = sampling_params or SamplingParams()
-        request = wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        retry_until = start + min(self._max_retry_wait_s, timeout_s or float("inf"))
-        while True:
-            left = None if timeout_s is None else timeout_s - (loop.time() - start)
-            call = self._stub.GenerateStream(request, timeout=left)
-            begun = False
-            try:
-                async for message in call:
-                    begun = True
-                    yield wire.decode_chunk(message)
-                return
-            except aio.AioRpcError as error:
-                delay = self._retry_delay(error, begun, retry_until - loop.time())
-            finally:
-                call.cancel()
-            await asyncio.sleep(delay)
+        request = ResumableRequest(
+            wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
+        )
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        async with aclosing(self._calls.stream(request, request.whole(), deadline)) as received:
+            async for call, message in received:
+                chunk = request.take(call, message)
+                if chunk is not None:
+                    yield chunk
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text, or of a chat as the model's template writes it."""
         request = wire.encode_tokenize(prompt)
-        return list((await self._call(lambda stub: stub.Tokenize(request))).token_ids)
+        return list((await self._calls.unary(lambda stub: stub.Tokenize(request))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         request = wire.encode_detokenize(token_ids)
-        return (await self._call(lambda stub: stub.Detokenize(request))).text
+        return (await self._calls.unary(lambda stub: stub.Detokenize(request))).text
 
     async def get_model(self) -> ModelInfo:
         """What the server serves, and its limits."""
         request = pb.GetModelRequest()
-        return wire.decode_model(await self._call(lambda stub: stub.GetModel(request)))
+        return wire.decode_model(await self._calls.unary(lambda stub: stub.GetModel(request)))
 
     async def close(self) -> None:
         """Ends the connection; requests in progress are cancelled."""
-        if self._channel is not None:
-            await self._channel.close()
+        await self._connections.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -215,20 +206,3 @@ class AsyncLLM:
         if isinstance(prompt, str) or is_chat(prompt):
             return len(await self.tokenize(prompt))
         return len(prompt)
-
-    async def _call(
-        self, start: Callable[[InferenceServiceAsyncStub], Awaitable[Response]]
-    ) -> Response:
-        try:
-            return await start(self._stub)
-        except aio.AioRpcError as error:
-            raise from_rpc_error(error, self.address) from None
-
-    def _retry_delay(self, error: aio.AioRpcError, begun: bool, left_s: float) -> float:
-        """Seconds to wait before the request is sent again; raises where it must not be."""
-        typed: LLMError = from_rpc_error(error, self.address)
-        if isinstance(typed, QueueFullError) and typed.retry_after_s is not None and not begun:
-            delay = max(typed.retry_after_s, _MIN_RETRY_DELAY_S)
-            if delay <= left_s:
-                return delay
-        raise typed from None

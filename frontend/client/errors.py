@@ -4,6 +4,7 @@
     ├── InvalidRequestError    INVALID_ARGUMENT     `violations`: which field, and why
     ├── QueueFullError         RESOURCE_EXHAUSTED   `retry_after_s`: when to come back, if known
     ├── UnavailableError       UNAVAILABLE          no server there, or no engine ready behind it
+    │                                               (`retry_after_s` likewise), or cut off
     ├── DeadlineError          DEADLINE_EXCEEDED
     ├── RequestCancelledError  CANCELLED            by the server's side
     ├── UnauthenticatedError   UNAUTHENTICATED
@@ -52,7 +53,14 @@ class QueueFullError(LLMError):
 
 
 class UnavailableError(LLMError):
-    """Nothing listens at the address, or what listens has no engine that is ready."""
+    """Nothing listens at the address, what listens has no engine that is ready, or the connection
+    was cut; `retry_after_s` where the server said when to come back, seconds."""
+
+    def __init__(
+        self, message: str, code: grpc.StatusCode, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, code)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(LLMError):
@@ -76,10 +84,20 @@ class StackError(LLMError):
 
 
 _BY_CODE: dict[grpc.StatusCode, type[LLMError]] = {
-    grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: RequestCancelledError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+}
+
+
+# What gRPC itself says of a stream that something on the way cut, by code. A server that dies is
+# UNAVAILABLE ("Stream removed (Socket closed)", "Cancelling all calls").
+_CUTS = {
+    # A call that reached a server just as it began to drain. What this client cancels itself never
+    # comes here.
+    grpc.StatusCode.CANCELLED: "CANCELLED",
+    grpc.StatusCode.INTERNAL: "Received RST_STREAM",
+    grpc.StatusCode.UNKNOWN: "Stream removed",
 }
 
 
@@ -113,10 +131,11 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> LLMError:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         violations = details.bad_request.field_violations
         return InvalidRequestError(message, tuple((v.field, v.description) for v in violations))
+    retry_after_s = None
+    if details.retry_info is not None:
+        retry_after_s = details.retry_info.retry_delay.ToMilliseconds() / 1000
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        if details.retry_info is None:
-            return QueueFullError(message)
-        return QueueFullError(message, details.retry_info.retry_delay.ToMilliseconds() / 1000)
-    if code is grpc.StatusCode.UNAVAILABLE:
-        message = f"{address}: {message}"
+        return QueueFullError(message, retry_after_s)
+    if code is grpc.StatusCode.UNAVAILABLE or (code in _CUTS and message.startswith(_CUTS[code])):
+        return UnavailableError(f"{address}: {message}", code, retry_after_s)
     return _BY_CODE.get(code, ServerError)(message, code)

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 from frontend.client.async_llm import AsyncLLM
 from frontend.client.private_stack import PrivateStack
 from frontend.client.types import Chunk, Completion, Message, ModelInfo, Prompt, SamplingParams
+from shared.tls import ClientTls as TLS
 
 Result = TypeVar("Result")
 
@@ -30,21 +31,23 @@ class LLM:
     Usable from several threads. Every method raises `frontend.client.errors.LLMError`.
 
     Args:
-        address: `host:port` or `unix:path` of a frontend; without one, `model` is needed.
+        address: `host:port` or `unix:path` of a frontend, or of several, as for `AsyncLLM`; without
+            one, `model` is needed.
         model: directory of the model to start a private stack with.
-        max_in_flight: requests that `generate` has open at a time; the others wait here.
-        max_retry_wait_s: how long a request may wait, all in all, for a full server that says
-            when to come back.
+        connections, max_in_flight, max_retry_wait_s, tls, token: as for `AsyncLLM`.
         variables: of the private stack, those of `make up` in lower case.
     """
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Sequence[str] | None = None,
         *,
         model: str | os.PathLike[str] | None = None,
+        connections: int = 1,
         max_in_flight: int = 512,
         max_retry_wait_s: float = 300.0,
+        tls: TLS | None = None,
+        token: str | None = None,
         **variables: object,
     ) -> None:
         self._stack: PrivateStack | None = None
@@ -56,7 +59,12 @@ class LLM:
         elif model is not None or variables:
             raise TypeError("model= and variables are for a private stack: give no address")
         self._llm = AsyncLLM(
-            address, max_in_flight=max_in_flight, max_retry_wait_s=max_retry_wait_s
+            address,
+            connections=connections,
+            max_in_flight=max_in_flight,
+            max_retry_wait_s=max_retry_wait_s,
+            tls=tls,
+            token=token,
         )
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="llm-client", daemon=True)

@@ -302,25 +302,52 @@ class SchedulerMessage(_message.Message):
 
     ENGINE_INFO_FIELD_NUMBER: _builtins.int
     STEP_OUTPUT_FIELD_NUMBER: _builtins.int
+    ENGINE_STATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engine_info(self) -> Global___EngineInfo: ...
     @_builtins.property
     def step_output(self) -> Global___StepOutput: ...
+    @_builtins.property
+    def engine_state(self) -> Global___EngineState: ...
     def __init__(
         self,
         *,
         engine_info: Global___EngineInfo | None = ...,
         step_output: Global___StepOutput | None = ...,
+        engine_state: Global___EngineState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "message", b"message", "step_output", b"step_output"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "engine_state", b"engine_state", "message", b"message", "step_output", b"step_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "message", b"message", "step_output", b"step_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "engine_state", b"engine_state", "message", b"message", "step_output", b"step_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["engine_info", "step_output"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["engine_info", "step_output", "engine_state"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SchedulerMessage: _TypeAlias = SchedulerMessage  # noqa: Y015
+
+@_typing.final
+class EngineState(_message.Message):
+    """Comes at each change; true after the EngineInfo. While it is false requests are taken, but wait:
+    workers were lost and are not back.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVING_FIELD_NUMBER: _builtins.int
+    serving: _builtins.bool
+    def __init__(
+        self,
+        *,
+        serving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["serving", b"serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 @_typing.final
 class EngineInfo(_message.Message):

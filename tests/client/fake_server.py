@@ -2,7 +2,7 @@
 
 A token is a character's code. The completion of a prompt is its characters, each one further in the
 alphabet, over and over: "abc" becomes "bcdbcd...". A chat is the prompt of its messages, joined.
-Completion i of several is i further in the alphabet still.
+Completion i of several is i further in the alphabet still, and so is that of seed i below 90.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from grpc import aio
 
-from shared.errors import InternalError, InvalidArgumentError, ServiceError
+from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
 from shared.interceptors import StatusInterceptor
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
@@ -40,6 +40,8 @@ class FakeService(InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.refusals: deque[ServiceError] = deque()  # raised by the next requests, one each
         self.fail_after_first_chunk: ServiceError | None = None
+        self.cuts: deque[int] = deque()  # chunks after which the next streams break off, one each
+        self.peers: list[str] = []
         self.tokens_per_chunk = 1
         self.in_flight = 0
         self.max_in_flight = 0
@@ -51,6 +53,7 @@ class FakeService(InferenceServiceServicer):
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> Responses:
         self.requests.append(request)
+        self.peers.append(context.peer())
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         if self.in_flight >= self.start_together:
@@ -59,12 +62,18 @@ class FakeService(InferenceServiceServicer):
             await self._all_open.wait()
             if self.refusals:
                 raise self.refusals.popleft()
+            left = self.cuts.popleft() if self.cuts else None
             async for response in self._respond(request):
+                if left == 0:
+                    break
                 yield response
+                left = None if left is None else left - 1
                 self.streaming.set()
                 if self.fail_after_first_chunk:
                     raise self.fail_after_first_chunk
-        except asyncio.CancelledError:
+            if left is not None:
+                raise UnavailableError("cut")
+        except (asyncio.CancelledError, GeneratorExit):  # the latter while a chunk is written
             self.cancelled.set()
             raise
         finally:
@@ -88,7 +97,8 @@ class FakeService(InferenceServiceServicer):
             await asyncio.sleep(0.005 if endless else 0)
             size = self.tokens_per_chunk if endless else min(self.tokens_per_chunk, total - offset)
             for index in range(count):
-                ids = [prompt[(offset + i) % len(prompt)] + 1 + index for i in range(size)]
+                shift = 1 + index + (sampling.seed if sampling.seed < 90 else 0)
+                ids = [prompt[(offset + i) % len(prompt)] + shift for i in range(size)]
                 response = pb.GenerateStreamResponse(
                     request_id=request.request_id or "made",
                     index=index,
@@ -155,9 +165,11 @@ def _prompt_tokens(request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int
 class FakeServer:
     """The service, and the address it listens at."""
 
-    def __init__(self, service: FakeService, address: str) -> None:
+    def __init__(self, service: FakeService, address: str, stop: Callable[[], None]) -> None:
+        """`stop`: ends it, and breaks off what is open."""
         self.service = service
         self.address = address
+        self.stop = stop
 
 
 @contextmanager
@@ -176,10 +188,14 @@ def running_server() -> Iterator[FakeServer]:
         return server, f"127.0.0.1:{port}"
 
     server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    try:
-        yield FakeServer(service, address)
-    finally:
+
+    def stop() -> None:
         asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+
+    try:
+        yield FakeServer(service, address, stop)
+    finally:
+        stop()
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()

@@ -50,8 +50,8 @@ async def test_cancelling_generate_cancels_its_requests(
         assert await asyncio.to_thread(service.cancelled.wait, 10)
 
 
-async def test_a_server_that_goes_away_is_a_typed_error() -> None:
-    async with AsyncLLM("127.0.0.1:1") as llm:
+async def test_a_server_that_is_not_there_is_a_typed_error() -> None:
+    async with AsyncLLM("127.0.0.1:1", max_retry_wait_s=0) as llm:
         with pytest.raises(UnavailableError):
             await llm.generate("a", use_tqdm=False)
 

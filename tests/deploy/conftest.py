@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,7 @@ class Launcher:
         self.directory = directory
         self.started: list[subprocess.Popen[str]] = []
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NANO_")} | {
-            "PYTHONPATH": str(STANDINS),
+            "PYTHONPATH": f"{STANDINS}:{ROOT}",
             "NANO_MODEL": str(ROOT / "models" / "demo"),
         }
 
@@ -58,6 +59,10 @@ class Launcher:
         self.started.append(started)
         return started
 
+    def use_real_services(self) -> None:
+        """Instead of the stand-ins."""
+        self.environment["PYTHONPATH"] = str(ROOT)
+
     @staticmethod
     def command(*args: object) -> list[str]:
         return [sys.executable, "-P", "-m", "deploy", *map(str, args)]
@@ -67,19 +72,27 @@ class Launcher:
         return stack_members(self.directory / run_directory(port))
 
 
+@contextmanager
+def launching(directory: Path) -> Iterator[Launcher]:
+    made = Launcher(directory)
+    try:
+        yield made
+    finally:
+        for started in made.started:
+            started.kill()
+            started.communicate()
+        for run in (directory / ".run").glob("*"):
+            for process in stack_members(run):
+                process.kill()
+
+
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     # A path that a Unix socket could not have, and that configuration files might stumble over.
     directory = tmp_path / ("long " * 12 + "%(here)s ;#") / ("deep-" * 12)
     directory.mkdir(parents=True)
-    made = Launcher(directory)
-    yield made
-    for started in made.started:
-        started.kill()
-        started.communicate()
-    for run in (directory / ".run").glob("*"):
-        for process in stack_members(run):
-            process.kill()
+    with launching(directory) as made:
+        yield made
 
 
 @pytest.fixture

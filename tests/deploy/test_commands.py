@@ -65,7 +65,7 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
         for line in (directory / "supervisord.log").read_text().splitlines()
         if "stopped: " in line
     ]
-    assert stops == ["frontend", "frontend", "scheduler", "worker", "worker"]
+    assert stops == ["watchdog", "frontend", "frontend", "scheduler", "worker", "worker"]
 
 
 def test_nothing_to_stop_or_show(launcher: Launcher, port: int) -> None:
@@ -94,7 +94,7 @@ def test_nothing_outlives_a_killed_supervisor(launcher: Launcher, port: int, gon
     start = ("up", "--port", port, "--services", "worker frontend")
     assert launcher(*start).returncode == 0
     members = launcher.members(port)
-    assert len(members) == 3
+    assert len(members) == 4
     named(members, "deploy.supervise").kill()
     assert gone(members)
     assert launcher("ps", "--port", port).returncode == 1
@@ -118,7 +118,7 @@ def test_interrupting_up_stops_even_what_ignores_signals(
     assert up.stdout
     assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # it waits for the worker
     members = launcher.members(port)
-    assert len(members) == 2
+    assert len(members) == 3
     second = launcher("up", "--port", port, "--services", "worker")
     assert second.returncode == 1
     assert "another make up" in second.stderr
@@ -187,7 +187,7 @@ def test_run_serves_until_its_input_ends(launcher: Launcher, gone: Gone) -> None
     assert word == "READY"
     assert check_health(address) == SERVING
     members = psutil.Process(run.pid).children(recursive=True)
-    assert len(members) == 4
+    assert len(members) == 5  # the supervisor, a watchdog and the three services
     _, errors = run.communicate()  # closes its input
     assert run.returncode == 0, errors
     assert not errors
@@ -200,7 +200,7 @@ def test_run_killed_takes_its_stack_along(launcher: Launcher, gone: Gone) -> Non
     assert run.stdout
     assert run.stdout.readline().startswith("READY")
     members = psutil.Process(run.pid).children(recursive=True)
-    assert len(members) == 3
+    assert len(members) == 4
     supervise = named(members, "deploy.supervise").cmdline()
     directory = Path(next(part for part in supervise if part.endswith(".conf"))).parent
     assert directory.is_dir()

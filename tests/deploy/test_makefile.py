@@ -53,7 +53,21 @@ def test_chat_and_bench() -> None:
     ]
 
 
+def test_chaos() -> None:
+    words = last_command("chaos", "FAULTS=200", "SEED=4", "OUT=a.json")
+    expected = ["-m", "tests.chaos", "--faults", "200", "--seed", "4", "--out", "a.json"]
+    assert words[1:] == expected
+
+
+def test_restart() -> None:
+    words = last_command("restart", "PORT=6000", "SERVICE=worker_svc")
+    assert words[1:] == ["-m", "deploy", "restart", "--port", "6000", "--service", "worker_svc"]
+
+
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
-    expected = "help setup up down ps logs top chat bench gpu-check test simulate check protos"
+    expected = (
+        "help setup up down restart ps logs top chat bench gpu-check test simulate chaos check "
+        "protos"
+    )
     assert targets == [*expected.split(), "clean"]

@@ -52,6 +52,7 @@ def test_a_meeting_place_of_the_cluster() -> None:
         "NANO_MODEL": DEMO,
         "NANO_TP": "4",
         "NANO_WORKER_ADDRESSES": "a:1,b:2,c:3,d:4",
+        "NANO_ALLOW_PLAINTEXT": "1",
         "MASTER_PORT": "4322",
     }
     layout = Layout(services=("worker",), ranks="2-3")
@@ -61,7 +62,9 @@ def test_a_meeting_place_of_the_cluster() -> None:
 
 def test_addresses_given_are_kept() -> None:
     stack, environment = plan(
-        Layout(frontends=3, services=("frontend",)), SCHEDULER_ADDRESS="10.0.0.1:7000"
+        Layout(frontends=3, services=("frontend",)),
+        SCHEDULER_ADDRESS="10.0.0.1:7000",
+        ALLOW_PLAINTEXT="1",
     )
     assert [process.name for process in stack.processes()] == [
         "frontend-0",
@@ -73,10 +76,11 @@ def test_addresses_given_are_kept() -> None:
 
 def test_some_ranks_of_a_stack() -> None:
     layout = Layout(services=("worker",), ranks="1-2")
-    stack, _ = plan(layout, TP="4", WORKER_ADDRESSES="a:1,b:2,c:3,d:4", MASTER_PORT="9")
+    given = {"TP": "4", "WORKER_ADDRESSES": "a:1,b:2,c:3,d:4", "ALLOW_PLAINTEXT": "1"}
+    stack, _ = plan(layout, **given, MASTER_PORT="9")
     assert list(stack.processes()) == [Process("worker", 1, "b:2"), Process("worker", 2, "c:3")]
     with pytest.raises(LaunchError, match="NANO_MASTER_PORT"):
-        plan(layout, TP="4", WORKER_ADDRESSES="a:1,b:2,c:3,d:4")
+        plan(layout, **given)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_some_ranks_of_a_stack() -> None:
     ],
 )
 def test_hosts(host: str, passed: str, dialled: str) -> None:
-    stack, environment = plan(HOST=host)
+    stack, environment = plan(HOST=host, ALLOW_PLAINTEXT="1")
     assert environment["NANO_HOST"] == passed
     assert stack.address == dialled
 
@@ -105,6 +109,11 @@ def test_hosts(host: str, passed: str, dialled: str) -> None:
         ({"TP": "2", "WORKER_ADDRESSES": "a:1"}, "worker_addresses"),
         ({"PORT": "70000"}, "port"),
         ({"MAX_SEQS": "3"}, "NANO_MAX_SEQS"),
+        ({"HOST": "0.0.0.0"}, "host: 0.0.0.0:50051 would listen in plaintext: .*NANO_TLS_CERT"),
+        ({"SCHEDULER_ADDRESS": "a:1"}, "scheduler_address: .*NANO_INTERNAL_TLS_CERT"),
+        ({"TLS_CERT": "cert.pem"}, "tls_cert, tls_key: give both"),
+        ({"TLS_CLIENT_CA": "ca.pem"}, "tls_client_ca: needs tls_cert"),
+        ({"INTERNAL_TLS_CA": "ca.pem"}, "internal_tls_ca: give all three"),
     ],
 )
 def test_an_impossible_setting_is_named(variables: dict[str, str], named: str) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
-    del launcher.environment["PYTHONPATH"]  # no stand-ins
+    launcher.use_real_services()
     up = launcher("up", "--port", port, "--frontends", 2, "--kv-blocks", 64)
     assert up.returncode == 0, up.stderr
     assert "Once upon a time" in up.stdout
@@ -38,13 +38,13 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
 
     # Nothing outlives the supervisor, however it went.
     members = launcher.members(port)
-    assert len(members) == 5
+    assert len(members) == 10  # the supervisor, the watchdog, and two for each service
     named(members, "deploy.supervise").kill()
     assert gone(members)
 
 
 def test_a_broken_model_is_refused_with_its_reason(launcher: Launcher, port: int) -> None:
-    del launcher.environment["PYTHONPATH"]
+    launcher.use_real_services()
     model = launcher.directory / "model"
     model.mkdir()
     (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

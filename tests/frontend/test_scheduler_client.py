@@ -469,3 +469,13 @@ async def test_not_ready_before_the_engine_says_what_it_is(scheduler: FakeSchedu
     assert await connected.readiness.get() is True
     assert connected.client.engine_info == scheduler.info
     await connected.close()
+
+
+async def test_not_ready_while_the_engine_waits_for_workers(
+    connected: Connected, scheduler: FakeScheduler
+) -> None:
+    for serving in (False, True):
+        state = pb.SchedulerMessage(engine_state=pb.EngineState(serving=serving))
+        scheduler.connection.outbox.put_nowait(state)
+        assert await connected.readiness.get() is serving
+        assert await rest(submit_one(connected.client, request()))  # taken all the same

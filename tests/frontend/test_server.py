@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from frontend.generation import Generation
 from frontend.server import SERVICE_NAME
+from frontend.token_stream import TokenStream
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -31,6 +34,7 @@ class UnreadCall:
     """A stream of long chunks that nobody reads: after a few hundred, writing has to wait."""
 
     service: Service
+    stub: Any  # of the call's own connection
     call: Any
     handle: int
 
@@ -51,12 +55,17 @@ async def unread(scheduler: FakeScheduler, service: Service) -> AsyncIterator[Un
     message.request_id = 256 * "x"
     window_stays_small = [("grpc.http2.bdp_probe", 0)]  # 64 KB
     async with aio.insecure_channel(service.address, options=window_stays_small) as channel:
-        call = InferenceServiceStub(channel).GenerateStream(message)
-        yield UnreadCall(service, call, (await scheduler.submits.get()).request)
+        stub: Any = InferenceServiceStub(channel)
+        call = stub.GenerateStream(message)
+        yield UnreadCall(service, stub, call, (await scheduler.submits.get()).request)
 
 
 def request(text: str = TEXT, **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))
+
+
+def _count(*kinds: type) -> int:
+    return sum(type(each) in kinds for each in gc.get_objects())
 
 
 def joined(responses: list[pb.GenerateStreamResponse]) -> tuple[str, list[int]]:
@@ -272,6 +281,51 @@ async def test_a_client_that_does_not_read_is_freed_when_it_goes(unread: UnreadC
     await unread.step(1_900)
     unread.call.cancel()
     assert await unread.service.scheduler.aborts.get() == unread.handle
+
+
+async def test_clients_that_cancel_all_at_once_leave_nothing_behind(service: Service) -> None:
+    service.scheduler.automatic = False
+
+    async def open_and_cancel(count: int) -> None:
+        calls = [service.stub.GenerateStream(request(max_tokens=100)) for _ in range(count)]
+        handles = {(await service.scheduler.submits.get()).request for _ in calls}
+        service.scheduler.step()
+        for call in calls:
+            call.cancel()
+        assert {await service.scheduler.aborts.get() for _ in calls} == handles
+
+    def left() -> int:
+        gc.collect()
+        return len(asyncio.all_tasks()) + _count(TokenStream, Generation)
+
+    await open_and_cancel(1)
+    before = left()
+    await open_and_cancel(1000)
+    async with asyncio.timeout(60):
+        while left() > before:
+            await service.stub.GetModel(pb.GetModelRequest())
+
+
+async def test_a_client_that_does_not_read_slows_nobody(unread: UnreadCall) -> None:
+    """Not even on its own connection."""
+    await unread.step(1_900)
+    scheduler = unread.service.scheduler
+    other = unread.stub.GenerateStream(request(max_tokens=20))
+    await scheduler.submits.get()
+    for _ in range(20):
+        scheduler.step()
+    assert len(joined([response async for response in other])[1]) == 20
+
+
+async def test_without_an_engine_clients_are_told_to_come_back(service: Service) -> None:
+    await service.scheduler.stop()
+    await service.wait_for_health(False)
+    for call in (service.stub.Generate, service.stub.GetModel):
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call(request() if call == service.stub.Generate else pb.GetModelRequest())
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        retry = _detail(caught.value, error_details_pb2.RetryInfo)
+        assert 0 < retry.retry_delay.ToTimedelta().total_seconds() <= 1
 
 
 async def test_a_deadline_reaches_the_scheduler_and_ends_the_call(service: Service) -> None:

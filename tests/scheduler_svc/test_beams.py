@@ -175,14 +175,14 @@ def test_all_beams_end_together(turns: int, ahead: int) -> None:
         assert [cause for _, cause in rig.run().values()] == expected
 
 
-def test_a_step_that_fails_for_good_ends_the_search() -> None:
+def test_a_beam_that_fails_for_good_ends_the_search() -> None:
     rig = Rig(64, 8, ahead=0)
     rig.scheduler.add(Sequence((0, 1), [1, 2, 3], SamplingParams(20, beam_width=3)))
     for _ in range(3):
         rig.turn()
     step = rig.scheduler.schedule()
     assert step is not None
-    rig.outputs += rig.scheduler.fail(step, "broken")
+    rig.outputs += rig.scheduler.fail(step.rows[0].seq, "broken")
     rig.lose_cache()
     assert [cause for _, cause in rig.run().values()] == [FinishCause.INTERNAL] * 3
 

@@ -117,6 +117,10 @@ class Worker:
     async def receive(self) -> Answer:
         return await self._answers.get()
 
+    async def watch(self) -> str:
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
+
     async def recover(self) -> None:
         self._reset()
 

@@ -203,12 +203,12 @@ def test_siblings_survive_a_lost_cache() -> None:
     assert all(generated(seq) == completion(prompt, 3) for seq in seqs.values())
 
 
-def test_a_step_that_fails_for_good_ends_those_that_follow_too() -> None:
+def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
     scheduler = make_scheduler()
     scheduler.add(make(1, [1, 2, 3]), n=3)
     step = scheduler.schedule()
     assert step is not None
-    outputs = scheduler.fail(step, "internal error")
+    outputs = scheduler.fail(step.rows[0].seq, "internal error")
     assert {(o.seq.key[1], o.finished) for o in outputs} == {
         (n, FinishCause.INTERNAL) for n in (1, 2, 3)
     }

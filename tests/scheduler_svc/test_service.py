@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scheduler_svc.__main__ import serve
 from scheduler_svc.worker_client import WorkerMismatchError
 from shared.config import SchedulerSettings, load_settings
-from shared.pb import scheduler_pb2
+from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker
 from tests.oracle import logprobs, states
@@ -39,6 +39,7 @@ class Frontend:
         self.started: dict[int, scheduler_pb2.Started] = {}
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
+        self.states: list[bool] = []
         # By request and position: ids and values.
         self.logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
         self.prompt_logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
@@ -72,6 +73,8 @@ class Frontend:
         """Takes in the next message; every token must come in its place."""
         message = await self._call.read()
         assert isinstance(message, scheduler_pb2.SchedulerMessage), await self._call.details()
+        if message.HasField("engine_state"):
+            self.states.append(message.engine_state.serving)
         output = message.step_output
         columns = (
             np.frombuffer(output.requests, "<u8").tolist(),
@@ -111,6 +114,7 @@ class Frontend:
 
 class Stack:
     def __init__(self, address: str) -> None:
+        self.address = address
         self.channel = aio.insecure_channel(address)
         self.stub: SchedulerServiceAsyncStub = SchedulerServiceStub(self.channel)
 
@@ -119,6 +123,11 @@ class Stack:
 
     async def load(self) -> scheduler_pb2.GetLoadResponse:
         return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest(), wait_for_ready=True)
+
+    async def serving(self) -> bool:
+        health = health_pb2_grpc.HealthStub(self.channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def until(self, condition: Callable[[scheduler_pb2.GetLoadResponse], bool]) -> None:
         while not condition(await self.load()):
@@ -251,6 +260,38 @@ async def test_a_frontend_that_goes_leaves_the_others_alone(tmp_path: Path) -> N
             assert frontend.tokens[1] == completion([1, 2, 3], 5)
 
 
+async def test_a_frontend_that_does_not_read_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_svc.server._MAX_UNREAD", 1000)
+    sampling = scheduler_pb2.TokenSampling(max_tokens=400, logprobs=20)
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 64}
+    worker = FakeWorker(num_blocks=32 * 110, max_model_len=1000)
+    window_stays_small = [("grpc.http2.bdp_probe", 0)]  # 64 KB
+    async with (
+        stack_of(tmp_path, worker, **limits) as stack,
+        aio.insecure_channel(stack.address, options=window_stays_small) as channel,
+    ):
+        stuck, other = Frontend(SchedulerServiceStub(channel)), await stack.frontend()
+        await stuck.connect()
+        await other.submit(1, [5, 6], max_tokens=60)
+        for request in range(31):
+            await stuck.submit(request, [5, 6, request + 7], sampling=sampling)
+        await stack.until(lambda load: load.frontends == 1)
+        await other.read_until_finished(1)
+        assert other.tokens[1] == completion([5, 6], 60)
+        await stack.until(lambda load: load.running == load.blocks_used == 0)
+        assert (await stack.load()).sampled_tokens < 31 * 400
+
+        # When it reads on it finds tokens in their places, and then that it is to connect again.
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stuck.read_until_finished(*range(31))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "more than 1000 outputs were not read" in str(caught.value.details())
+        again = await stack.frontend()
+        await again.submit(0, [5, 6, 7], generated_ids=np.array(stuck.tokens[0], "<i4").tobytes())
+
+
 async def test_a_failed_step_is_computed_again_in_a_new_epoch(tmp_path: Path) -> None:
     worker = FakeWorker()
     worker.fail_steps = {4}
@@ -280,18 +321,139 @@ async def test_a_restarted_worker_is_found_again(tmp_path: Path) -> None:
     await server.stop(None)
 
 
-async def test_a_step_that_always_fails_ends_its_requests(tmp_path: Path) -> None:
+def poisoned_by(token: int) -> Callable[[worker_pb2.StepRequest], bool]:
+    return lambda step: token in np.frombuffer(step.input_ids, "<i4")
+
+
+async def test_a_poisoned_request_ends_alone(tmp_path: Path) -> None:
     worker = FakeWorker()
+    worker.fails = poisoned_by(77)
+    prompts = {n: [n, 77 if n == 3 else 7] for n in range(1, 6)}
     async with stack_of(tmp_path, worker) as stack:
         frontend = await stack.frontend()
-        worker.always_fail = True
-        await frontend.submit(1, [1], 3)
-        await frontend.read_until_finished(1)
+        for number, prompt in prompts.items():
+            await frontend.submit(number, prompt, 20)
+        await frontend.read_until_finished(*prompts)
+        assert frontend.finished[3].cause == scheduler_pb2.FINISH_CAUSE_INTERNAL
+        assert frontend.finished[3].message == "internal error"
+        for number in prompts.keys() - {3}:
+            assert frontend.tokens[number] == completion(prompts[number], 20)
+        load = await stack.load()
+        assert load.blocks_free + load.blocks_cached == load.blocks
+
+
+async def test_a_request_that_turns_poisonous_keeps_the_tokens_before(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    expected = completion([1, 2, 3], 9)
+    worker.fails = lambda step: 10 in np.frombuffer(step.context_lens, "<i4")
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1, 2, 3], 9)
+        await frontend.submit(2, [5], 3)
+        await frontend.read_until_finished(1, 2)
+        assert frontend.tokens[1] == expected[:7]
         assert frontend.finished[1].cause == scheduler_pb2.FINISH_CAUSE_INTERNAL
-        worker.always_fail = False
+        assert frontend.tokens[2] == completion([5], 3)
+
+
+async def test_completions_of_a_poisoned_prompt_end_with_it(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.fails = poisoned_by(77)
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [77], 3, n=3)
+        await frontend.read_until_finished(1, 2, 3)
+        causes = {frontend.finished[number].cause for number in (1, 2, 3)}
+        assert causes == {scheduler_pb2.FINISH_CAUSE_INTERNAL}
+    assert len({step.epoch for step in worker.steps}) <= 4
+
+
+async def test_one_that_is_aborted_on_trial_holds_up_nobody(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.fails = poisoned_by(77)
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [77], 3)
+        while not any(step.epoch == 3 for step in worker.steps):
+            await worker.step_arrived.wait()
+            worker.step_arrived.clear()
+        await frontend.abort(1)
         await frontend.submit(2, [1], 3)
         await frontend.read_until_finished(2)
         assert frontend.tokens[2] == completion([1], 3)
+
+
+async def test_workers_that_fail_at_everything_end_no_request(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        assert await stack.serving()
+        worker.fails = lambda _: True
+        await frontend.submit(1, [1], 3)
+        while len({step.epoch for step in worker.steps}) < 4:
+            await worker.step_arrived.wait()
+            worker.step_arrived.clear()
+        assert not await stack.serving()
+        worker.fails = lambda _: False
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1], 3)
+        while not await stack.serving():
+            pass
+        assert frontend.states[:1] == [False]
+        while frontend.states[-1:] != [True]:
+            await frontend.read()
+
+
+async def test_a_rank_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
+    """As one whose process is stopped: its step does not end, and GetInfo is not answered."""
+    ranks = [FakeWorker(rank=r, world_size=2) for r in range(2)]
+    async with stack_of(tmp_path, *ranks, hang_timeout_s=1) as stack:
+        frontend = await stack.frontend()
+        ranks[1].gate.clear()
+        ranks[1].answers_info.clear()
+        await frontend.submit(1, [1, 2], 9)
+        while await stack.serving():
+            pass
+        ranks[1].gate.set()
+        ranks[1].answers_info.set()
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2], 9)
+    assert {step.epoch for step in ranks[0].steps} >= {1, 2}
+
+
+async def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    async with stack_of(tmp_path, worker, hang_timeout_s=0.2) as stack:
+        frontend = await stack.frontend()
+        worker.gate.clear()
+        await frontend.submit(1, [1, 2], 9)
+        await worker.step_arrived.wait()
+        worker.num_infos = 0
+        while worker.num_infos < 10:  # the scheduler looks again and again
+            await stack.load()
+        worker.gate.set()
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2], 9)
+    assert {step.epoch for step in worker.steps} == {1}
+
+
+async def test_workers_lost_while_there_is_nothing_to_do_are_found_again(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/w.sock"
+    server, _ = await start_worker(FakeWorker(), address)
+    async with running(settings_for(tmp_path, [address], hang_timeout_s=1)) as stack:
+        frontend = await stack.frontend()
+        await server.stop(None)
+        while await stack.serving():
+            pass
+        worker = FakeWorker()
+        server, _ = await start_worker(worker, address)
+        while not await stack.serving():
+            pass
+        assert {step.epoch for step in worker.steps} == {2}  # ready before anything is asked
+        await frontend.submit(1, [1, 2], 9)
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2], 9)
+    await server.stop(None)
 
 
 async def test_refusals_name_the_reason(tmp_path: Path) -> None:

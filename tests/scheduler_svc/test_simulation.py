@@ -19,6 +19,7 @@ REACHED = [
     "disconnects",
     "logprobs",
     "losses",
+    "poisonings",
     "preemptions",
     "prompt logprobs",
     "resumed",

@@ -17,12 +17,12 @@ from shared.config import (
 
 def test_flag_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "nano.toml"
-    file.write_text("port = 1\nhost = 'file'\nscheduler_address = 'file'\ntp = 3\n")
+    file.write_text("port = 1\nhost = 'localhost'\nscheduler_address = 'file'\ntp = 3\n")
     monkeypatch.setenv("NANO_CONFIG_FILE", str(file))
     monkeypatch.setenv("NANO_PORT", "2")
-    monkeypatch.setenv("NANO_HOST", "environment")
+    monkeypatch.setenv("NANO_HOST", "127.0.0.2")
     settings = load_settings(FrontendSettings, ["--port", "3"])
-    assert (settings.port, settings.host, settings.scheduler_address) == (3, "environment", "file")
+    assert (settings.port, settings.host, settings.scheduler_address) == (3, "127.0.0.2", "file")
 
 
 def test_where_ranks_meet_is_known_from_the_usual_variables(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,8 @@ from shared.logging import configure_logging
 
 
 @pytest.fixture(autouse=True)
-def _defaults_afterwards() -> Iterator[None]:
+def _defaults_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # which is replaced
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
@@ -25,7 +27,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
 def test_tracebacks_hold_no_local_variables(
-    log_format: str, capsys: pytest.CaptureFixture[str]
+    log_format: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = load_settings(FrontendSettings, ["--log-format", log_format])
     configure_logging(settings, "test")
@@ -33,18 +35,18 @@ def test_tracebacks_hold_no_local_variables(
         fail()
     except ValueError as error:
         structlog.get_logger().error("failed", exc_info=error)
-    line = capsys.readouterr().err
+    line = capfd.readouterr().err
     assert "ValueError" in line
     assert "why" in line
     assert "a secret" not in line
 
 
-def test_json_lines_hold_what_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_hold_what_is_bound(capfd: pytest.CaptureFixture[str]) -> None:
     configure_logging(load_settings(FrontendSettings, []), "test", rank=3)
     with structlog.contextvars.bound_contextvars(request_id="r"):
         structlog.get_logger().info("event")
         structlog.get_logger().debug("unseen")
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     values = json.loads(line)
     assert values.pop("timestamp")
     assert values == {

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -34,6 +35,7 @@ class Service(InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.waits: asyncio.Event | None = None  # streams do, for it
 
     async def Detokenize(
         self, request: frontend_pb2.DetokenizeRequest, context: object
@@ -46,6 +48,8 @@ class Service(InferenceServiceServicer):
         self, request: frontend_pb2.GenerateRequest, context: object
     ) -> AsyncIterator[frontend_pb2.GenerateStreamResponse]:
         yield frontend_pb2.GenerateStreamResponse(text=request.text)
+        if self.waits:
+            await self.waits.wait()
         if self.error:
             raise self.error
 
@@ -55,8 +59,10 @@ class Service(InferenceServiceServicer):
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, service: Service) -> AsyncIterator[tuple[aio.Channel, Server]]:
-    settings = load_settings(FrontendSettings, ["--max-message-bytes", str(LIMIT)])
+async def serving(
+    tmp_path: Path, service: Service, *flags: str
+) -> AsyncIterator[tuple[aio.Channel, Server]]:
+    settings = load_settings(FrontendSettings, ["--max-message-bytes", str(LIMIT), *flags])
     server = Server(settings, SERVICE)
     add_InferenceServiceServicer_to_server(service, server.grpc)
     address = f"unix:{tmp_path}/s.sock"
@@ -149,6 +155,25 @@ async def test_health_is_what_the_service_says(tmp_path: Path) -> None:
             await server.set_serving(False)
 
 
+async def test_calls_that_outlast_the_grace_end_as_unavailable(tmp_path: Path) -> None:
+    """A stream that waits for ever, of a generator, and a health watch that would."""
+    service = Service()
+    service.waits = asyncio.Event()
+    async with serving(tmp_path, service, "--drain-timeout-s", "0") as (channel, server):
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls: list[Any] = [
+            stub.Watch(health_pb2.HealthCheckRequest()),
+            channel.unary_stream(f"/{SERVICE}/GenerateStream")(b""),
+        ]
+        for call in calls:
+            await call.read()
+        server.stop()
+        await server.wait()
+        for call in calls:
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert await call.details() == "this server is stopping"
+
+
 async def test_an_address_in_use_is_an_os_error() -> None:
     settings = load_settings(FrontendSettings, [])
     first, second = Server(settings, SERVICE), Server(settings, SERVICE)
@@ -161,8 +186,8 @@ async def test_an_address_in_use_is_an_os_error() -> None:
 
 async def test_a_process_ends_with_its_parent() -> None:
     child = (
-        "import os, time; from shared.server import exit_with_parent\n"
-        "exit_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+        "import os, time; from shared.parent import end_with_parent\n"
+        "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (
         "import subprocess, sys\n"

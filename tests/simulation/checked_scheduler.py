@@ -11,7 +11,6 @@ class CheckedScheduler(Scheduler):
     """Checks itself after every answer and counts them."""
 
     answered = 0  # steps, since the cache was lost
-    losses_in_a_row = 0  # epochs that were lost since a step was answered; the workers count
 
     def sequence(self, key: SequenceKey) -> Sequence:
         """One that has not ended."""
@@ -20,7 +19,6 @@ class CheckedScheduler(Scheduler):
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         outputs = super().apply(step, answer)
         self.answered += 1
-        self.losses_in_a_row = 0
         self.check_integrity()
         return outputs
 

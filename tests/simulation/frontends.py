@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from random import Random
 
-from scheduler_svc.engine import MAX_STEP_FAILURES, Engine
+from scheduler_svc.engine import Engine
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
 from scheduler_svc.step import Output
+from scheduler_svc.suspects import MIN_LOSSES
 from tests.simulation.attempts import Attempt, Client
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
@@ -108,7 +109,8 @@ class Frontends:
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
         request = attempt.client.request
         if cause is FinishCause.INTERNAL:
-            right = self._scheduler.losses_in_a_row >= MAX_STEP_FAILURES
+            # Or it was in flight whenever workers were lost for other reasons.
+            right = request.poison is not None or self._counts["losses"] >= MIN_LOSSES
         elif cause is FinishCause.DEADLINE:
             right = request.deadline is not None and request.deadline <= self._loop.time()
         elif cause is FinishCause.QUEUE_FULL:

@@ -55,6 +55,7 @@ class Knobs:
     deadlines: float
     refused: float  # for what can never be served
     disconnects: int  # in all
+    poisons: float
 
     @property
     def limits(self) -> Limits:
@@ -119,4 +120,5 @@ def draw(rng: Random) -> Knobs:
         deadlines=rng.choice([0.0, 0.1, 0.4]),
         refused=rng.choice([0.0, 0.1]),
         disconnects=rng.choice([0, 0, 1, 4]),
+        poisons=rng.choice([0.0, 0.0, 0.0, 0.05, 0.3]),
     )

@@ -31,6 +31,7 @@ _UNIT = [
         "forks",
         "held",
         "step_features",
+        "suspects",
     )
 ]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]

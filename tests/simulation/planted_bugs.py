@@ -296,8 +296,8 @@ BUGS = [
     Bug(
         "a submission does not wake the engine",
         "engine.py",
-        "            self._emit([refused])\n        self._wake.set()\n",
-        "            self._emit([refused])\n",
+        "            self.emit([refused])\n        self.wake()\n",
+        "            self.emit([refused])\n",
     ),
     Bug(
         "an answer of before a loss is taken for one of after it",
@@ -306,6 +306,30 @@ BUGS = [
         "                self._answer.exception()  # nobody else will ask for it\n"
         "            self._answer = None\n",
         "            pass\n",
+    ),
+    Bug(
+        "the innocent run beside those on trial",
+        "engine.py",
+        "            self.scheduler.restrict(group)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a trial goes on after its end",
+        "engine.py",
+        "if self._suspects or self._trying:",
+        "if self._suspects:",
+    ),
+    Bug(
+        "one who ends on trial stays there",
+        "engine.py",
+        "                self._suspects.forget(seq)\n",
+        "                pass\n",
+    ),
+    Bug(
+        "nobody is ever convicted",
+        "suspects.py",
+        "if len(accused) == 1 and self._is_convicted(accused[0]):",
+        "if False:",
     ),
     Bug(
         "a lost connection aborts other frontends' requests",

@@ -62,7 +62,9 @@ class Simulation:
         self._scheduler = CheckedScheduler(
             knobs.limits, BlockManager(knobs.num_blocks, knobs.block_size)
         )
-        self._workers = SimulatedWorkers(knobs, rng, self._scheduler, self._beside, counts)
+        self._workers = SimulatedWorkers(
+            knobs, rng, self._scheduler, self._beside, self._is_poisoned, counts
+        )
         self._frontends = Frontends(knobs, rng, plan(knobs, rng), counts)
         clock = asyncio.get_running_loop().time
         engine = Engine(
@@ -120,6 +122,13 @@ class Simulation:
             held.extend(self._frontends.attempt_at(key).seq.block_table)
         references = np.bincount(held, minlength=self._knobs.num_blocks)
         return Beside(owners, self._scheduler.answered, references)
+
+    def _is_poisoned(self, step: Step) -> bool:
+        for row in step.rows:
+            poison = self._frontends.attempt_of(row.seq).client.request.poison
+            if poison is not None and row.start <= poison < row.start + row.num_tokens:
+                return True
+        return False
 
     def _count(self) -> None:
         stats = self._scheduler.stats

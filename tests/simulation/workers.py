@@ -23,7 +23,8 @@ _SHOWN_STEPS = 8
 
 
 class SimulatedWorkers:
-    """An `Executor`. `beside` tells what the scheduler knows when it sends a step."""
+    """An `Executor`. `beside` tells what the scheduler knows when it sends a step, `is_poisoned`
+    whether the workers are lost at it."""
 
     def __init__(
         self,
@@ -31,16 +32,18 @@ class SimulatedWorkers:
         rng: Random,
         scheduler: CheckedScheduler,
         beside: Callable[[Step], Beside],
+        is_poisoned: Callable[[Step], bool],
         counts: Counter[str],
     ) -> None:
         self._scheduler = scheduler
         self._knobs = knobs
         self._rng = rng
         self._beside = beside
+        self._is_poisoned = is_poisoned
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
-        self._lost_epoch = 0
+        self._lost_epoch = self._poisoned_epoch = 0
         self.digest = 0  # of all steps, to compare runs
         self._shown: deque[tuple[float, worker_pb2.StepRequest, list[str]]] = deque(
             maxlen=_SHOWN_STEPS
@@ -67,7 +70,12 @@ class SimulatedWorkers:
         answer: Pending = self._loop.create_future()
         self._answers.append(answer)
         self._unread.append(answer)
-        self._loop.call_at(self._answered_at(), _resolve, answer, read_answer(request, response))
+        if self._is_poisoned(step):
+            self._poisoned_epoch = self._epoch
+            self._loop.call_at(self._answered_at(), self._break, self._epoch)
+        else:
+            answered = read_answer(request, response)
+            self._loop.call_at(self._answered_at(), _resolve, answer, answered)
         if loses and self._happens(0.3):
             raise self._lost("after a step was written")
         if loses:
@@ -80,6 +88,10 @@ class SimulatedWorkers:
         if answer is None:
             raise self._lost("before an answer came")
         return answer
+
+    async def watch(self) -> str:
+        never: asyncio.Future[str] = self._loop.create_future()
+        return await never  # a loss is noticed by the next step
 
     async def recover(self) -> None:
         assert self._broken, "recovers although nothing was lost"
@@ -124,8 +136,8 @@ class SimulatedWorkers:
         self._broken = True
         if self._lost_epoch != self._epoch:  # sender and receiver may both notice
             self._lost_epoch = self._epoch
-            self._counts["losses"] += 1
-            self._scheduler.losses_in_a_row += 1
+            kind = "poisonings" if self._poisoned_epoch == self._epoch else "losses"
+            self._counts[kind] += 1
         return WorkersLostError(f"planted: {when}")
 
 

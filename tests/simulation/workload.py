@@ -36,6 +36,7 @@ class Request:
     deadline: float | None = None
     abort_at: float | None = None
     abort_after: int | None = None  # tokens, as a frontend does at a stop string
+    poison: int | None = None  # the position whose token makes the workers fail
 
     def sequence(
         self, key: SequenceKey, tokens: list[int], now: float, *, resubmitted: bool = False
@@ -129,6 +130,7 @@ def _served(
         deadline=maybe(knobs.deadlines, lambda: at + rng.uniform(0, lasts)),
         abort_at=maybe(knobs.aborts / 2, lambda: at + rng.uniform(0, lasts)),
         abort_after=maybe(knobs.aborts / 2, lambda: rng.randint(1, len(tokens))),
+        poison=maybe(knobs.poisons, lambda: rng.randrange(len(prompt) + len(tokens))),
     )
     return [first, *(_sibling(first, i) for i in range(1, n))]
 

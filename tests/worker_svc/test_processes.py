@@ -15,12 +15,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
+from worker_svc.distributed import JOIN_TIMEOUT
 
 NUM_BLOCKS = 64
 
@@ -65,12 +67,15 @@ class Ranks:
         self.processes[rank] = self._spawn(rank)
         self.stubs[rank] = self._dial(rank)
 
-    def configure(self, epoch: int) -> None:
+    def dial_again(self) -> None:
+        self.stubs = [self._dial(rank) for rank in range(len(self.stubs))]
+
+    def configure(self, epoch: int, timeout_s: float = 60) -> None:
         request = ConfigureRequest(
             epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
         )
         for future in [stub.Configure.future(request) for stub in self.stubs]:
-            future.result(timeout=60)
+            future.result(timeout=timeout_s)
 
     def execute(self, requests: list[Any]) -> list[StepResponse]:
         """Rank 0's answers; those of the others must hold nothing."""
@@ -195,6 +200,34 @@ def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path) ->
         two.configure(2)
         assert two.run(workload(2, 301)[:3]) == expected
         assert two.stubs[0].GetInfo(GetInfoRequest()).incarnation == survivor
+
+
+def test_nobody_is_waited_for_once_a_newer_epoch_begins(odd_model: Path, tmp_path: Path) -> None:
+    """As when a rank is killed before it has come to the meeting."""
+    with ranks(odd_model, 2, tmp_path / "2") as two:
+        for epoch in (1, 2):
+            request = ConfigureRequest(
+                epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
+            )
+            alone = two.stubs[epoch - 1].Configure.future(request)
+        two.configure(3, timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
+        assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
+        assert two.run(workload(3, 301)[:3])
+
+
+def test_a_fork_takes_the_place_of_one_that_died(odd_model: Path, tmp_path: Path) -> None:
+    with ranks(odd_model, 1, tmp_path / "1") as one:
+        one.configure(1)
+        expected = one.run(workload(1, 301)[:3])
+        before = one.stubs[0].GetInfo(GetInfoRequest()).incarnation
+        (serving,) = psutil.Process(one.processes[0].pid).children()
+        serving.kill()
+        psutil.wait_procs([serving])
+        one.dial_again()
+        one.configure(2)
+        assert one.run(workload(2, 301)[:3]) == expected
+        assert one.stubs[0].GetInfo(GetInfoRequest()).incarnation != before
+        assert one.processes[0].poll() is None
 
 
 def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:

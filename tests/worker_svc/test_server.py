@@ -409,6 +409,13 @@ async def test_a_step_that_fails_is_internal(
         ({"epoch": 2}, grpc.StatusCode.FAILED_PRECONDITION, "epoch: 2"),
         ({"num_blocks": 0}, grpc.StatusCode.INVALID_ARGUMENT, "num_blocks: 0"),
         ({"num_blocks": 1 << 30}, grpc.StatusCode.INVALID_ARGUMENT, f"num_blocks: {1 << 30}"),
+        # Slots of so many would fit their column, their keys and values no memory.
+        ({"num_blocks": (1 << 27) - 1}, grpc.StatusCode.INVALID_ARGUMENT, "num_blocks: 134217727"),
+        (
+            {"epoch": (1 << 64) - 1},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "epoch: 18446744073709551615; the limit is now 4294967299",
+        ),
         ({"max_num_seqs": 9}, grpc.StatusCode.INVALID_ARGUMENT, "max_num_seqs: 9"),
         (
             {"max_num_batched_tokens": 129},
@@ -425,3 +432,34 @@ async def test_configure_refuses(
         await worker.configure(**{"epoch": 4, **fields})
     assert error.value.code() == code
     assert str(error.value.details()).startswith(reason)
+    await worker.configure(4)
+
+
+async def test_a_new_worker_joins_at_a_high_epoch_that_leaves_higher_ones(worker: Worker) -> None:
+    with pytest.raises(aio.AioRpcError) as error:
+        await worker.configure((1 << 63) + 1)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    await worker.configure(1 << 63)
+    await worker.configure((1 << 63) + 1)
+
+
+async def test_steps_far_ahead_stay_unread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a stream has bounded memory, however fast they are sent."""
+    gate = Gate(monkeypatch)
+    batch = await worker.configure(1)
+    call = worker.execute()
+    padding = b"\xfa\x3f\x80\x80\x40" + bytes(1 << 20)  # an unknown field
+
+    async def write() -> None:
+        for _ in range(30):
+            step = batch.request([(0, [1])])
+            await call.write(StepRequest.FromString(step.SerializeToString() + padding))
+
+    writing = asyncio.create_task(write())
+    assert await asyncio.to_thread(gate.begun.wait, 30)
+    _, blocked = await asyncio.wait([writing], timeout=2)
+    assert blocked
+    gate.open.set()
+    assert [(await call.read()).step_id for _ in range(30)] == list(range(1, 31))
+    await writing
+    call.cancel()

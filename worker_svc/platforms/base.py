@@ -82,6 +82,10 @@ class Platform(ABC):
         """Memory for KV caches, beside what is taken now and `activations`."""
 
     @abstractmethod
+    def memory_bytes(self) -> int:
+        """All memory that a cache could be in, taken or not."""
+
+    @abstractmethod
     def graph_bytes(self) -> int:
         """Device memory taken, for the progress bar of capturing."""
 

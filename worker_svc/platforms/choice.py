@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
 from shared.config import WorkerSettings
@@ -21,3 +23,17 @@ def choose_platform(settings: WorkerSettings) -> Platform:
     from worker_svc.platforms.cpu import CpuPlatform
 
     return CpuPlatform(settings)
+
+
+def preload(device: str) -> None:
+    """Imports most of what `choose_platform` and a first step would, for forks of this process.
+
+    It asks for no device: once CUDA was asked for any, it does not work in forks.
+    """
+    if device == "cuda" or (device == "auto" and torch.version.cuda):
+        import_module("worker_svc.platforms.cuda")
+        return
+    import_module("worker_svc.platforms.cpu")
+    target = import_module("numba.core.registry").cpu_target
+    target.typing_context.refresh()  # otherwise done with the first function
+    target.target_context.refresh()

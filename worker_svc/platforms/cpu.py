@@ -95,5 +95,8 @@ class CpuPlatform(Platform):
         # Ranks share one memory.
         return int(free * (CACHE_SHARE if share == "auto" else share)) // settings.tp
 
+    def memory_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
     def graph_bytes(self) -> int:
         return 0

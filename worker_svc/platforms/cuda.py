@@ -142,6 +142,9 @@ class CudaPlatform(Platform):
         usable = int(total * (MEMORY_SHARE if share == "auto" else share))
         return usable - (total - free) - activations
 
+    def memory_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
     def graph_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free

@@ -1,7 +1,9 @@
 """Services without a model: the process model of the real ones, in half a second and 40 MB.
 
 The variable STANDIN says how they behave: nothing, `refuse` (the worker cannot start), `crash` (it
-dies at once, always) or `stuck` (it never gets ready, and ignores SIGTERM).
+dies at once, always), `stuck` (it never gets ready, and ignores SIGTERM) or `silent` (it never gets
+ready, and answers nothing). A file of the name that is in STANDIN_FILE says the same to processes
+that start once it is there.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from shared.config import ServiceSettings, settings_or_exit
 from shared.logging import configure_logging
+from shared.parent import end_with_parent
 from shared.pb import frontend_pb2, frontend_pb2_grpc
-from shared.server import Server, exit_with_parent
+from shared.server import Server
 
 WORDS = (", there", " was", " a", " fox")
 
@@ -31,18 +36,23 @@ class InferenceService(frontend_pb2_grpc.InferenceServiceServicer):
 def run(settings_class: type[ServiceSettings], service: str) -> None:
     settings: Any = settings_or_exit(settings_class, sys.argv[1:])
     configure_logging(settings, service)
-    behaviour = os.environ.get("STANDIN") if service == "worker" else None
+    behaviour = _behaviour() if service == "worker" else None
     if behaviour == "refuse":
         structlog.get_logger().error("cannot start", reason="no weights in this model")
         raise SystemExit(2)
     if behaviour == "crash":
         raise RuntimeError("out of memory, say")
     if settings.exit_with_parent:
-        exit_with_parent()
-    asyncio.run(_serve(settings, service, stuck=behaviour == "stuck"))
+        end_with_parent()
+    asyncio.run(_serve(settings, service, behaviour))
 
 
-async def _serve(settings: Any, service: str, stuck: bool) -> None:
+def _behaviour() -> str | None:
+    file = Path(os.environ.get("STANDIN_FILE", os.devnull))
+    return os.environ.get("STANDIN") or (file.read_text() if file.exists() else None)
+
+
+async def _serve(settings: Any, service: str, behaviour: str | None) -> None:
     server = Server(settings, service, reuse_port=service == "frontend")
     if service == "frontend":
         frontend_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(), server.grpc)
@@ -51,7 +61,9 @@ async def _serve(settings: Any, service: str, stuck: bool) -> None:
         await server.start(settings.scheduler_address)
     else:
         await server.start(settings.worker_addresses[settings.rank])
-    if stuck:
+    if behaviour == "silent":
+        threading.Event().wait()
+    if behaviour == "stuck":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await asyncio.Event().wait()
     await server.set_serving(True)

@@ -127,7 +127,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def make_platform(**overrides: Any) -> CudaPlatform:
-    values = {"tp": 4, "worker_addresses": tuple("abcd"), **overrides}
+    values = {"tp": 4, "worker_addresses": tuple(f"unix:{rank}" for rank in range(4)), **overrides}
     return CudaPlatform(WorkerSettings(**values))
 
 

@@ -1,0 +1,82 @@
+"""Tries certificates before anything is started, by shaking hands in memory."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable
+
+from deploy.errors import LaunchError
+from shared.tls import ClientTls, FileError, ServerTls, load_files
+
+
+def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
+    """For a client that has the server's own files, as the launcher has: trusts that certificate
+    alone, under the first of its names, whatever address is dialled.
+
+    Raises:
+        LaunchError: a file cannot be used, or the server would refuse the client.
+    """
+    client = ClientTls(server.cert, client_cert, client_key)
+    names = _shake_hands(server, client)
+    if not names:
+        raise LaunchError(f"{server.setting}_cert: {server.cert} has no subjectAltName")
+    return ClientTls(server.cert, client_cert, client_key, names[0].replace("*", "any", 1))
+
+
+def check_certificates(server: ServerTls, client: ClientTls, addresses: Iterable[str]) -> None:
+    """
+    Raises:
+        LaunchError: a file cannot be used, or `client` would not trust a server that shows its
+            certificate at one of `addresses`.
+    """
+    for address in addresses:
+        host = "localhost" if address.startswith("unix:") else address.rpartition(":")[0]
+        _shake_hands(server, client, host.strip("[]"))
+
+
+def _shake_hands(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
+    """The names in the certificate that the client sees; `host` must be one of them."""
+    try:
+        return _converse(_server_side(server), _client_side(client, host), host)
+    except FileError as error:
+        raise LaunchError(str(error)) from error
+    except ssl.SSLCertVerificationError as error:
+        raise LaunchError(
+            f"{server.setting}_cert: {server.cert}: {error.verify_message or error.reason}"
+        ) from error
+    except ssl.SSLError as error:
+        raise LaunchError(f"{server.setting}_cert: {server.cert}: {error.reason}") from error
+
+
+def _server_side(server: ServerTls) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    load_files(server.setting, context, server.cert, server.key, server.client_ca)
+    if server.client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _client_side(client: ClientTls, host: str | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = host is not None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC's own check has it
+    load_files("client", context, client.cert, client.key, client.ca)
+    return context
+
+
+def _converse(
+    server_context: ssl.SSLContext, client_context: ssl.SSLContext, host: str | None
+) -> list[str]:
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    waiting = [client, server]
+    while waiting:
+        for side in tuple(waiting):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            waiting.remove(side)
+    shown = client.getpeercert() or {}
+    return [str(entry[1]) for entry in shown.get("subjectAltName", ())]

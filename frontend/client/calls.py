@@ -1,0 +1,98 @@
+"""Calls that outlive the server that they were made to."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, TypeVar
+
+from grpc import ChannelConnectivity, aio
+
+from frontend.client.connections import Connection, Connections
+from frontend.client.errors import UnavailableError, from_rpc_error
+from frontend.client.merge import merge
+from frontend.client.resume import Call, ResumableRequest
+from frontend.client.retry import Retries
+from shared.pb import frontend_pb2 as pb
+
+if TYPE_CHECKING:
+    from shared.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
+
+Response = TypeVar("Response")
+Received = tuple[Call, pb.GenerateStreamResponse]
+
+
+class Calls:
+    """Makes calls, and makes them again where that helps; all raise `LLMError`.
+
+    Args:
+        connections: to make them on.
+        max_retry_wait_s: how long one may wait, from its first failure since something came.
+    """
+
+    def __init__(self, connections: Connections, max_retry_wait_s: float) -> None:
+        self._connections = connections
+        self._max_retry_wait_s = max_retry_wait_s
+        self._reached = False  # whether a server has ever answered
+
+    async def stream(
+        self, request: ResumableRequest, call: Call, deadline: float
+    ) -> AsyncGenerator[Received, None]:
+        """What comes of a call of `request`, and of those that take over when it breaks off; until
+        `deadline`, on the clock of `time.monotonic`, infinity for none. The request is to `take`
+        each message before it asks for the next."""
+        retries = Retries(self._max_retry_wait_s, deadline)
+        while True:
+            timeout_s = None if deadline == math.inf else deadline - time.monotonic()
+            with self._connections.one() as connection:
+                stream = connection.stub.GenerateStream(call.message, timeout=timeout_s)
+                try:
+                    async for message in stream:
+                        self._reached = True
+                        retries.progressed()
+                        yield call, message
+                    return
+                except aio.AioRpcError as error:
+                    rest = request.rest(call)
+                    if not rest:
+                        return
+                    delay = self._retry_delay(error, connection, retries)
+                finally:
+                    stream.cancel()
+            await asyncio.sleep(delay)
+            if len(rest) > 1:
+                break
+            (call,) = rest
+        each_one = [self.stream(request, each_call, deadline) for each_call in rest]
+        async with aclosing(merge(each_one)) as received:
+            async for each in received:
+                yield each
+
+    async def unary(
+        self, start: Callable[[InferenceServiceAsyncStub], Awaitable[Response]]
+    ) -> Response:
+        """The response to the call that `start` makes."""
+        retries = Retries(self._max_retry_wait_s, math.inf)
+        while True:
+            with self._connections.one() as connection:
+                try:
+                    response = await start(connection.stub)
+                    self._reached = True
+                    return response
+                except aio.AioRpcError as error:
+                    delay = self._retry_delay(error, connection, retries)
+            await asyncio.sleep(delay)
+
+    def _retry_delay(
+        self, error: aio.AioRpcError, connection: Connection, retries: Retries
+    ) -> float:
+        """Seconds to wait before the next attempt; raises where there is to be none."""
+        typed = from_rpc_error(error, connection.address)
+        unreached = connection.channel.get_state() is ChannelConnectivity.TRANSIENT_FAILURE
+        self._reached |= not unreached
+        if isinstance(typed, UnavailableError) and typed.retry_after_s is None:
+            connection.failed()
+        return retries.delay(typed, reached=self._reached)

@@ -1,0 +1,56 @@
+"""Whether and when a call that failed is made again."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+from frontend.client.errors import LLMError, QueueFullError, UnavailableError
+
+_MIN_DELAY_S, _MAX_DELAY_S = 0.02, 2.0
+# For a server that nobody has ever reached: more likely than down, it is not there.
+_FIRST_CONTACT_S = 5.0
+
+
+class Retries:
+    """The waits of one call: exponential, with jitter so that many do not come back at once, and no
+    shorter than the server asked for (RetryInfo)."""
+
+    def __init__(self, max_wait_s: float, deadline: float) -> None:
+        """`max_wait_s`: from the first failure since something came; `deadline`: on the clock of
+        `time.monotonic`."""
+        self._max_wait_s = max_wait_s
+        self._deadline = deadline
+        self._failing_since: float | None = None
+        self._failures = 0
+
+    def progressed(self) -> None:
+        """Something came: what waits from here on is a new wait."""
+        self._failing_since = None
+        self._failures = 0
+
+    def delay(self, error: LLMError, *, reached: bool) -> float:
+        """Seconds to wait after `error`; `reached`: whether a server has ever answered.
+
+        Raises:
+            LLMError: the error itself, where waiting does not help or would take too long.
+        """
+        if not isinstance(error, UnavailableError | QueueFullError):
+            raise error from None
+        asked = error.retry_after_s
+        if isinstance(error, QueueFullError) and asked is None:
+            raise error from None  # too large, not too many
+        backoff = min(math.ldexp(_MIN_DELAY_S, min(self._failures, 16)), _MAX_DELAY_S)
+        backoff *= random.uniform(0.5, 1)
+        self._failures += 1
+        delay = backoff if asked is None else max(asked * random.uniform(1, 1.25), backoff)
+        most = self._max_wait_s
+        if not reached:
+            most = min(most, _FIRST_CONTACT_S)
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        if now + delay > min(self._failing_since + most, self._deadline):
+            raise error from None
+        return delay

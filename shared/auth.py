@@ -1,0 +1,182 @@
+"""Who may call a public service, and how often at a time: tokens, and a limit per client.
+
+Health stays open, for load balancers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import inspect
+import os
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from grpc import aio
+from grpc_health.v1 import health
+
+from shared.errors import QueueFullError, UnauthenticatedError
+from shared.interceptors import wrap_behavior
+from shared.tls import FileError
+
+log = structlog.get_logger(__name__)
+
+Context = aio.ServicerContext[Any, Any]
+
+_SCHEME = "bearer "
+_MIN_TOKEN_LENGTH = 16
+_RETRY_AFTER_S = 1.0
+_OPEN = f"/{health.SERVICE_NAME}/"
+
+
+def read_tokens(path: str) -> tuple[str, ...]:
+    """One token a line; empty lines and those that begin with `#` are none.
+
+    Raises:
+        FileError: the file cannot be read, or a line cannot be a token; the message has the line's
+            number, never its text.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"auth_tokens_file: cannot read {path}: {error}") from error
+    tokens = []
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        if not re.fullmatch(f"[!-~]{{{_MIN_TOKEN_LENGTH},}}", line):
+            raise FileError(
+                f"auth_tokens_file: line {number} of {path} is no token: at least "
+                f"{_MIN_TOKEN_LENGTH} printable ASCII characters, no spaces"
+            )
+        tokens.append(line)
+    return tuple(tokens)
+
+
+class Tokens:
+    """The tokens of a file that may change.
+
+    An emptied file lets nobody in. One that is gone or broken changes nothing.
+
+    Raises:
+        FileError: the file cannot be used, or holds no token.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stamp = self._read_stamp()
+        self._digests = _digests(read_tokens(path))
+        if not self._digests:
+            raise FileError(f"auth_tokens_file: {path} holds no token")
+
+    def find(self, token: str) -> bytes | None:
+        """The token's digest, None if it is not one of them."""
+        self._reread()
+        digest = hashlib.sha256(token.encode()).digest()
+        # Against each of them, however early one is equal: the time taken tells nothing.
+        equal = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest if any(equal) else None
+
+    def _reread(self) -> None:
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._digests = _digests(read_tokens(self._path))
+        except FileError as error:
+            log.warning("tokens not reloaded", reason=str(error))
+        else:
+            log.info("tokens reloaded", tokens=len(self._digests))
+
+    def _read_stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class ClientInterceptor(aio.ServerInterceptor):
+    """Refuses calls without a token of `tokens`, and those over `max_requests` of a client at a
+    time. A client is a token, or without tokens a host."""
+
+    def __init__(self, tokens: Tokens | None, max_requests: int) -> None:
+        self._tokens = tokens
+        self._max_requests = max_requests
+        self._requests: Counter[object] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if handler_call_details.method.startswith(_OPEN):
+            return await continuation(handler_call_details)
+        client = None
+        if self._tokens is not None:
+            client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
+            if client is None:
+                return _REFUSAL
+        handler = await continuation(handler_call_details)
+        return handler and wrap_behavior(handler, lambda behavior: self._counted(behavior, client))
+
+    def _counted(self, behavior: Any, client: bytes | None) -> Any:
+        async def counted(request: Any, context: Context) -> Any:
+            with self._place(client or _host(context.peer())):
+                return await behavior(request, context)
+
+        async def counted_generator(request: Any, context: Context) -> AsyncIterator[Any]:
+            with self._place(client or _host(context.peer())):
+                async for response in behavior(request, context):
+                    yield response
+
+        return counted_generator if inspect.isasyncgenfunction(behavior) else counted
+
+    @contextmanager
+    def _place(self, client: object) -> Iterator[None]:
+        """One of the client's places, for as long as a call takes."""
+        if self._requests[client] >= self._max_requests:
+            raise QueueFullError(
+                f"max_requests_per_client: {self._max_requests} requests are in progress",
+                _RETRY_AFTER_S,
+            )
+        self._requests[client] += 1
+        try:
+            yield
+        finally:
+            self._requests[client] -= 1
+            if not self._requests[client]:
+                del self._requests[client]
+
+
+async def _refuse(requests: object, context: object) -> None:
+    raise UnauthenticatedError("a valid token is needed: metadata 'authorization: Bearer TOKEN'")
+
+
+# Of a kind that needs not read a message before it answers.
+_REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse, request_deserializer=bytes)
+
+
+def _digests(tokens: tuple[str, ...]) -> tuple[bytes, ...]:
+    return tuple(hashlib.sha256(token.encode()).digest() for token in tokens)
+
+
+def _bearer_token(metadata: Any) -> str:
+    """The token of the only `authorization` there is, else an empty one, which no file holds."""
+    values = [value for key, value in metadata or () if key == "authorization"]
+    if len(values) != 1 or not isinstance(values[0], str):
+        return ""
+    value = values[0]
+    return value[len(_SCHEME) :].strip() if value.lower().startswith(_SCHEME) else ""
+
+
+def _host(peer: str) -> str:
+    """The host of `ipv4:10.0.0.1:41234`; all of a Unix socket are one."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else "unix"

@@ -1,0 +1,100 @@
+"""The calls that a server is answering, so that it can end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from shared.errors import UnavailableError
+from shared.interceptors import wrap_behavior
+
+# Calls of gRPC's own services, health watches above all, go on as long as anybody wants.
+_ENDLESS = ("/grpc.health.", "/grpc.reflection.")
+_Task = asyncio.Task[object]
+
+
+class OpenCalls(aio.ServerInterceptor):
+    """Knows the task of each call; behind the interceptor that translates errors."""
+
+    def __init__(self) -> None:
+        self._tasks: set[_Task] = set()
+        self._served: set[_Task] = set()  # those of them that are worth waiting for
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ending = False
+
+    @property
+    def count(self) -> int:
+        """Without calls of health and reflection."""
+        return len(self._served)
+
+    async def finished(self, timeout_s: float) -> None:
+        """Returns when no call is open that will end by itself, at the latest after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def end(self) -> None:
+        """Has every open call, and any that may still come, end with UNAVAILABLE: its client, who
+        has what was sent so far, can go on elsewhere."""
+        self._ending = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # an unknown method
+        endless = handler_call_details.method.startswith(_ENDLESS)
+
+        def watch(behavior: Any) -> Any:
+            async def watched(request: Any, context: Any) -> Any:
+                with self._entered(endless):
+                    return await behavior(request, context)
+
+            async def watched_generator(request: Any, context: Any) -> AsyncIterator[Any]:
+                with self._entered(endless):
+                    async for response in behavior(request, context):
+                        yield response
+
+            return watched_generator if inspect.isasyncgenfunction(behavior) else watched
+
+        return wrap_behavior(handler, watch)
+
+    @contextmanager
+    def _entered(self, endless: bool) -> Iterator[None]:
+        """Around the work of a call; raises UnavailableError if the server ends it."""
+        if self._ending:
+            raise _stopping()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        if not endless:
+            self._served.add(task)
+            self._idle.clear()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._ending:
+                raise _stopping() from None
+            raise
+        finally:
+            self._tasks.discard(task)
+            self._served.discard(task)
+            if not self._served:
+                self._idle.set()
+
+
+def _stopping() -> UnavailableError:
+    return UnavailableError("this server is stopping")

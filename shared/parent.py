@@ -1,0 +1,25 @@
+"""Processes that do not outlive the one that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Has the kernel (Linux) send this process a signal as soon as its parent is gone, whatever
+    that died of. To the kernel, the parent is the thread that started this process.
+
+    Args:
+        parent: its process id, where that is known for certain: it may be gone already.
+
+    Raises:
+        SystemExit: it is.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() == 1 if parent is None else os.getppid() != parent:
+        raise SystemExit(1)

@@ -1,0 +1,125 @@
+"""A service as a process that serves, and a fork that takes its place when it dies.
+
+Most of a start is imports: torch's alone take two seconds. So the process that was started imports
+everything, leaves the rest to a fork of itself, and waits for that to die, to fork another in
+milliseconds. It runs no gRPC and no torch: threads and devices do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+
+from shared.config import ServiceSettings
+from shared.logging import configure_logging
+from shared.parent import end_with_parent
+
+log = structlog.get_logger(__name__)
+
+CANNOT_START = 2  # exit status for settings or a model that cannot work: do not try again
+_TRIES = 3  # of forks that are not ready before they die, after one that was
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+Ready = Callable[[], object]
+
+
+def run_service(
+    name: str,
+    settings: Settings,
+    serve: Callable[[Settings, Ready], Coroutine[Any, Any, None]],
+    start_errors: tuple[type[Exception], ...] = (),
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **bound: object,
+) -> int:
+    """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
+
+    Args:
+        name: of the service, in its log; so is what is `bound`.
+        serve: calls `ready` when it serves, once.
+        start_errors: what it raises, beside OSError, if it cannot start: a line in the log.
+
+    Returns:
+        The exit status.
+    """
+    configure_logging(settings, name, **bound)
+    if settings.exit_with_parent:
+        end_with_parent()
+
+    expected: tuple[type[Exception], ...] = (OSError, *start_errors)
+
+    def run(ready: Ready) -> None:
+        try:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(serve(settings, ready))
+        except expected as error:
+            log.error("cannot start", reason=str(error))
+            sys.exit(CANNOT_START)
+
+    return serve_with_successors(run)
+
+
+def serve_with_successors(serve: Callable[[Ready], None]) -> int:
+    """Runs `serve` in a fork of this process, and in another when that dies, once one was ready.
+
+    SIGTERM and SIGINT are passed on. No fork outlives this process.
+
+    Args:
+        serve: is given what to call when it is ready, once.
+
+    Returns:
+        The exit status of a fork that ended in order or cannot start, or of the last one if none,
+        or none of the last few, was ever ready: where a signal killed it, 128 and its number.
+    """
+    pid, tries, told_to_end = 0, 1, False
+
+    def pass_on(number: int, _: object) -> None:
+        nonlocal told_to_end
+        told_to_end = True
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
+    while True:
+        keeper, (reading, writing) = os.getpid(), os.pipe()
+        with _blocked():
+            pid = os.fork()
+            _handle_signals(pass_on if pid else signal.SIG_DFL)
+        if not pid:
+            os.close(reading)
+            end_with_parent(keeper)
+            serve(partial(os.write, writing, b"."))
+            return 0
+        os.close(writing)
+        _, wait_status = os.waitpid(pid, 0)
+        tries = _TRIES if os.read(reading, 1) else tries - 1
+        os.close(reading)
+        status = os.waitstatus_to_exitcode(wait_status)
+        with _blocked():
+            if status in (0, CANNOT_START) or told_to_end or not tries:
+                return status if status >= 0 else 128 - status
+            _handle_signals(signal.SIG_DFL)  # until there is another fork to pass them on to
+        log.error("died, and a fork takes its place", pid=pid, exit_status=status)
+
+
+def _handle_signals(handler: Callable[[int, object], None] | signal.Handlers) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, handler)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Signals wait meanwhile."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -1,0 +1,162 @@
+"""TLS: PEM files -> gRPC credentials. Needs nothing but gRPC: the client library uses it too."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class FileError(OSError):
+    """A file that a setting names cannot be used; the message names the setting."""
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """What a server shows, and whom it lets in.
+
+    `client_ca`: clients must have a certificate signed by one of these; empty: anybody may connect.
+    `setting` is what the names of the settings begin with.
+    """
+
+    cert: str
+    key: str
+    client_ca: str = ""
+    setting: str = "tls"
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """How a client knows servers, and what it shows them.
+
+    `ca`: what signed the certificates of servers, by default what gRPC trusts by itself; `cert` and
+    `key`: of the client, where servers want one; `server_name`: the name in the server's
+    certificate, by default the host that is dialled (for a Unix socket `localhost`).
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    server_name: str = ""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientTls | None:
+        """From NANO_TLS_CA, NANO_CLIENT_CERT, NANO_CLIENT_KEY and NANO_TLS_SERVER_NAME; None where
+        none of them is set."""
+        names = ("NANO_TLS_CA", "NANO_CLIENT_CERT", "NANO_CLIENT_KEY", "NANO_TLS_SERVER_NAME")
+        values = [environment.get(name, "") for name in names]
+        return cls(*values) if any(values) else None
+
+    def stamp(self) -> _Stamp:
+        """Changes when a file does; empty while one is missing."""
+        return _stamp(self.ca, self.cert, self.key)
+
+
+def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.ServerCredentials:
+    """Credentials that follow the files: each new connection is met with what they hold by then.
+    Files that do not fit together, such as half-replaced ones, change nothing but that `warn` is
+    given the reason.
+
+    Raises:
+        FileError: a file cannot be used.
+    """
+    follower = _Follower(tls, warn)
+    return grpc.dynamic_ssl_server_credentials(
+        follower.first,
+        follower.latest,  # type: ignore[arg-type]  # the stubs lack the None that is documented
+        require_client_authentication=bool(tls.client_ca),
+    )
+
+
+def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
+    """Credentials of what the files hold now.
+
+    Raises:
+        FileError: a file cannot be read, or is not what it should be.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    load_files("TLS", context, tls.cert, tls.key, tls.ca)
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.ca) if tls.ca else None,
+        private_key=_read(tls.key) if tls.key else None,
+        certificate_chain=_read(tls.cert) if tls.cert else None,
+    )
+
+
+def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: str) -> None:
+    """Loads files into `context`, which checks that they exist, are what they should be and fit
+    together. `setting` is for the message.
+
+    Raises:
+        FileError: they do not.
+    """
+    try:
+        if cert or key:
+            what = f"{setting}_cert, {setting}_key: {cert or 'none'} with {key or 'none'}"
+            # No password is known: without this OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(cert, key or None, password="")
+        if ca:
+            what = f"{setting}_ca: {ca}"
+            context.load_verify_locations(ca)
+    except OSError as error:  # ssl.SSLError is one
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
+        raise FileError(f"{what}: {reason}") from error
+
+
+class _Follower:
+    """The latest usable certificate of a server."""
+
+    def __init__(self, tls: ServerTls, warn: Callable[[str], None]) -> None:
+        self._tls = tls
+        self._warn = warn
+        self._seen = self._stamp()
+        self.first = self._read()
+
+    def latest(self) -> grpc.ServerCertificateConfiguration | None:
+        """What the files hold, None if that is what they held before. Called by gRPC at the start
+        of each connection."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return None
+        try:
+            config = self._read()
+        except FileError as error:
+            self._warn(str(error))
+            config = None
+        if self._stamp() == stamp:  # else they changed while they were read: again next time
+            self._seen = stamp
+            return config
+        return None
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        tls = self._tls
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        load_files(tls.setting, context, tls.cert, tls.key, tls.client_ca)
+        return grpc.ssl_server_certificate_configuration(
+            [(_read(tls.key), _read(tls.cert))],
+            root_certificates=_read(tls.client_ca) if tls.client_ca else None,
+        )
+
+    def _stamp(self) -> _Stamp:
+        return _stamp(self._tls.cert, self._tls.key, self._tls.client_ca)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+
+
+def _stamp(*paths: str) -> _Stamp:
+    try:
+        found = [os.stat(path) for path in paths if path]
+    except OSError:
+        return ()
+    return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)

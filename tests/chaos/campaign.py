@@ -1,0 +1,121 @@
+"""A campaign: load on a stack, one fault after another, and an account of what clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from deploy.supervisor import stack_members
+from tests.chaos.client import Client
+from tests.chaos.faults import FAULTS, Target, draw_faults
+from tests.chaos.load import Load
+from tests.chaos.report import Report, Rest
+from tests.chaos.workload import Request, draw_requests
+from tests.faults.faulty import faulty_environment
+from tests.faults.stack import RealStack, running_stack
+from tests.faults.transcript import Transcript
+
+_REQUESTS = 44  # distinct ones
+_CLIENTS = 24
+_FRONTENDS = 2
+# A share of the faults meets a stack that has not recovered from the one before.
+_AT_ONCE = 0.15
+_MB = 1e6
+# Small enough for prompts of several chunks, and for preemptions.
+_LIMITS: dict[str, Any] = {
+    "kv_blocks": 512,
+    "block_size": 16,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 32,
+}
+
+
+def run_campaign(seed: int, faults: int, tp: int, report_fault: Callable[[str], None]) -> Report:
+    """Starts a stack of `tp` ranks, harms it `faults` times, and stops it.
+
+    Args:
+        report_fault: told of each fault before it happens.
+    """
+    rng = random.Random(f"{seed} {tp}")
+    poison = faulty_environment("exit")
+    with running_stack(environment=poison, tp=tp, frontends=_FRONTENDS, **_LIMITS) as stack:
+        return asyncio.run(_Campaign(stack, seed, rng, report_fault).run(faults))
+
+
+class _Campaign:
+    def __init__(
+        self, stack: RealStack, seed: int, rng: random.Random, report_fault: Callable[[str], None]
+    ) -> None:
+        self._stack = stack
+        self._rng = rng
+        self._report_fault = report_fault
+        self._report = Report(seed)
+
+    async def run(self, faults: int) -> Report:
+        report, started = self._report, time.monotonic()
+        requests = draw_requests(self._rng, _REQUESTS)
+        expected = await undisturbed(self._stack.address, requests)
+        start = await self._rest()
+        load = Load(self._stack.address, requests, expected)
+        load.start(_CLIENTS, self._report.seed)
+        target = Target(self._stack, requests, self._rng)
+        for kind in draw_faults(self._rng, faults):
+            await self._harm(target, load, kind)
+        await load.stop()
+        await asyncio.to_thread(self._stack.wait_serving)
+        end = await self._rest()
+        outcome = load.outcome
+        report.requests, report.tokens = outcome.requests, outcome.tokens
+        report.lost, report.duplicated = outcome.damage.lost, outcome.damage.duplicated
+        report.wrong = outcome.damage.wrong
+        report.failures = outcome.failures + end.problems_since(start)
+        report.rest.append({"start": start, "end": end})
+        report.seconds = time.monotonic() - started
+        return report
+
+    async def _harm(self, target: Target, load: Load, kind: str) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+        self._report_fault(kind)
+        flows = load.watch()
+        _, fault = FAULTS[kind]
+        await fault(target)
+        self._report.faults[kind] += 1
+        if self._rng.random() >= _AT_ONCE:
+            await asyncio.to_thread(self._stack.wait_serving)
+            await load.wait_for_tokens(flows)
+        pauses = [flow.pause_s for flow in flows if flow.pause_s is not None]
+        self._report.pauses_s.setdefault(kind, []).extend(pauses)
+
+    async def _rest(self) -> Rest:
+        """Of the stack once it has nothing to do."""
+        load = await asyncio.to_thread(self._stack.wait_idle)
+        pids = self._stack.pids()
+        memory = {
+            f"{service}-{index}": psutil.Process(pid).memory_info().rss / _MB
+            for (service, index), pid in pids.items()
+            if pid is not None
+        }
+        members = stack_members(self._stack.directory)
+        return Rest(load.blocks_used, load.waiting, load.running, len(members), memory)
+
+
+async def undisturbed(address: str, requests: list[Request]) -> dict[str, Transcript]:
+    """What comes of each request when nothing happens."""
+    client = Client(address)
+
+    async def read(request: Request) -> Transcript:
+        transcript = Transcript()
+        async for chunk in client.follow(request):
+            transcript.add(chunk)
+        return transcript
+
+    try:
+        found = await asyncio.gather(*map(read, requests))
+    finally:
+        await client.close()
+    return {request.name: each for request, each in zip(requests, found, strict=True)}

@@ -1,0 +1,139 @@
+"""What a campaign does to a stack. Each fault is a function that returns when it is done to it;
+the stack recovers, or the fault undoes itself, afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+
+import grpc
+
+from frontend.client.errors import LLMError
+from frontend.client.types import SamplingParams
+from tests.chaos.client import Client
+from tests.chaos.workload import Request
+from tests.faults.faulty import TRIGGER
+from tests.faults.stack import RealStack
+
+_CANCELLED_AT_ONCE = 200
+_STALLED = 8
+
+
+class Target:
+    """A stack, and the means to harm it."""
+
+    def __init__(self, stack: RealStack, requests: list[Request], rng: random.Random) -> None:
+        self.stack = stack
+        self.rng = rng
+        self.requests = requests
+
+    async def kill(self, service: str) -> None:
+        """kill -9 of any process of a service."""
+        await asyncio.to_thread(self.stack.kill, service, self.any_index(service))
+
+    async def restart(self, service: str) -> None:
+        """SIGTERM: it ends in order, and the supervisor starts another."""
+        await asyncio.to_thread(self.stack.terminate, service, self.any_index(service))
+
+    async def suspend(self, service: str) -> None:
+        """SIGSTOP for a while; whoever finds it hung may replace it meanwhile."""
+        pid = await asyncio.to_thread(self.stack.stop, service, self.any_index(service))
+        await asyncio.sleep(self.rng.uniform(0.5, 5.0))
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    async def cancel_many(self) -> None:
+        """Many clients open a stream, and all of them leave at once."""
+        client = Client(self.stack.address)
+        try:
+            streams = [client.follow(r) for r in self._any_requests(_CANCELLED_AT_ONCE)]
+            tasks = [asyncio.ensure_future(anext(stream, None)) for stream in streams]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+        finally:
+            await client.close()
+
+    async def stall_readers(self) -> None:
+        """Clients that read a chunk of their streams and then nothing, until they leave."""
+        client = Client(self.stack.address)
+
+        async def stall(request: Request) -> None:
+            async with aclosing(client.follow(request)) as chunks:
+                await anext(chunks, None)
+                await asyncio.sleep(self.rng.uniform(1.0, 3.0))
+
+        try:
+            await asyncio.gather(*map(stall, self._any_requests(_STALLED)))
+        finally:
+            await client.close()
+
+    async def poison(self) -> None:
+        """A request that any worker dies of, each time, until it alone ends with INTERNAL."""
+        params = SamplingParams(temperature=0, max_tokens=20)
+        client = Client(self.stack.address)
+        try:
+            async for _ in client.stream([*range(100, 136), *TRIGGER], params):
+                pass
+        except LLMError as error:
+            if error.code is not grpc.StatusCode.INTERNAL:
+                raise
+        else:
+            raise AssertionError("a poisoned request was answered")
+        finally:
+            await client.close()
+
+    def any_index(self, service: str) -> int:
+        return self.rng.randrange(self.stack.stack.count(service))
+
+    def _any_requests(self, count: int) -> list[Request]:
+        return self.rng.choices(self.requests, k=count)
+
+
+async def _kill_two(target: Target) -> None:
+    first, second = target.rng.sample(["worker", "scheduler", "frontend"], 2)
+    await target.kill(first)
+    await asyncio.sleep(target.rng.choice([0.0, 0.3]))
+    await target.kill(second)
+
+
+async def _kill_worker_twice(target: Target) -> None:
+    """The second time while it starts."""
+    await target.kill("worker")
+    await asyncio.sleep(target.rng.uniform(0.0, 2.0))
+    await target.kill("worker")
+
+
+Fault = Callable[[Target], Awaitable[None]]
+
+# By name, with how often each is drawn.
+FAULTS: dict[str, tuple[int, Fault]] = {
+    "worker killed": (6, lambda target: target.kill("worker")),
+    "scheduler killed": (6, lambda target: target.kill("scheduler")),
+    "frontend killed": (6, lambda target: target.kill("frontend")),
+    "worker stopped": (3, lambda target: target.suspend("worker")),
+    "scheduler stopped": (1, lambda target: target.suspend("scheduler")),
+    "worker restarted": (2, lambda target: target.restart("worker")),
+    "scheduler restarted": (2, lambda target: target.restart("scheduler")),
+    "frontend restarted": (2, lambda target: target.restart("frontend")),
+    "two killed": (2, _kill_two),
+    "worker killed twice": (2, _kill_worker_twice),
+    "mass cancel": (2, lambda target: target.cancel_many()),
+    "stalled readers": (2, lambda target: target.stall_readers()),
+    "poisoned request": (2, lambda target: target.poison()),
+}
+
+
+def draw_faults(rng: random.Random, count: int) -> list[str]:
+    """Names of faults; every kind once before any comes twice, as far as `count` goes."""
+    names = list(FAULTS)
+    drawn = rng.sample(names, len(names))
+    drawn += rng.choices(names, [weight for weight, _ in FAULTS.values()], k=count)
+    return drawn[:count]

@@ -1,0 +1,123 @@
+"""A short campaign, and whether a campaign would notice."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from pathlib import Path
+
+import pytest
+
+from frontend.client.types import Chunk
+from tests.chaos.campaign import run_campaign
+from tests.chaos.faults import FAULTS, draw_faults
+from tests.chaos.report import Report, Rest, quantiles
+from tests.chaos.workload import draw_requests
+from tests.faults.transcript import Damage, Transcript
+
+FAULTS_OF_A_SHORT_CAMPAIGN = 5
+
+
+@pytest.mark.timeout(900)
+def test_a_short_campaign_damages_no_token(tmp_path: Path) -> None:
+    seed = secrets.randbits(32)
+    tp = random.Random(seed).choice([1, 2])
+    print(f"python -m tests.chaos --seed {seed}: the part at TP {tp}")
+    report = run_campaign(seed, FAULTS_OF_A_SHORT_CAMPAIGN, tp, print)
+    assert not report.failures
+    assert (report.lost, report.duplicated, report.wrong) == (0, 0, 0)
+    assert report.faults.total() == FAULTS_OF_A_SHORT_CAMPAIGN
+    assert report.tokens
+    assert any(report.pauses_s.values())
+    report.save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["seed"] == seed
+
+
+def chunk(*token_ids: int, offset: int = 0, finished: bool = False) -> Chunk:
+    return Chunk(
+        request_id="",
+        index=0,
+        text="".join(map(chr, token_ids)),
+        token_ids=list(token_ids),
+        token_offset=offset,
+        logprobs=[{token: -1.0} for token in token_ids],
+        finish_reason="length" if finished else None,
+    )
+
+
+def transcript(*chunks: Chunk) -> Transcript:
+    made = Transcript()
+    for each in chunks:
+        made.add(each)
+    return made
+
+
+RIGHT = transcript(chunk(65, 66, 67), chunk(68, offset=3, finished=True))
+
+
+def counts(damage: Damage) -> tuple[int, int, int]:
+    return damage.lost, damage.duplicated, damage.wrong
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([chunk(65), chunk(66, 67, 68, offset=1, finished=True)], (0, 0, 0)),
+        ([chunk(65, 66, 67, finished=True)], (1, 0, 0)),
+        ([chunk(65, 66), chunk(68, offset=3, finished=True)], (2, 0, 1)),
+        ([chunk(65, 66), chunk(66, 67, 68, offset=1, finished=True)], (0, 2, 2)),
+        ([chunk(65, 66, 99, 68, finished=True)], (0, 0, 1)),
+        ([], (4, 0, 0)),
+    ],
+    ids=["other chunks", "cut short", "a gap", "a repetition", "another token", "nothing"],
+)
+def test_damage_is_found(found: list[Chunk], expected: tuple[int, int, int]) -> None:
+    damage = transcript(*found).compare(RIGHT)
+    assert counts(damage) == expected
+    assert bool(damage.differences) == any(expected)
+
+
+def test_more_than_tokens_is_compared() -> None:
+    other = transcript(chunk(65, 66, 67), chunk(68, offset=3))  # it has not ended
+    assert other.compare(RIGHT).differences
+    other = transcript(chunk(65, 66, 67), chunk(68, offset=3, finished=True))
+    other.parts[0].logprobs[2] = {67: -1.1}
+    assert counts(other.compare(RIGHT)) == (0, 0, 0)
+    assert other.compare(RIGHT).differences
+
+
+def test_what_was_cancelled_has_to_be_a_beginning() -> None:
+    assert not transcript(chunk(65, 66)).compare(RIGHT, cut=True).differences
+    assert not transcript().compare(RIGHT, cut=True).differences
+    assert transcript(chunk(65, 67)).compare(RIGHT, cut=True).wrong == 1
+    assert transcript(chunk(65), chunk(67, offset=2)).compare(RIGHT, cut=True).lost == 1
+
+
+def test_what_is_left_behind_is_found() -> None:
+    start = Rest(0, 0, 0, 5, {"frontend-0": 100.0})
+    assert not Rest(0, 0, 0, 5, {"frontend-0": 240.0}).problems_since(start)
+    assert len(Rest(3, 0, 0, 6, {"frontend-0": 260.0}).problems_since(start)) == 3
+
+
+def test_a_report_of_damage_is_not_ok() -> None:
+    report = Report(1)
+    assert report.ok
+    report.add(Report(1, failures=["the end"]))
+    assert not report.ok
+    assert not Report(1, wrong=1).ok
+
+
+def test_quantiles_are_of_the_pauses() -> None:
+    pauses = quantiles([float(number) for number in range(101)])
+    assert pauses["p50"] == pytest.approx(50, abs=1)
+    assert pauses["p99"] == pytest.approx(99, abs=1)
+    assert pauses["longest"] == 100
+    assert quantiles([1.5])["p99"] == 1.5
+
+
+def test_a_seed_draws_the_same_campaign() -> None:
+    first, second, other = (random.Random(seed) for seed in (7, 7, 8))
+    assert draw_faults(first, 40) == draw_faults(second, 40)
+    assert draw_requests(first, 40) == draw_requests(second, 40) != draw_requests(other, 40)
+    assert set(draw_faults(first, len(FAULTS))) == set(FAULTS)

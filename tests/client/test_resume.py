@@ -1,0 +1,309 @@
+"""Streams that break off go on, over real gRPC, against a server that breaks them off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing
+
+import grpc
+import pytest
+
+from frontend.client import (
+    LLM,
+    AsyncLLM,
+    Chunk,
+    DeadlineError,
+    QueueFullError,
+    SamplingParams,
+    ServerError,
+    UnavailableError,
+)
+from shared.errors import QueueFullError as ServerQueueFullError
+from shared.errors import ServiceError
+from shared.errors import UnavailableError as ServerUnavailableError
+from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService, running_server
+
+PROMPT = "acegikmoq"
+
+
+@pytest.fixture
+def two_servers() -> Iterator[list[FakeServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(running_server()) for _ in range(2)]
+
+
+def wait_until_idle(service: FakeService) -> None:
+    while service.in_flight:
+        time.sleep(0.01)
+
+
+async def chunks_of(llm: AsyncLLM, params: SamplingParams, resume: list[int]) -> list[Chunk]:
+    return [chunk async for chunk in llm.stream(PROMPT, params, resume_token_ids=resume)]
+
+
+def joined(chunks: list[Chunk]) -> object:
+    """What must be the same however the stream was broken off. Each chunk follows the one before
+    of its completion; of the totals, only the call's last one has any."""
+    completions: dict[int, list[object]] = {}
+    for chunk in chunks:
+        parts = completions.setdefault(chunk.index, [chunk.token_offset, "", [], [], None])
+        offset, text, ids, logprobs, finish_reason = parts
+        assert isinstance(offset, int)
+        assert isinstance(ids, list)
+        assert finish_reason is None
+        assert chunk.token_offset == offset + len(ids)
+        completions[chunk.index] = [
+            offset,
+            f"{text}{chunk.text}",
+            ids + chunk.token_ids,
+            logprobs + chunk.logprobs if isinstance(logprobs, list) else None,
+            chunk.finish_reason and (chunk.finish_reason, chunk.score),
+        ]
+    assert all(chunk.usage is chunk.timings is None for chunk in chunks[:-1])
+    assert chunks[-1].timings is not None
+    assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
+    return sorted(completions.items()), chunks[0].prompt_logprobs, chunks[-1].usage
+
+
+@pytest.mark.parametrize("number", range(30))
+async def test_a_stream_that_breaks_off_goes_on_as_if_it_had_not(
+    server: FakeServer, service: FakeService, number: int
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    n = rng.choice((1, 1, 2, 3))
+    params = SamplingParams(
+        n=n,
+        seed=rng.choice((3, 7)),
+        max_tokens=rng.randint(7, 9),
+        logprobs=rng.choice((None, 1)),
+        prompt_logprobs=rng.choice((None, 1)),
+        stop=["never"],
+    )
+    resume = [ord("a") + 1 + (params.seed or 0)] * rng.randint(0, 2) if n == 1 else []
+    async with AsyncLLM(server.address) as llm:
+        service.tokens_per_chunk = rng.randint(1, 3)
+        expected = joined(await chunks_of(llm, params, resume))
+        service.requests.clear()
+        service.cuts.append(rng.randint(0, 1))
+        service.cuts.extend(rng.randint(0, 4) for _ in range(rng.randint(0, 5)))
+        service.tokens_per_chunk = rng.randint(1, 3)
+        chunks = await chunks_of(llm, params, resume)
+    assert joined(chunks) == expected
+    assert {chunk.request_id for chunk in chunks} == {service.requests[0].request_id}
+    assert len(service.requests) > 1
+    assert all(list(request.sampling.stop) == ["never"] for request in service.requests)
+
+
+async def test_each_of_several_goes_on_alone(server: FakeServer, service: FakeService) -> None:
+    params = SamplingParams(n=3, seed=2**64 - 2, max_tokens=4, prompt_logprobs=0)
+    async with AsyncLLM(server.address) as llm:
+        service.cuts.append(4)  # one token of each, and another of the first
+        await chunks_of(llm, params, [])
+    resumed = sorted(service.requests[1:], key=lambda r: -len(r.resume_token_ids))
+    assert [len(r.resume_token_ids) for r in resumed] == [2, 1, 1]
+    assert {r.sampling.seed for r in resumed} == {2**64 - 2, 2**64 - 1, 0}
+    assert not any(r.sampling.HasField("n") for r in resumed)
+    assert not any(r.sampling.HasField("prompt_logprobs") for r in resumed)
+
+
+async def test_nothing_is_asked_for_when_only_the_status_is_missing(
+    server: FakeServer, service: FakeService
+) -> None:
+    async with AsyncLLM(server.address) as llm:
+        service.cuts.append(8)
+        chunks = await chunks_of(llm, SamplingParams(max_tokens=8), [])
+    assert chunks[-1].usage is not None
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+async def test_beams_come_once(server: FakeServer, service: FakeService, cut: int) -> None:
+    params = SamplingParams(beam_width=3, max_tokens=2)
+    async with AsyncLLM(server.address) as llm:
+        service.tokens_per_chunk = 2
+        expected = joined(await chunks_of(llm, params, []))
+        service.cuts.append(cut)
+        assert joined(await chunks_of(llm, params, [])) == expected
+    assert not any(request.sampling.HasField("seed") for request in service.requests)
+
+
+async def test_the_seed_that_nobody_gave_stays_the_same(
+    server: FakeServer, service: FakeService
+) -> None:
+    async with AsyncLLM(server.address) as llm:
+        service.cuts.extend((0, 2))
+        await chunks_of(llm, SamplingParams(max_tokens=4), [])
+        await chunks_of(llm, SamplingParams(max_tokens=4), [])
+    seeds = [request.sampling.seed for request in service.requests]
+    assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
+
+
+def test_plain_calls_go_on_too(server: FakeServer, service: FakeService) -> None:
+    service.cuts.extend((1, 0, 2))
+    with LLM(server.address) as llm:
+        results = llm.generate(["a", "x"], SamplingParams(max_tokens=5), use_tqdm=False)
+        assert [each["text"] for each in results] == ["bbbbb", "yyyyy"]
+        service.cuts.append(2)
+        assert "".join(chunk.text for chunk in llm.stream("a")) == "b" * 8
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
+        (grpc.StatusCode.UNKNOWN, "Stream removed"),
+    ],
+)
+async def test_a_stream_cut_on_the_way_is_resumed(
+    server: FakeServer, service: FakeService, code: grpc.StatusCode, message: str
+) -> None:
+    class CutError(ServiceError):
+        pass
+
+    CutError.code = code
+    service.refusals.append(CutError(message))
+    async with AsyncLLM(server.address) as llm:
+        assert len(await llm.generate("a", use_tqdm=False)) == 1
+    assert len(service.requests) == 2
+
+
+async def test_a_server_that_failed_is_not_asked_again(
+    server: FakeServer, service: FakeService
+) -> None:
+    class FailedError(ServiceError):
+        code = grpc.StatusCode.UNKNOWN
+
+    service.refusals.append(FailedError("something else"))
+    async with AsyncLLM(server.address) as llm:
+        with pytest.raises(ServerError):
+            await llm.generate("a", use_tqdm=False)
+    assert len(service.requests) == 1
+
+
+async def test_a_full_server_is_waited_for_when_a_stream_broke_off(
+    server: FakeServer, service: FakeService
+) -> None:
+    async with AsyncLLM(server.address) as llm:
+        service.cuts.append(2)
+        stream = llm.stream("a", SamplingParams(max_tokens=4))
+        async with aclosing(stream):
+            text = (await anext(stream)).text
+            service.refusals.append(ServerQueueFullError("full", 0.01))
+            text += "".join([chunk.text async for chunk in stream])
+    assert text == "bbbb"
+    assert len(service.requests) == 3
+
+
+async def test_a_server_that_broke_off_before_any_token_was_reached(
+    server: FakeServer, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.client.retry._FIRST_CONTACT_S", 0)
+    service.refusals.append(ServerUnavailableError("cut"))
+    async with AsyncLLM(server.address) as llm:
+        (completion,) = await llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert completion["text"] == "bb"
+
+
+async def test_waiting_ends_and_begins_anew_with_every_token(
+    server: FakeServer, service: FakeService
+) -> None:
+    away = [ServerUnavailableError("away", 0.2) for _ in range(20)]
+    async with AsyncLLM(server.address, max_retry_wait_s=0.9) as llm:
+        for cut in (1, 1, 1, 1):  # each costs less than there is; all together cost more
+            service.cuts.append(cut)
+        stream = llm.stream("a", SamplingParams(max_tokens=5))
+        async with aclosing(stream):
+            async for _ in stream:
+                service.refusals.extend(away[:2])
+                if len(service.requests) == 10:
+                    service.refusals.extend(away)
+                    break
+            with pytest.raises(UnavailableError, match="away") as caught:
+                async for _ in stream:
+                    pass
+    assert caught.value.retry_after_s == 0.2
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_deadline_is_one_for_all_attempts(
+    server: FakeServer, service: FakeService
+) -> None:
+    service.refusals.extend(ServerUnavailableError("away", 0.05) for _ in range(1000))
+    async with AsyncLLM(server.address) as llm:
+        with pytest.raises((UnavailableError, DeadlineError)):
+            await llm.generate("a", use_tqdm=False, timeout_s=0.5)
+    assert service.refusals
+
+
+async def test_full_is_full_where_nobody_says_when_to_come_back(
+    server: FakeServer, service: FakeService
+) -> None:
+    class TooLargeError(ServiceError):
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    service.refusals.append(TooLargeError("too large"))
+    async with AsyncLLM(server.address) as llm:
+        with pytest.raises(QueueFullError):
+            await llm.generate("a", use_tqdm=False)
+    assert len(service.requests) == 1
+
+
+async def test_leaving_a_stream_that_went_on_cancels_all_of_it(
+    server: FakeServer, service: FakeService
+) -> None:
+    async with AsyncLLM(server.address) as llm:
+        service.cuts.append(3)
+        async with aclosing(llm.stream("a", SamplingParams(seed=ENDLESS_SEED, n=3))) as stream:
+            async for _ in stream:
+                if len(service.requests) == 4:  # all at first, then each alone
+                    break
+        await asyncio.to_thread(wait_until_idle, service)
+
+
+async def test_calls_spread_over_all_addresses(two_servers: list[FakeServer]) -> None:
+    for server in two_servers:
+        server.service.start_together = 10
+    async with AsyncLLM([server.address for server in two_servers]) as llm:
+        results = await llm.generate(["a"] * 20, use_tqdm=False)
+    assert [each["text"] for each in results] == ["b" * 8] * 20
+    assert [len(server.service.requests) for server in two_servers] == [10, 10]
+
+
+async def test_another_address_takes_over(two_servers: list[FakeServer]) -> None:
+    first, second = two_servers
+    addresses = f"127.0.0.1:1, {first.address},{second.address}"
+    params = SamplingParams(max_tokens=100)
+    async with AsyncLLM(addresses) as llm:
+        assert llm.address == f"127.0.0.1:1,{first.address},{second.address}"
+        stream = llm.stream("a", params)
+        async with aclosing(stream):
+            text = (await anext(stream)).text
+            serving = first if first.service.requests else second
+            serving.stop()
+            text += "".join([chunk.text async for chunk in stream])
+    assert text == "b" * 100
+
+
+async def test_connections_to_one_address(server: FakeServer, service: FakeService) -> None:
+    service.start_together = 9
+    async with AsyncLLM(server.address, connections=3) as llm:
+        await llm.generate(["a"] * 9, use_tqdm=False)
+    assert sorted(map(service.peers.count, set(service.peers))) == [3, 3, 3]
+
+
+async def test_a_closed_client_says_so(server: FakeServer) -> None:
+    llm = AsyncLLM(server.address)
+    await llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await llm.get_model()
+
+
+@pytest.mark.parametrize("address", ["", " , ", []])
+def test_an_address_is_needed(address: str | list[str]) -> None:
+    with pytest.raises(ValueError, match="names no server"):
+        AsyncLLM(address)

@@ -1,0 +1,86 @@
+"""What the launcher finds out about certificates and tokens before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.errors import LaunchError
+from deploy.plan import Layout, plan_stack
+from deploy.stack import Stack, make_directory
+from shared.tls import ClientTls
+from tests.certificates import Authority
+
+DEMO = str(Path(__file__).parents[2] / "models" / "demo")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(directory: Path) -> Authority:
+    return Authority(directory, "ours")
+
+
+def plan(directory: Path, layout: Layout | None = None, **variables: str) -> Stack:
+    environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
+    return plan_stack(environment, layout or Layout(), directory, 50051)[0]
+
+
+def test_the_launcher_trusts_the_servers_own_certificate_under_its_name(
+    authority: Authority, tmp_path: Path
+) -> None:
+    shown = authority.issue("server", "DNS:*.example.com", "DNS:other.example.org")
+    stack = plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY=shown.key, HOST="0.0.0.0")
+    assert stack.tls("frontend") == ClientTls(shown.cert, server_name="any.example.com")
+    assert stack.tls("worker") is None
+    stack.save()
+    assert Stack.load(tmp_path) == stack
+
+
+def test_clients_certificates(authority: Authority, directory: Path, tmp_path: Path) -> None:
+    theirs = Authority(directory, "theirs")
+    shown, client = authority.issue("server", "DNS:a"), theirs.issue("client", "DNS:b")
+    files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key}
+    own = plan(tmp_path, **files, TLS_CLIENT_CA=authority.ca).tls("frontend")
+    assert own == ClientTls(shown.cert, shown.cert, shown.key, "a")
+    given = {"CLIENT_CERT": client.cert, "CLIENT_KEY": client.key}
+    tls = plan(tmp_path, **files, TLS_CLIENT_CA=theirs.ca, **given).tls("frontend")
+    assert tls == ClientTls(shown.cert, client.cert, client.key, "a")
+    with pytest.raises(LaunchError, match="NANO_CLIENT_CERT and NANO_CLIENT_KEY"):
+        plan(tmp_path, **files, TLS_CLIENT_CA=theirs.ca)
+
+
+def test_an_inner_certificate_must_name_what_is_dialled(
+    authority: Authority, directory: Path, tmp_path: Path
+) -> None:
+    inner = authority.issue("inner", "DNS:gpu-a")
+    files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}
+    addresses = {"WORKER_ADDRESSES": "gpu-a:50053", "SCHEDULER_ADDRESS": "gpu-a:50052"}
+    stack = plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca, **addresses)
+    assert stack.tls("worker") == ClientTls(authority.ca, inner.cert, inner.key)
+    with pytest.raises(LaunchError, match=r"internal_tls_cert: .*'localhost'"):
+        plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca)
+    stranger = Authority(directory, "stranger")
+    with pytest.raises(LaunchError, match=r"internal_tls_cert: .*unable to get local issuer"):
+        plan(tmp_path, **files, INTERNAL_TLS_CA=stranger.ca, **addresses)
+
+
+def test_unusable_files(authority: Authority, tmp_path: Path) -> None:
+    shown = authority.issue("server", "DNS:a")
+    with pytest.raises(LaunchError, match=r"tls_key: .*nowhere"):
+        plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY="/nowhere.pem")
+    with pytest.raises(LaunchError, match=r"auth_tokens_file: cannot read /nowhere"):
+        plan(tmp_path, AUTH_TOKENS_FILE="/nowhere")
+    # They need not be on hosts without frontends.
+    layout = Layout(services=("worker",))
+    plan(tmp_path, layout, TLS_CERT="/nowhere", TLS_KEY="/nowhere", AUTH_TOKENS_FILE="/nowhere")
+
+
+def test_a_stacks_directory_is_its_users(tmp_path: Path) -> None:
+    directory = tmp_path / ".run" / "50051"
+    make_directory(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,66 @@
+"""`restart`, with stand-ins for the services."""
+
+from __future__ import annotations
+
+from .conftest import Launcher
+
+
+def pids(launcher: Launcher, port: int) -> dict[str, str]:
+    """By name and index."""
+    rows = [line.split() for line in launcher("ps", "--port", port).stdout.splitlines()[1:]]
+    assert all(row[4] == "RUNNING/SERVING" for row in rows)
+    return {f"{row[0]}-{row[1]}": row[2] for row in rows}
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name in before if before[name] != after[name]]
+
+
+def test_restart_of_one_service_or_of_all(launcher: Launcher, port: int) -> None:
+    assert launcher("up", "--port", port, "--tp", 2, "--frontends", 2).returncode == 0
+    first = pids(launcher, port)
+
+    restart = launcher("restart", "--port", port, "--service", "worker_svc")
+    assert restart.returncode == 0, restart.stderr
+    assert "restarted 2 processes" in restart.stdout
+    assert "worker-1     RUNNING/SERVING" in restart.stdout
+    second = pids(launcher, port)
+    assert changed(first, second) == ["worker-0", "worker-1"]
+
+    assert launcher("restart", "--port", port).returncode == 0
+    assert changed(second, pids(launcher, port)) == list(first)
+    # One after the other: each is stopped when the one before has been started.
+    log = launcher.directory / ".run" / str(port) / "supervisord.log"
+    events = [
+        line for line in log.read_text().splitlines() if "stopped:" in line or "spawned" in line
+    ]
+    kinds = ["stopped" if "stopped:" in line else "spawned" for line in events]
+    assert kinds == ["spawned"] * 6 + ["stopped", "spawned"] * 7  # a watchdog, too
+
+
+def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, port: int) -> None:
+    behaviour = launcher.directory / "behaviour"
+    up = launcher("up", "--port", port, STANDIN_FILE=str(behaviour))
+    assert up.returncode == 0, up.stderr
+    before = pids(launcher, port)
+    behaviour.write_text("refuse")
+    restart = launcher("restart", "--port", port)
+    assert restart.returncode == 1
+    assert "worker-0 cannot start: no weights in this model" in restart.stderr
+
+    # The rest was left alone; and once there is nothing in its way, it can be started like this.
+    behaviour.unlink()
+    assert launcher("restart", "--port", port, "--service", "worker").returncode == 0
+    assert changed(before, pids(launcher, port)) == ["worker-0"]
+
+
+def test_there_must_be_something_to_restart(launcher: Launcher, port: int) -> None:
+    restart = launcher("restart", "--port", port)
+    assert restart.returncode == 1
+    assert "no stack was started" in restart.stderr
+
+    assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
+    restart = launcher("restart", "--port", port, "--service", "worker")
+    assert restart.returncode == 1
+    assert "SERVICE: this host's part of the stack has no worker" in restart.stderr

@@ -1,0 +1,50 @@
+"""A worker whose process is stopped is replaced, one that only loads is left alone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from .conftest import Launcher
+from .test_commands import named
+
+pytestmark = pytest.mark.timeout(200)
+HANG = {"NANO_HANG_TIMEOUT_S": "1"}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits; the test's own timeout is the limit."""
+    while not condition():
+        time.sleep(0.1)
+
+
+def test_a_stopped_worker_is_replaced(launcher: Launcher, port: int) -> None:
+    up = launcher("up", "--port", port, "--tp", 2, **HANG)
+    assert up.returncode == 0, up.stderr
+    before = launcher.members(port)
+    stopped = next(p for p in before if p.cmdline()[-3:] == ["worker_svc", "--rank", "1"])
+    stopped.send_signal(signal.SIGSTOP)
+    assert not psutil.wait_procs([stopped], timeout=60)[1]
+    until(lambda: launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4)
+    gone = {p.pid for p in before} - {p.pid for p in launcher.members(port)}
+    assert gone == {stopped.pid}  # nobody else
+    log = launcher.directory / ".run" / str(port) / "watchdog-0.log"
+    assert f'"pid": {stopped.pid}' in log.read_text()
+
+
+def test_a_worker_that_has_not_served_yet_is_left_alone(launcher: Launcher, port: int) -> None:
+    up = launcher.start(
+        "up", "--port", port, "--services", "worker", "--tp", 1, STANDIN="silent", **HANG
+    )
+    until(lambda: any("deploy.watchdog" in p.cmdline() for p in launcher.members(port)))
+    worker = named(launcher.members(port), "worker_svc")
+    until(lambda: "SILENT" in launcher("ps", "--port", port).stdout)
+    for _ in range(3):
+        assert worker.is_running()
+        launcher("ps", "--port", port)  # takes longer than the watchdog waits for an answer
+    assert worker.is_running()
+    up.kill()

@@ -1,0 +1,152 @@
+"""A real stack with everything on: TLS outside, mutual TLS inside, tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from frontend.client import (
+    LLM,
+    TLS,
+    LLMError,
+    SamplingParams,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from shared.channels import open_blocking_channel
+from tests.certificates import Authority, Issued, replace
+from tests.e2e.conftest import ROOT, running_stack
+
+TOKEN = "e2e-token-0123456789"
+PARAMS = SamplingParams(temperature=0, max_tokens=8)
+PROMPT = "Once upon a time"
+TIMEOUT_S = 300
+
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class SecureStack:
+    address: str
+    public: Authority
+    client: Issued
+    internal_ca: str
+    internal: Issued
+
+    @property
+    def tls(self) -> TLS:
+        return TLS(self.public.ca, self.client.cert, self.client.key, "llm.example.com")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def stack(demo_model: Path, directory: Path) -> Iterator[SecureStack]:
+    public, within = Authority(directory, "public"), Authority(directory, "within")
+    # A name that is not dialled by the launcher, which must find its way all the same.
+    shown = public.issue("server", "DNS:llm.example.com")
+    internal = within.issue("internal", "DNS:localhost")
+    tokens = directory / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    settings = {
+        "tls_cert": shown.cert,
+        "tls_key": shown.key,
+        "tls_client_ca": public.ca,
+        "auth_tokens_file": tokens,
+        "internal_tls_cert": internal.cert,
+        "internal_tls_key": internal.key,
+        "internal_tls_ca": within.ca,
+    }
+    with running_stack(demo_model, dtype="float32", **settings) as address:
+        client = public.issue("client", "DNS:client")
+        yield SecureStack(address, public, client, within.ca, internal)
+
+
+def generate(stack: SecureStack) -> str:
+    with LLM(stack.address, tls=stack.tls, token=TOKEN) as llm:
+        return llm.generate(PROMPT, PARAMS, use_tqdm=False)[0]["text"]
+
+
+def test_a_client_with_certificate_and_token_is_served(stack: SecureStack) -> None:
+    assert generate(stack)
+
+
+def test_a_client_without_a_token_is_not(stack: SecureStack) -> None:
+    with LLM(stack.address, tls=stack.tls, token="wrong-token-0123456789") as llm:
+        with pytest.raises(UnauthenticatedError, match="authorization"):
+            llm.generate(PROMPT, PARAMS, use_tqdm=False)
+        with pytest.raises(UnauthenticatedError, match="authorization"):
+            list(llm.stream(PROMPT, PARAMS))
+
+
+def test_nor_is_one_without_a_certificate(stack: SecureStack) -> None:
+    tls = TLS(stack.public.ca, server_name="llm.example.com")
+    with LLM(stack.address, tls=tls, token=TOKEN) as llm, pytest.raises(UnavailableError):
+        llm.get_model()
+
+
+def test_examples_find_all_they_need_in_the_environment(stack: SecureStack) -> None:
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "NANO_TLS_CA": stack.tls.ca,
+        "NANO_CLIENT_CERT": stack.tls.cert,
+        "NANO_CLIENT_KEY": stack.tls.key,
+        "NANO_TLS_SERVER_NAME": stack.tls.server_name,
+        "NANO_TOKEN": TOKEN,
+    }
+    for command in (
+        ["examples/stream.py", stack.address],
+        ["-m", "frontend.client.chat", "--address", stack.address, "--max-tokens", "4"],
+        ["-m", "deploy.health", stack.address],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            input="Hello\n",
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "UN" not in done.stdout  # UNAUTHENTICATED, UNAVAILABLE, UNREACHABLE
+
+
+def test_a_token_is_not_sent_where_others_may_read_it() -> None:
+    refused = pytest.raises(LLMError, match=r"token: would be sent .* in plaintext")
+    with LLM("gpu-a.example.com:50051", token=TOKEN) as llm, refused:
+        llm.get_model()
+
+
+def test_services_follow_to_another_authority(stack: SecureStack, directory: Path) -> None:
+    """Only the scheduler is started anew; the worker lets it in by new certificates, and the
+    frontend connects to it with them."""
+    successor = Authority(directory, "successor")
+    new = successor.issue("internal", "DNS:localhost")
+    before = generate(stack)
+    stack.internal.replace_by(new)
+    replace(stack.internal_ca, successor.ca)
+    with open_blocking_channel(stack.address, stack.tls, ()) as channel:
+        health = HealthStub(channel).Watch(HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert next(health).status == HealthCheckResponse.SERVING
+        schedulers = (p for p in psutil.Process().children(recursive=True) if _is_scheduler(p))
+        max(schedulers, key=lambda process: process.create_time()).kill()  # the fork that serves
+        assert next(health).status == HealthCheckResponse.NOT_SERVING
+        assert next(health).status == HealthCheckResponse.SERVING
+        health.cancel()
+    assert generate(stack) == before
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    return "scheduler_svc" in process.cmdline()

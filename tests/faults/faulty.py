@@ -1,0 +1,75 @@
+"""A stack whose workers cannot run a certain step, see `faulty_worker/sitecustomize.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
+from tests.faults.stack import ROOT, RealStack, running_stack
+
+TRIGGER = (1500, 1501, 1500)  # of the workers' fault
+
+
+def request(first: int, *, trigger: bool = False, max_tokens: int = 200) -> GenerateRequest:
+    """A greedy one of 40 tokens, with the trigger among them or not."""
+    ids = [first, *range(100, 136), *(TRIGGER if trigger else (1500, 1500, 1501))]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(token_ids=TokenIds(ids=ids), sampling=params)
+
+
+def faulty_environment(fault: str) -> dict[str, str]:
+    """`fault` is what WORKER_FAULT is to be."""
+    path = f"{Path(__file__).parent / 'faulty_worker'}:{ROOT}"
+    return {"PYTHONPATH": path, "WORKER_FAULT": fault}
+
+
+@contextmanager
+def faulty_stack(fault: str) -> Iterator[RealStack]:
+    with running_stack(environment=faulty_environment(fault), kv_blocks=256) as stack:
+        yield stack
+
+
+class HealthHistory:
+    """What a frontend's health has been."""
+
+    def __init__(self, address: str) -> None:
+        self.seen: list[str] = []
+        self._changed = threading.Condition()
+        self._channel = grpc.insecure_channel(address)
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        self._call = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_for(self, *expected: str) -> None:
+        """Returns once it has been all of this, from the beginning."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.seen == [*expected], 180), self.seen
+
+    def close(self) -> None:
+        self._call.cancel()
+        self._channel.close()
+        self._thread.join()
+
+    def _read(self) -> None:
+        names = health_pb2.HealthCheckResponse.ServingStatus
+        with suppress(grpc.RpcError):
+            for answer in self._call:
+                with self._changed:
+                    self.seen.append(names.Name(answer.status))
+                    self._changed.notify_all()
+
+
+@contextmanager
+def health_history(address: str) -> Iterator[HealthHistory]:
+    history = HealthHistory(address)
+    try:
+        yield history
+    finally:
+        history.close()

@@ -1,0 +1,138 @@
+"""Hosts that are network namespaces, and a router between them that can drop what it likes.
+
+        client (this process)
+           |
+        frontend     scheduler     worker
+              \\          |          /
+                ------ router -----
+
+What the router drops vanishes without a word, as on a network: a rule of its routing sends it into
+a black hole. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from tests.faults.stack import ROOT
+
+_ROUTER = "router"
+
+
+def missing() -> str | None:
+    """Why there can be no such hosts here, None if there can."""
+    if shutil.which("ip") is None:
+        return "iproute2 is not installed"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    probe = subprocess.run(["ip", "netns", "add", _name("probe")], capture_output=True, text=True)
+    if probe.returncode:
+        return f"no network namespaces: {probe.stderr.strip()}"
+    _ip("netns", "del", _name("probe"))
+    return None
+
+
+class Hosts:
+    """Hosts in a network of their own; the first of them can be reached from here as well.
+
+    Raises:
+        subprocess.CalledProcessError: the network cannot be made.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._cuts: list[tuple[str, ...]] = []
+        try:
+            for name in (_ROUTER, *names):
+                _ip("netns", "add", _name(name))
+                _ip("-n", _name(name), "link", "set", "lo", "up")
+            forwarding = "echo 1 > /proc/sys/net/ipv4/ip_forward"
+            _ip("netns", "exec", _name(_ROUTER), "sh", "-c", forwarding)
+            for name in names:
+                self._connect(name)
+            self._connect_here(names[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, name: str) -> str:
+        """The host's address, for the other hosts."""
+        return f"10.77.{self._names.index(name)}.2"
+
+    @property
+    def public_address(self) -> str:
+        """The first host's, for this process."""
+        return f"100.127.{os.getpid() % 256}.2"
+
+    def start(
+        self, name: str, module: str, environment: Mapping[str, str], output: IO[bytes]
+    ) -> None:
+        """Runs `python -m MODULE` on a host, until `kill`."""
+        command = ["ip", "netns", "exec", _name(name), sys.executable, "-m", module]
+        self._processes[name] = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+
+    def kill(self, name: str) -> None:
+        """kill -9 of what runs on a host. If it is cut off, nobody hears of it, then or later."""
+        # The host's kernel would go on saying that the connections have ended, for minutes.
+        retries = "echo 1 > /proc/sys/net/ipv4/tcp_orphan_retries"
+        _ip("netns", "exec", _name(name), "sh", "-c", retries)
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def cut(self, source: str, target: str) -> None:
+        """From now on nothing that `source` sends reaches `target`."""
+        rule = ("from", self.address(source), "to", self.address(target), "blackhole")
+        _ip("-n", _name(_ROUTER), "rule", "add", *rule)
+        self._cuts.append(rule)
+
+    def heal(self) -> None:
+        while self._cuts:
+            _ip("-n", _name(_ROUTER), "rule", "del", *self._cuts.pop())
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        for name in (_ROUTER, *self._names):  # its links go with it
+            subprocess.run(["ip", "netns", "del", _name(name)], capture_output=True)
+
+    def _connect(self, name: str) -> None:
+        host, router, gateway = _name(name), _name(_ROUTER), f"10.77.{self._names.index(name)}.1"
+        ours, theirs = ("link", "set", "up", "dev"), ("addr", "add")
+        _ip("link", "add", "eth0", "netns", host, "type", "veth", "peer", name, "netns", router)
+        _ip("-n", host, *theirs, f"{self.address(name)}/24", "dev", "eth0")
+        _ip("-n", router, *theirs, f"{gateway}/24", "dev", name)
+        _ip("-n", host, *ours, "eth0")
+        _ip("-n", router, *ours, name)
+        _ip("-n", host, "route", "add", "default", "via", gateway)
+
+    def _connect_here(self, name: str) -> None:
+        here, host = _name("here"), _name(name)
+        _ip("link", "add", here, "type", "veth", "peer", "public", "netns", host)
+        _ip("addr", "add", f"100.127.{os.getpid() % 256}.1/24", "dev", here)
+        _ip("-n", host, "addr", "add", f"{self.public_address}/24", "dev", "public")
+        _ip("link", "set", "up", "dev", here)
+        _ip("-n", host, "link", "set", "up", "dev", "public")
+
+
+def _name(of: str) -> str:
+    """Of a namespace or a link, so that two runs of the tests do not meet: at most 15 letters."""
+    return f"{of[:9]}{os.getpid() % 1_000_000}"
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,221 @@
+"""A real stack of processes, started as a user starts a private one, and ways to harm it.
+
+with running_stack(demo_model, tp=2, frontends=2) as stack:
+    pid = stack.kill("worker", 1)
+    stack.wait_replaced("worker", 1, pid)
+    stack.wait_serving()
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import psutil
+
+from deploy.errors import SupervisorGoneError
+from deploy.health import CHANNEL_OPTIONS, SERVING
+from deploy.stack import Process, Stack
+from deploy.status import format_status, stack_status
+from deploy.supervisor import MARKER, supervised_processes
+from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+
+Answer = TypeVar("Answer")
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "models" / "demo"
+
+WAIT_S = 180.0  # for what takes seconds, on a machine that is busy with something else
+_POLL_S = 0.05
+_LOG_LINES = 40
+
+
+class RealStack:
+    """The processes of a running stack, by service (`worker`, `scheduler`, `frontend`) and index,
+    which is a worker's rank."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+
+    @property
+    def address(self) -> str:
+        """Where clients find the frontends."""
+        return self.stack.address
+
+    @property
+    def directory(self) -> Path:
+        return self.stack.directory
+
+    def processes(self) -> list[Process]:
+        return list(self.stack.processes())
+
+    def pids(self) -> dict[tuple[str, int], int | None]:
+        """Of all processes; None while one is not running."""
+        by_name = {each.name: each.pid for each in supervised_processes(self.directory)}
+        found = {(each.service, each.index): by_name[each.name] for each in self.processes()}
+        return {key: pid if pid and _is_alive(pid) else None for key, pid in found.items()}
+
+    def pid(self, service: str, index: int = 0) -> int:
+        """Waits for the process if it is just being started again."""
+        return wait_for(lambda: self.pids()[service, index], f"{service}-{index} to run")
+
+    def signal(self, service: str, index: int, number: signal.Signals) -> int:
+        """Returns the pid of the process that it was sent to."""
+        while True:
+            pid = self.pid(service, index)
+            with suppress(ProcessLookupError):  # gone meanwhile
+                os.kill(pid, number)
+                return pid
+
+    def kill(self, service: str, index: int = 0) -> int:
+        """kill -9. Returns the pid that the process had."""
+        return self.signal(service, index, signal.SIGKILL)
+
+    def terminate(self, service: str, index: int = 0) -> int:
+        return self.signal(service, index, signal.SIGTERM)
+
+    def stop(self, service: str, index: int = 0) -> int:
+        """SIGSTOP: the process hangs until `cont`."""
+        return self.signal(service, index, signal.SIGSTOP)
+
+    def cont(self, service: str, index: int = 0) -> int:
+        return self.signal(service, index, signal.SIGCONT)
+
+    def wait_replaced(self, service: str, index: int, old_pid: int) -> int:
+        """Returns the pid of the process that took the place of `old_pid`."""
+
+        def new_pid() -> int | None:
+            pid = self.pids()[service, index]
+            return pid if pid != old_pid else None
+
+        return wait_for(new_pid, f"{service}-{index} to be started again")
+
+    def wait_serving(self) -> None:
+        """Returns once every process is running and healthy."""
+
+        def serving() -> bool:
+            return all(status.health == SERVING for status in stack_status(self.stack))
+
+        try:
+            wait_for(serving, "all processes to be SERVING")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.describe()}") from None
+
+    def load(self) -> GetLoadResponse:
+        """What the scheduler says of itself; waits for a scheduler that is starting."""
+        with grpc.insecure_channel(self.stack.scheduler_address, options=CHANNEL_OPTIONS) as one:
+            stub = SchedulerServiceStub(one)
+            return stub.GetLoad(GetLoadRequest(), timeout=WAIT_S, wait_for_ready=True)
+
+    def wait_idle(self) -> GetLoadResponse:
+        """Returns the load once nothing waits or runs and no block is used."""
+
+        def idle() -> GetLoadResponse | None:
+            load = self.load()
+            return None if load.waiting or load.running or load.blocks_used else load
+
+        try:
+            return wait_for(idle, "the scheduler to be idle")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self.load()}") from None
+
+    def wait_load(self, reached: Callable[[GetLoadResponse], bool]) -> GetLoadResponse:
+        """Returns the first load of which `reached` is true."""
+
+        def check() -> GetLoadResponse | None:
+            load = self.load()
+            return load if reached(load) else None
+
+        return wait_for(check, "the load")
+
+    def describe(self) -> str:
+        """The state of all processes and the ends of their logs: for a failure's message."""
+        parts = [format_status(stack_status(self.stack))]
+        for process in self.processes():
+            log = self.stack.log(process.name)
+            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+            parts += [f"--- {process.name}", *lines[-_LOG_LINES:]]
+        return "\n".join(parts)
+
+
+@contextmanager
+def running_stack(
+    model: Path = DEMO_MODEL, environment: Mapping[str, str] | None = None, **variables: object
+) -> Iterator[RealStack]:
+    """A stack that serves; everything is gone afterwards. If the body fails, the logs'
+    ends are printed.
+
+    Args:
+        environment: variables for all processes, beside those of this one.
+        variables: those of `make up` in lower case.
+    """
+    variables = {"dtype": "float32", **variables}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in variables.items()]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "deploy", "run", "--port=0", f"--model={model}", *flags],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    try:
+        ready = launcher.stdout.readline().split()
+        assert ready[:1] == ["READY"], "the stack did not start, see its stderr"
+        stack = RealStack(Stack.load(_directory(launcher.pid)))
+        try:
+            yield stack
+        except BaseException:
+            _print_state(stack)
+            raise
+    finally:
+        launcher.stdin.close()
+        launcher.stdout.close()
+        assert launcher.wait(WAIT_S) == 0
+
+
+def wait_for(ask: Callable[[], Answer | None], what: str, timeout_s: float = WAIT_S) -> Answer:
+    """The first answer that is not None, 0 or False.
+
+    Raises:
+        TimeoutError: there was none in `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (answer := ask()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(_POLL_S)
+    return answer
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _directory(launcher_pid: int) -> Path:
+    """Where the stack that this launcher started keeps its state."""
+    for child in psutil.Process(launcher_pid).children():
+        if directory := child.environ().get(MARKER):
+            return Path(directory)
+    raise AssertionError("the launcher has no supervisor")
+
+
+def _print_state(stack: RealStack) -> None:
+    try:
+        print(stack.describe())
+    except (SupervisorGoneError, OSError) as error:
+        print(f"the stack cannot be asked: {error}")

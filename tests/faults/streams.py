@@ -1,0 +1,161 @@
+"""Streams of a plain client, which neither resumes nor submits anything again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from frontend.client.wire import decode_chunk
+from shared.pb.frontend_pb2 import (
+    Choice,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutput,
+    TokenIds,
+)
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.faults.stack import WAIT_S
+from tests.faults.transcript import Transcript
+
+# They outlive whatever is done to them while they are open, but end soon enough.
+_TOKENS = 160
+
+
+def _request(text: str, **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": _TOKENS, "ignore_eos": True, **sampling})
+    return GenerateRequest(text=text, sampling=params)
+
+
+def _structured(text: str, **kind: Any) -> GenerateRequest:
+    output = StructuredOutput(**kind)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=_TOKENS, structured_output=output)
+    return GenerateRequest(text=text, sampling=params)
+
+
+STORY = "Once upon a time, there was a little fox who"
+
+# Each has one right answer: it is greedy, or has a seed.
+REQUESTS: dict[str, GenerateRequest] = {
+    "greedy": _request(STORY, temperature=0),
+    "seeded": _request(STORY, temperature=1.0, seed=1),
+    "ends by itself": GenerateRequest(
+        text="What is 17 + 25?", sampling=SamplingParams(temperature=0.7, seed=2)
+    ),
+    "filters": _request("A hen", temperature=1.3, seed=3, top_k=40, top_p=0.9, min_p=0.02),
+    "penalties": _request(
+        "The fox", temperature=0, repetition_penalty=1.2, frequency_penalty=0.4, max_tokens=120
+    ),
+    "logprobs": _request("One day", temperature=1.0, seed=4, logprobs=2, prompt_logprobs=1),
+    "stop string": _request("Tell me", temperature=1.0, seed=6, stop=["zebra"]),
+    "several": _request("In a wood", temperature=1.0, seed=7, n=2, max_tokens=120),
+    "beams": GenerateRequest(text=STORY, sampling=SamplingParams(max_tokens=40, beam_width=3)),
+    "schema": _structured(
+        "A fox as JSON: ",
+        json_schema='{"type": "object", "properties": {"name": {"enum": ["fox", "hen"]}, '
+        '"legs": {"type": "array", "items": {"type": "integer"}, "minItems": 20, '
+        '"maxItems": 20}}, "required": ["name", "legs"], "additionalProperties": false}',
+    ),
+    "regex": _structured("Answer: ", regex=r"(yes|no)(, [a-z]{3,8}){15}!"),
+    "choice": _structured("Fox or hen? ", choice=Choice(options=["the fox", "the hen"])),
+}
+
+
+def long_prompts(count: int, length: int, vocab_size: int) -> dict[str, GenerateRequest]:
+    """No two with a common prefix; greedy and seeded in turn."""
+    requests = {}
+    for number in range(count):
+        ids = [(7 * i * i + 13 * i + 101 * number) % (vocab_size - 10) + 3 for i in range(length)]
+        sampling = SamplingParams(
+            temperature=number % 2, seed=number, max_tokens=20, ignore_eos=True
+        )
+        if number == 0:
+            sampling.prompt_logprobs = 1
+        requests[f"long {number}"] = GenerateRequest(token_ids=TokenIds(ids=ids), sampling=sampling)
+    return requests
+
+
+class OpenStreams:
+    """Requests that are being answered, and what came of each so far."""
+
+    def __init__(self, address: str, requests: Mapping[str, GenerateRequest]) -> None:
+        self.transcripts = {name: Transcript() for name in requests}
+        self.errors: dict[str, grpc.RpcError] = {}
+        self.open = set(requests)
+        self._changed = threading.Condition()
+        self._channel = grpc.insecure_channel(address)
+        stub = InferenceServiceStub(self._channel)
+        calls = {
+            name: stub.GenerateStream(request, timeout=WAIT_S) for name, request in requests.items()
+        }
+        self._threads = [
+            threading.Thread(target=self._read, args=item, daemon=True) for item in calls.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Returns as soon as `reached` is true, which is asked after each chunk."""
+        with self._changed:
+            assert self._changed.wait_for(reached, WAIT_S), self.summary()
+
+    def wait_for_tokens(self, count: int, *names: str) -> None:
+        """Returns once each of these streams has `count` tokens, or has ended."""
+        self.wait_until(
+            lambda: all(
+                self.transcripts[name].num_tokens >= count or name not in self.open
+                for name in names
+            )
+        )
+
+    def wait_ended(self) -> dict[str, Transcript]:
+        """What came of each request, once all have ended well."""
+        self.wait_until(lambda: not self.open)
+        assert not self.errors, self.errors
+        return self.transcripts
+
+    def summary(self) -> str:
+        counts = {name: self.transcripts[name].num_tokens for name in sorted(self.open)}
+        return f"open, with so many tokens: {counts}"
+
+    def close(self) -> None:
+        self._channel.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _read(self, name: str, call: Any) -> None:
+        try:
+            for message in call:
+                with self._changed:
+                    self.transcripts[name].add(decode_chunk(message))
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            self.errors[name] = error
+        with self._changed:
+            self.open.discard(name)
+            self._changed.notify_all()
+
+
+@contextmanager
+def open_streams(address: str, requests: Mapping[str, GenerateRequest]) -> Iterator[OpenStreams]:
+    """All of them at once, over one connection; cancelled at the end if they have not ended."""
+    streams = OpenStreams(address, requests)
+    try:
+        yield streams
+    finally:
+        streams.close()
+
+
+def undisturbed(address: str, requests: Mapping[str, GenerateRequest]) -> dict[str, Transcript]:
+    """What comes of the requests when nothing happens to them."""
+    with open_streams(address, requests) as streams:
+        return streams.wait_ended()
+
+
+def assert_undamaged(found: dict[str, Transcript], expected: dict[str, Transcript]) -> None:
+    """Token by token, and in everything else that a client sees."""
+    damage = {name: each.compare(expected[name]).differences for name, each in found.items()}
+    assert not {name: differences for name, differences in damage.items() if differences}

@@ -1,0 +1,136 @@
+"""Promise 7: clients that do not read, vanish or cancel cost bounded memory and leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import psutil
+import pytest
+from grpc import aio
+
+from frontend.client import AsyncLLM, SamplingParams
+from frontend.client.wire import encode_request
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.pb.scheduler_pb2 import GetLoadResponse
+from tests.faults.stack import ROOT, WAIT_S, RealStack, running_stack
+
+pytestmark = pytest.mark.timeout(400)
+
+_MIB = 1 << 20
+# More than an allocator keeps of what it was given, less than a leak would be.
+_TOLERANCE = 16 * _MIB
+# Of all stalled streams together, and some 400 bytes each: more than is on its way at a time.
+_UNREAD_TOKENS = 8 * 250
+
+# Opens streams of wide chunks, reads one chunk of each and no more.
+_STALLED_CLIENT = """
+import asyncio, sys
+from grpc import aio
+from frontend.client import SamplingParams
+from frontend.client.wire import encode_request
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+
+async def main():
+    params = SamplingParams(temperature=1, max_tokens=600, ignore_eos=True, logprobs=20)
+    request = encode_request("Once", params)
+    async with aio.insecure_channel(sys.argv[1]) as channel:
+        stub = InferenceServiceStub(channel)
+        calls = [stub.GenerateStream(request) for _ in range(8)]
+        for call in calls:
+            await call.read()
+        print("STALLED", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RealStack]:
+    with running_stack(kv_blocks=4096, block_size=16) as running:
+        yield running
+
+
+def memory(stack: RealStack) -> dict[tuple[str, int], int]:
+    """Bytes that each process has that knows of requests, by service and index."""
+    pids = {key: pid for key, pid in stack.pids().items() if key[0] != "worker"}
+    return {key: psutil.Process(pid).memory_info().rss for key, pid in pids.items()}
+
+
+def assert_no_growth(stack: RealStack, before: dict[tuple[str, int], int]) -> None:
+    growth = {key: size - before[key] for key, size in memory(stack).items()}
+    print(f"growth in bytes: {growth}")
+    assert max(growth.values()) < _TOLERANCE, growth
+
+
+def test_clients_that_stop_reading_and_vanish(stack: RealStack) -> None:
+    """Meanwhile others are not kept waiting, and nothing is left of them when they are gone."""
+    expected: list[int] = []
+    before = None
+    for _ in range(3):
+        unread = stack.load().sampled_tokens + _UNREAD_TOKENS
+        client = subprocess.Popen(
+            [sys.executable, "-c", _STALLED_CLIENT, stack.address],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+        )
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"STALLED\n"
+        tokens = asyncio.run(one_completion(stack.address))
+        expected = expected or tokens
+        assert tokens == expected
+        stack.wait_load(partial(has_sampled, unread))
+        client.kill()
+        client.wait()
+        client.stdout.close()
+        load = stack.wait_idle()
+        assert load.blocks_free + load.blocks_cached == load.blocks
+        before = before or memory(stack)
+    assert before is not None
+    assert_no_growth(stack, before)
+    assert asyncio.run(one_completion(stack.address)) == expected
+    log = stack.stack.log("frontend-0").read_text()
+    assert "Traceback" not in log
+    assert "rpc failed" not in log
+
+
+def has_sampled(tokens: int, load: GetLoadResponse) -> bool:
+    return load.sampled_tokens >= tokens
+
+
+async def one_completion(address: str) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    async with AsyncLLM(address) as llm:
+        (completion,) = await llm.generate("Once", params, use_tqdm=False, timeout_s=WAIT_S)
+    return completion["token_ids"]
+
+
+def test_a_thousand_clients_that_cancel_at_once(stack: RealStack) -> None:
+    asyncio.run(open_and_cancel(stack))
+    before = memory(stack)
+    for _ in range(2):
+        asyncio.run(open_and_cancel(stack))
+    assert_no_growth(stack, before)
+
+
+async def open_and_cancel(stack: RealStack) -> None:
+    """A thousand streams, some running and some waiting, and then none."""
+    params = SamplingParams(temperature=1, max_tokens=1900, ignore_eos=True)
+    async with aio.insecure_channel(stack.address) as channel:
+        stub = InferenceServiceStub(channel)
+        calls = [
+            stub.GenerateStream(encode_request(f"Once {number}", params)) for number in range(1000)
+        ]
+        await calls[0].read()
+        load = await asyncio.to_thread(
+            stack.wait_load, lambda load: load.waiting + load.running == 1000
+        )
+        assert load.waiting
+        for call in calls:
+            call.cancel()
+        load = await asyncio.to_thread(stack.wait_idle)
+    assert load.blocks_free + load.blocks_cached == load.blocks

@@ -1,0 +1,62 @@
+"""A worker that hangs is found and replaced; no stream notices more than a pause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.faulty import faulty_stack, health_history, request
+from tests.faults.stack import running_stack
+from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
+
+pytestmark = pytest.mark.timeout(600)
+
+REPLACED = ("SERVING", "NOT_SERVING", "SERVING")
+
+
+def test_a_stopped_worker_is_replaced_and_the_other_rank_stays() -> None:
+    names = ("greedy", "seeded", "several", "penalties")
+    requests = {name: REQUESTS[name] for name in names}
+    with running_stack(tp=2, kv_blocks=256) as stack:
+        expected = undisturbed(stack.address, requests)
+        with (
+            health_history(stack.address) as health,
+            open_streams(stack.address, requests) as streams,
+        ):
+            health.wait_for(*REPLACED[:1])
+            streams.wait_for_tokens(20, *names)
+            before = stack.pids()
+            stopped = stack.stop("worker", 1)
+            stack.wait_replaced("worker", 1, stopped)
+            assert_undamaged(streams.wait_ended(), expected)
+            health.wait_for(*REPLACED)
+        after = stack.pids()
+        assert {key for key in before if before[key] != after[key]} == {("worker", 1)}
+        stack.wait_serving()
+        stack.wait_idle()
+
+
+def test_a_worker_that_is_stopped_while_it_has_nothing_to_do_is_replaced() -> None:
+    with running_stack(kv_blocks=256) as stack, health_history(stack.address) as health:
+        stack.wait_replaced("worker", 0, stack.stop("worker", 0))
+        health.wait_for(*REPLACED)
+        expected = undisturbed(stack.address, {"greedy": REQUESTS["greedy"]})
+        assert expected["greedy"].num_tokens
+
+
+def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
+    healthy = {f"{n}": request(n) for n in range(10, 13)}
+    with faulty_stack(f"hang:{tmp_path}/hung") as stack:
+        expected = undisturbed(stack.address, healthy)
+        last = {"last": request(9, trigger=True)}
+        with open_streams(stack.address, healthy) as streams:
+            streams.wait_for_tokens(20, *healthy)
+            worker = stack.pid("worker")
+            with open_streams(stack.address, last) as hanging:
+                stack.wait_replaced("worker", 0, worker)
+                assert hanging.wait_ended()["last"].num_tokens == 200
+            assert_undamaged(streams.wait_ended(), expected)
+        assert "does not end" in stack.stack.log("worker-0").read_text()
+        assert (tmp_path / "hung").exists()
+        stack.wait_idle()

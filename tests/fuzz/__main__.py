@@ -1,0 +1,50 @@
+"""`python -m tests.fuzz --messages N --seed S [service]`: N hostile messages to each service."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from shared.event_loop import EventLoop
+from tests.fuzz.run import SERVICES, fuzz_service
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("--messages", type=int, default=10_000, help="to each service")
+    parser.add_argument("--seed", type=int, help="default random")
+    parser.add_argument("service", nargs="?", choices=[*SERVICES], help="default all")
+    args = parser.parse_args()
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        return runner.run(
+            _fuzz([args.service] if args.service else [*SERVICES], args.messages, seed)
+        )
+
+
+async def _fuzz(services: Sequence[str], count: int, seed: int) -> int:
+    num_problems = 0
+    for service in services:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="nano") as directory:
+            tally = await fuzz_service(service, Path(directory), count, seed)
+        print(f"{service}: {count:,} messages in {time.monotonic() - started:.0f} s")
+        print(f"  {tally.summary()}", flush=True)
+        for problem in tally.problems:
+            print(f"  {problem}")
+        num_problems += len(tally.problems)
+    print(f"{num_problems} problems")
+    return 1 if num_problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

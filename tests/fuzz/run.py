@@ -1,0 +1,47 @@
+"""Fuzzes one service: its messages, then what is below them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.fuzz import frontend, scheduler, transport, worker
+from tests.fuzz.tally import Tally
+
+
+async def fuzz_service(service: str, directory: Path, count: int, seed: int) -> Tally:
+    """Starts the service in this process, with sockets in `directory`, and sends it `count` hostile
+    messages."""
+    return await SERVICES[service](directory, count, seed)
+
+
+async def _frontend(directory: Path, count: int, seed: int) -> Tally:
+    async with frontend.running_stack(directory) as stack:
+        tally = await frontend.fuzz(stack, count, seed)
+        await transport.fuzz(stack.address, frontend.SERVICE, "GetModel", seed, tally)
+        if not await stack.completion():
+            tally.problem("no completion", "hostile connections")
+        return tally
+
+
+async def _scheduler(directory: Path, count: int, seed: int) -> Tally:
+    async with scheduler.running_scheduler(directory) as target:
+        tally = await scheduler.fuzz(target, count, seed)
+        await transport.fuzz(target.address, scheduler.SERVICE, "GetLoad", seed, tally)
+        await target.load()
+        return tally
+
+
+async def _worker(directory: Path, count: int, seed: int) -> Tally:
+    async with worker.running_worker(directory) as target:
+        tally = await worker.fuzz(target, count, seed)
+        await transport.fuzz(target.address, worker.SERVICE, "GetInfo", seed, tally)
+        await target.configure()
+        return tally
+
+
+SERVICES: dict[str, Callable[[Path, int, int], Awaitable[Tally]]] = {
+    "frontend": _frontend,
+    "scheduler": _scheduler,
+    "worker": _worker,
+}

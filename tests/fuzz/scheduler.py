@@ -1,0 +1,259 @@
+"""Hostile frontends of a scheduler, whose worker is a fake that checks every step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpc import aio
+
+import scheduler_svc.__main__ as scheduler_main
+from scheduler_svc.frontend_messages import read_sequence
+from shared.config import SchedulerSettings, load_settings
+from shared.errors import InvalidArgumentError
+from shared.interceptors import decode_message
+from shared.pb import scheduler_pb2 as pb
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+from tests.fake_worker import VOCAB_SIZE, FakeWorker, completion, start_worker
+from tests.frontend.conftest import DEMO
+from tests.fuzz.scheduler_messages import EXAMPLES, TOKENS, abort, submit
+from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
+from tests.fuzz.values import draw_messages
+
+SERVICE = "nanovllm.scheduler.v1.SchedulerService"
+_AT_ONCE = 4
+_SENTINEL = (1 << 40) + 1  # a request number that no hostile message is likely to have
+_LAST = (1 << 31) - 1  # priority
+_MANY_ABORTS = 3_000
+_MAX_MESSAGE_BYTES = 1 << 18
+
+
+@dataclass
+class Target:
+    """A scheduler in this process."""
+
+    address: str
+    worker: FakeWorker
+    channel: aio.Channel
+
+    async def load(self) -> pb.GetLoadResponse:
+        load: pb.GetLoadResponse = await SchedulerServiceStub(self.channel).GetLoad(
+            pb.GetLoadRequest(), timeout=DEADLINE_S, wait_for_ready=True
+        )
+        return load
+
+
+@asynccontextmanager
+async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
+    """On a Unix socket in `directory`."""
+    worker = FakeWorker(num_blocks=64, block_size=4, max_model_len=64)
+    server, worker_address = await start_worker(worker)
+    address = f"unix:{directory}/s"
+    # A vocabulary for grammars, of the fake worker's size.
+    (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
+    shutil.copy(DEMO / "tokenizer.json", directory)
+    addresses = [f"--scheduler-address={address}", f"--worker-addresses={worker_address}"]
+    limits = [
+        "--max-num-seqs=8",
+        "--max-num-batched-tokens=32",
+        f"--max-message-bytes={_MAX_MESSAGE_BYTES}",
+    ]
+    settings = load_settings(SchedulerSettings, [*addresses, *limits, f"--model={directory}"])
+    serving = asyncio.create_task(scheduler_main.serve(settings))
+    try:
+        async with aio.insecure_channel(address) as channel:
+            target = Target(address, worker, channel)
+            await target.load()
+            yield target
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await server.stop(None)
+
+
+class Stream:
+    """A frontend's `Connect` stream on which anything can be sent. Whatever the server does to it
+    is found out by `read`."""
+
+    def __init__(self, target: Target, tally: Tally) -> None:
+        self._call: Any = target.channel.stream_stream(f"/{SERVICE}/Connect")()
+        self._tally = tally
+        self._sent: list[bytes] = []
+        self.tokens: dict[int, list[int]] = {}
+
+    async def send(self, *messages: bytes) -> None:
+        for message in messages:
+            self._sent.append(message)
+            with suppress(asyncio.InvalidStateError, aio.AioRpcError):  # it has ended already
+                await self._call.write(message)
+
+    async def half_close(self) -> None:
+        with suppress(asyncio.InvalidStateError, aio.AioRpcError):
+            await self._call.done_writing()
+
+    async def read(self) -> pb.SchedulerMessage | None:
+        """None when the server has ended the stream without an error.
+
+        Raises:
+            AioRpcError: it has ended it with one.
+        """
+        data = await self._call.read()
+        return pb.SchedulerMessage.FromString(data) if isinstance(data, bytes) else None
+
+    async def finish(self, request: int) -> None:
+        """Reads on until `request` has ended, or the stream has.
+
+        Raises:
+            AioRpcError: see `read`.
+            TimeoutError: neither has, for long.
+        """
+        async with asyncio.timeout(DEADLINE_S):
+            while (message := await self.read()) is not None and self._take(message, request):
+                pass
+
+    def _take(self, message: pb.SchedulerMessage, request: int) -> bool:
+        """Whether `request` goes on."""
+        output = message.step_output
+        numbers = np.frombuffer(output.requests, "<u8").tolist()
+        ids = np.frombuffer(output.token_ids, "<i4").tolist()
+        for number, token in zip(numbers, ids, strict=True):
+            self.tokens.setdefault(number, []).append(token)
+        for finished in output.finished:
+            self._count(finished)
+        return all(finished.request != request for finished in output.finished)
+
+    def end(self, error: aio.AioRpcError | None = None) -> None:
+        self._call.cancel()
+        self._tally.status(self.shown(), error)
+
+    def shown(self) -> str:
+        return " ".join(message.hex() for message in self._sent)
+
+    def _count(self, finished: pb.Finished) -> None:
+        name = pb.FinishCause.Name(finished.cause).removeprefix("FINISH_CAUSE_")
+        self._tally.counts[f"finished {name}"] += 1
+        if finished.cause == pb.FINISH_CAUSE_INTERNAL:
+            self._tally.problem(f"finished INTERNAL: {finished.message}", self.shown())
+        self._tally.text(finished.message, self.shown())
+
+
+async def fuzz(target: Target, count: int, seed: int) -> Tally:
+    """Sends `count` messages on many streams. A valid frontend is served beside them all the time,
+    and must get what it gets alone; in the end nothing is left."""
+    tally = Tally()
+    rng = random.Random(seed)
+    messages = draw_messages(pb.FrontendMessage, EXAMPLES, count, seed)
+    over = asyncio.Event()
+    witness = asyncio.create_task(_witness(target, tally, over))
+
+    async def send() -> None:
+        while messages:
+            few = [messages.pop() for _ in range(min(len(messages), rng.randint(1, 5)))]
+            await _converse(target, tally, few, half_close=rng.random() < 0.5)
+
+    await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
+    await _hostile_sequences(target, tally)
+    over.set()
+    await witness
+    await at_rest(target.load)
+    for violation in target.worker.violations:
+        tally.problem(f"a step was wrong: {violation}", "everything")
+    return tally
+
+
+async def _witness(target: Target, tally: Tally, over: asyncio.Event) -> None:
+    """Submits valid requests, one after another, on one stream that nothing may end."""
+    stream = Stream(target, tally)
+    await stream.read()
+    for request in itertools.count(1):
+        prompt = [request % 900, 2, 3, request % 7]
+        await stream.send(submit(request, prompt))
+        try:
+            await stream.finish(request)
+        except (aio.AioRpcError, TimeoutError) as error:
+            tally.problem(f"a valid frontend's stream: {error!r}", "others")
+            return
+        if stream.tokens.get(request) != completion(prompt, TOKENS):
+            tally.problem(f"a valid request got {stream.tokens.get(request)}", "others")
+        if over.is_set():
+            break
+    await stream.half_close()
+    await stream.finish(0)
+    stream.end()
+
+
+async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_close: bool) -> None:
+    """A stream of hostile messages, and of a valid request of the lowest priority after them,
+    unless one of them ends the stream: grpc.aio hides its status from who goes on writing."""
+    stream = Stream(target, tally)
+    prompt = [1, 2, 3]
+    last = next((i for i, message in enumerate(sent) if _ends_the_stream(message)), None)
+    error = None
+    try:
+        await stream.read()
+        if last is not None:
+            await stream.send(*sent[: last + 1])
+            await stream.finish(_SENTINEL)
+            tally.problem("the stream goes on, or ended without a reason", stream.shown())
+        await stream.send(*sent, submit(_SENTINEL, prompt, priority=_LAST))
+        await stream.finish(_SENTINEL)
+        if half_close:
+            await stream.half_close()
+            await stream.finish(0)
+        if stream.tokens.get(_SENTINEL) != completion(prompt, TOKENS):
+            tally.problem("a valid request after hostile ones got other tokens", stream.shown())
+    except aio.AioRpcError as raised:
+        error = raised
+    except TimeoutError:
+        tally.problem("nothing comes", stream.shown())
+    stream.end(error)
+
+
+def _ends_the_stream(data: bytes) -> bool:
+    try:
+        message = decode_message(data, pb.FrontendMessage.FromString, _MAX_MESSAGE_BYTES)
+        read_sequence(0, message.submit, 0.0)
+    except InvalidArgumentError:
+        return True
+    return False
+
+
+async def _hostile_sequences(target: Target, tally: Tally) -> None:
+    """Messages that are valid, each by itself."""
+    again = submit(5, [1, 2, 3])
+    beams = submit(10, [1, 2], beam_width=4)
+    last = submit((1 << 64) - 1, [1, 2], beam_width=4)
+    regex = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, text="[a-z]+")
+    matching = submit(7, [1, 2], grammar=regex)
+    sequences = [
+        [abort(9)] * _MANY_ABORTS,
+        [again] * 20,
+        [again, abort(5)] * 20,
+        [beams, submit(11, [1, 2]), submit(13, [4], beam_width=2)],
+        [submit(12, [1, 2]), beams, abort(11), abort(10)],
+        [last, submit((1 << 64) - 1, [1])],
+        [matching] * 3,
+        [matching, abort(7)] * 3,
+        [submit(i, [i]) for i in range(100)],
+        [pb.FrontendMessage().SerializeToString()] * 100,
+    ]
+    for sequence in sequences:
+        for half_close in (False, True):
+            await _converse(target, tally, sequence, half_close=half_close)
+        # Ended at once, by a half-close and by going away.
+        for leave in (Stream.half_close, None):
+            stream = Stream(target, tally)
+            await stream.send(*sequence[:100])
+            if leave is not None:
+                await leave(stream)
+                await stream.finish(-1)
+            stream.end()

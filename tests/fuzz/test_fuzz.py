@@ -1,0 +1,26 @@
+"""Some hostile messages to each service; `python -m tests.fuzz` sends as many as wanted."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.run import SERVICES, fuzz_service
+
+pytestmark = pytest.mark.timeout(600)  # a call that hangs is found sooner, by its deadline
+
+MESSAGES = {"frontend": 150, "scheduler": 200, "worker": 200}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+async def test_nothing_that_is_sent_does_harm(service: str) -> None:
+    seed = secrets.randbits(32)
+    print(f"python -m tests.fuzz --messages {MESSAGES[service]} --seed {seed} {service}")
+    with tempfile.TemporaryDirectory(prefix="nano") as directory:  # short: sockets allow 107 bytes
+        tally = await fuzz_service(service, Path(directory), MESSAGES[service], seed)
+    assert not tally.problems, "\n".join(tally.problems)
+    assert tally.counts["INVALID_ARGUMENT"]
+    assert tally.counts["OK"]

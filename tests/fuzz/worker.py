@@ -1,0 +1,256 @@
+"""Hostile steps for a worker with a small model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import worker_svc.__main__ as worker_main
+from shared.pb import worker_pb2 as pb
+from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from tests.fuzz.tally import DEADLINE_S, Tally, unary
+from tests.fuzz.values import draw_messages
+from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
+
+SERVICE = worker_main.SERVICE_NAME
+_VOCAB_SIZE = 301
+_NUM_BLOCKS = 64
+_PER_EPOCH = 20  # hostile messages
+_MANY_STEPS = 200
+
+
+@dataclass
+class Target:
+    """A worker in this process, and how far its steps have come."""
+
+    address: str
+    channel: aio.Channel
+    epoch: int = 0
+    next_step: int = 1
+
+    @property
+    def stub(self) -> Any:
+        return WorkerServiceStub(self.channel)
+
+    async def configure(self) -> None:
+        """A new epoch, whatever was before."""
+        info = await self.stub.GetInfo(pb.GetInfoRequest(), timeout=DEADLINE_S)
+        self.epoch, self.next_step = info.epoch + 1, 1
+        request = pb.ConfigureRequest(
+            epoch=self.epoch,
+            num_blocks=_NUM_BLOCKS,
+            max_num_seqs=8,
+            max_num_batched_tokens=128,
+        )
+        await self.stub.Configure(request, timeout=DEADLINE_S)
+
+    def execute(self) -> Any:
+        return self.channel.stream_stream(f"/{SERVICE}/Execute")(timeout=DEADLINE_S)
+
+    def due(self, message: bytes) -> bytes:
+        """Mostly the message as the next step of the epoch: of fields that come twice, the later
+        ones count."""
+        due = pb.StepRequest(epoch=self.epoch, step_id=self.next_step)
+        return message + due.SerializeToString() if len(message) % 4 else message
+
+
+@asynccontextmanager
+async def running_worker(directory: Path) -> AsyncIterator[Target]:
+    """On a Unix socket in `directory`, with a random model."""
+    save_model(directory / "model")
+    address = f"unix:{directory}/w"
+    settings = worker_settings(
+        directory / "model",
+        worker_addresses=(address,),
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        kv_blocks=_NUM_BLOCKS,
+        max_message_bytes=1 << 18,
+    )
+    serving = asyncio.create_task(worker_main.serve(settings))
+    try:
+        async with aio.insecure_channel(address) as channel:
+            request = health_pb2.HealthCheckRequest(service=SERVICE)
+            watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
+            async for response in watch:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+            watch.cancel()
+            yield Target(address, channel)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def fuzz(target: Target, count: int, seed: int) -> Tally:
+    """Sends `count` messages, most of them steps. After each few, a valid step gets the tokens that
+    it gets at first."""
+    tally = Tally()
+    messages = _messages(count, seed)
+    await target.configure()
+    expected = await _valid_step(target)
+    for first in range(0, count, _PER_EPOCH):
+        few = messages[first : first + _PER_EPOCH]
+        await _send(target, tally, few)
+        if await _valid_step(target) != expected:
+            tally.problem("a valid step got other tokens", few[-1][1])
+        await target.configure()
+    await _hostile_sequences(target, tally)
+    await target.configure()
+    if await _valid_step(target) != expected:
+        tally.problem("a valid step got other tokens", "everything")
+    return tally
+
+
+def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
+    """(method, message), in random order."""
+    few = count // 20
+    configure = [
+        pb.ConfigureRequest(epoch=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=128)
+    ]
+    shares: list[tuple[str, type[Message], Sequence[Message], int]] = [
+        ("GetInfo", pb.GetInfoRequest, [pb.GetInfoRequest()], few // 4),
+        ("Configure", pb.ConfigureRequest, configure, few),
+    ]
+    left = count - few - few // 4
+    shares.append(("Execute", pb.StepRequest, examples(), left))
+    messages: list[tuple[str, bytes]] = []
+    for i, (method, kind, of_kind, number) in enumerate(shares):
+        drawn = draw_messages(kind, of_kind, number, seed + i * count)
+        messages += [(method, message) for message in drawn]
+    random.Random(seed).shuffle(messages)
+    return messages
+
+
+async def _send(target: Target, tally: Tally, messages: Sequence[tuple[str, bytes]]) -> None:
+    """Steps go on one stream until one of them ends it."""
+    call = None
+    for method, message in messages:
+        if method != "Execute":
+            await _send_unary(target, tally, method, message)
+            if method == "Configure":  # it may have made a new epoch
+                await target.configure()
+                call = None
+            continue
+        call = call or target.execute()
+        try:
+            if await _step(target, call, target.due(message), tally):
+                tally.status(message, None)
+                continue
+            tally.problem("the stream ended without a reason", message)
+        except aio.AioRpcError as error:
+            tally.status(message, error)
+        call = None
+    if call is not None:
+        call.cancel()
+        await target.configure()  # what it had accepted is of the old epoch
+
+
+async def _send_unary(target: Target, tally: Tally, method: str, message: bytes) -> None:
+    if method == "Configure" and len(message) % 2:
+        message += pb.ConfigureRequest(epoch=target.epoch + 1).SerializeToString()
+    try:
+        await unary(target.channel, f"/{SERVICE}/{method}", message)
+        tally.status(f"{method} {message.hex()}", None)
+    except aio.AioRpcError as error:
+        tally.status(f"{method} {message.hex()}", error)
+
+
+async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list[int] | None:
+    """The tokens that a step samples, -1 of rows that sample none; None where the stream ends."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        return None
+    data = await call.read()
+    if not isinstance(data, bytes):
+        return None
+    target.next_step += 1
+    tokens: list[int] = np.frombuffer(pb.StepResponse.FromString(data).token_ids, "<i4").tolist()
+    if not tokens or not all(-1 <= token < _VOCAB_SIZE for token in tokens):
+        tally.problem(f"sampled {tokens}", message)
+    return tokens
+
+
+async def _valid_step(target: Target) -> list[int] | None:
+    """The tokens of a valid step on a stream of its own, None if it fails."""
+    batch = Batch(limits(num_blocks=_NUM_BLOCKS), step_id=target.next_step - 1, epoch=target.epoch)
+    request = batch.request([(0, [1, 2, 3]), (1, [7, 8])], temperatures=[0, 0.8], seeds=[0, 3])
+    call = target.execute()
+    try:
+        return await _step(target, call, request.SerializeToString(), Tally())
+    except aio.AioRpcError:
+        return None
+    finally:
+        call.cancel()
+
+
+async def _hostile_sequences(target: Target, tally: Tally) -> None:
+    """Steps that are valid, each by itself."""
+    step = examples()[0]
+    await target.configure()
+    old = target.epoch
+    sequences = {
+        "of an old epoch": [(old, 1)],
+        "twice the same": [(0, 1), (0, 1)],
+        "out of order": [(0, 3), (0, 1), (0, 2)],
+        "in order, then again": [(0, 1), (0, 2), (0, 1)],
+        "many": [(0, number + 1) for number in range(_MANY_STEPS)],
+    }
+    for name, numbers in sequences.items():
+        for leave in ("half-close", "cancel"):
+            await target.configure()
+            steps = []
+            for step.epoch, step.step_id in numbers:
+                step.epoch = step.epoch or target.epoch
+                steps.append(step.SerializeToString())
+            await _flood(target, tally, f"{name}, {leave}", steps, half_close=leave == "half-close")
+
+
+async def _flood(
+    target: Target, tally: Tally, name: str, steps: Sequence[bytes], *, half_close: bool
+) -> None:
+    """All steps at once, without reading an answer before."""
+    call = target.execute()
+    error = None
+    try:
+        for step in steps:
+            await call.write(step)
+        if half_close:
+            await call.done_writing()
+            while isinstance(await call.read(), bytes):
+                pass
+    except asyncio.InvalidStateError:
+        pass  # it ended before all were written
+    except aio.AioRpcError as raised:
+        error = raised
+    call.cancel()
+    tally.status(f"steps: {name}", error)
+
+
+def examples() -> list[pb.StepRequest]:
+    """Valid first steps of epoch 1."""
+
+    def step(*args: Any, **kwargs: Any) -> pb.StepRequest:
+        return Batch(limits(num_blocks=_NUM_BLOCKS)).request(*args, **kwargs)
+
+    prompts = [(0, [1, 2, 3]), (1, list(range(40))), (2, [9])]
+    every = Asked(4, 0.8, 0.1, 1.3, 0.5, 0.5, 2, 3, {5: 1.5, 6: -2.0}, range(100))
+    return [
+        step(prompts),
+        step(prompts, silent=[1], temperatures=[0.5, 1, 0], seeds=[1, 2, 3]),
+        step(prompts, temperatures=[0.5, 1, 0], features={0: every, 1: Asked(allowed=[3, 4])}),
+        step(prompts, features={2: Asked(logprobs=0, frequency=1.0, prompt_len=1)}),
+        step(prompts, targets={0: [2, 3], 1: list(range(1, 40))}, num_prompt_logprobs=2),
+        step(prompts, copies=[(60, 61), (60, 62)]),
+    ]

@@ -1,0 +1,115 @@
+"""Finding the sequence that makes workers fail, against workers that do."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from math import ceil, log2
+from random import Random
+
+import pytest
+
+from scheduler_svc.suspects import MIN_LOSSES, Suspects
+
+
+@dataclass
+class Trial:
+    """Names are computed a token at a time, all in each step, two steps ahead or, on trial, one."""
+
+    length: int  # tokens of each
+    fails: Callable[[Collection[tuple[int, int]]], bool]  # of (name, position) in a step
+
+    def run(self, names: list[int], *, most_losses: int = 10_000) -> tuple[list[int], int]:
+        """-> the convicted, and how often workers were lost."""
+        suspects: Suspects[int] = Suspects()
+        done = dict.fromkeys(names, 0)
+        convicted: list[int] = []
+        losses = 0
+        while done and losses < most_losses:
+            group = suspects.on_trial or list(done)
+            assert set(group) <= done.keys()
+            steps = [[(name, done[name]) for name in group]]
+            if not suspects.on_trial:
+                steps.append([(n, at + 1) for n, at in steps[0] if at + 1 < self.length])
+            for i, step in enumerate(steps):
+                if self.fails(step):
+                    losses += 1
+                    in_flight = {n: at + 1 for ahead in steps[i:] for n, at in ahead}
+                    if (culprit := suspects.lost(in_flight)) is not None:
+                        convicted.append(culprit)
+                        del done[culprit]
+                    break
+                for name, at in step:
+                    done[name] = at + 1
+                    suspects.passed(name, at + 1)
+            for name in [name for name, at in done.items() if at == self.length]:
+                del done[name]
+                suspects.forget(name)
+        assert losses == most_losses or not suspects
+        return convicted, losses
+
+
+@pytest.mark.parametrize("at", [0, 7])
+@pytest.mark.parametrize("num", [1, 2, 3, 16, 100])
+def test_one_culprit_is_found_in_a_logarithm_of_losses(num: int, at: int) -> None:
+    for culprit in {0, num // 2, num - 1}:
+        trial = Trial(12, lambda step, culprit=culprit: (culprit, at) in step)
+        convicted, losses = trial.run(list(range(num)))
+        assert convicted == [culprit]
+        assert losses <= 3 + ceil(log2(num))
+
+
+def test_any_number_of_culprits_among_innocents() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = Random(seed)
+    for _ in range(200):
+        num = rng.randint(1, 40)
+        poison = {n: rng.randrange(12) for n in rng.sample(range(num), rng.randint(0, min(num, 4)))}
+        trial = Trial(12, lambda step, poison=poison: any(at == poison.get(n) for n, at in step))
+        convicted, losses = trial.run(list(range(num)))
+        assert sorted(convicted) == sorted(poison)
+        assert losses <= len(poison) * (3 + ceil(log2(num)))
+
+
+def test_losses_for_other_reasons_convict_nobody() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = Random(seed)
+    for _ in range(200):
+        losses = iter([rng.random() < 0.3 for _ in range(5)])
+        left = MIN_LOSSES - 1
+
+        def fails(_: object, losses: Iterator[bool] = losses) -> bool:
+            nonlocal left
+            left -= (lost := left > 0 and next(losses, False))
+            return lost
+
+        assert Trial(12, fails).run(list(range(rng.randint(1, 8))))[0] == []
+
+
+def test_two_that_only_fail_together_both_get_through() -> None:
+    trial = Trial(5, lambda step: {(1, 3), (2, 3)} <= set(step))
+    assert trial.run([0, 1, 2, 3]) == ([], 2)
+
+
+def test_nothing_in_flight_makes_nobody_a_suspect() -> None:
+    suspects: Suspects[int] = Suspects()
+    for _ in range(5):
+        assert suspects.lost({}) is None
+    assert not suspects
+
+
+def test_one_that_ends_on_trial_ends_its_trial() -> None:
+    suspects: Suspects[int] = Suspects()
+    for _ in range(2):
+        suspects.lost({1: 5, 2: 5})
+    assert suspects.on_trial == [1]
+    suspects.forget(1)
+    assert suspects.on_trial == [2]
+    suspects.passed(2, 4)
+    assert suspects.on_trial == [2]
+    suspects.passed(2, 5)
+    assert not suspects.on_trial
+    assert not suspects

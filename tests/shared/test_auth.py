@@ -1,0 +1,202 @@
+"""Tokens, and limits of what one client may do, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from shared.auth import Tokens, read_tokens
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.tls import FileError
+from tests.shared.conftest import SERVICE, public_server
+
+FIRST, SECOND, THIRD = "first-token-0123456789", "second-token-0123456789", "third-token-0123456789"
+TIMEOUT_S = 60
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@pytest.fixture
+def tokens_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# of the web site\n{FIRST}\n\n  {SECOND}  \n")
+    return path
+
+
+def bearer(token: str) -> Metadata:
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def status(address: str, metadata: Metadata = (), method: str = "Detokenize") -> Any:
+    """The status of a unary call."""
+    async with aio.insecure_channel(address) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/{method}")(
+            b"", metadata=metadata, timeout=TIMEOUT_S
+        )
+        return await call.code()
+
+
+async def reflects(address: str, metadata: Metadata = ()) -> Any:
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async with aio.insecure_channel(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(ask(), metadata=metadata, timeout=TIMEOUT_S)
+        try:
+            return [answer async for answer in call] and await call.code()
+        except aio.AioRpcError as error:
+            return error.code()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        bearer("wrong-token-0123456789"),
+        bearer(FIRST[:-1]),
+        bearer(FIRST + "x"),
+        bearer(""),
+        (("authorization", FIRST),),
+        (("authorization", f"Basic {FIRST}"),),
+        bearer(FIRST) + bearer("wrong-token-0123456789"),  # one of two is nobody in particular
+        bearer("# of the web site"),
+    ],
+)
+async def test_who_has_no_token_is_told_so(tokens_file: Path, metadata: Metadata) -> None:
+    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+        async with aio.insecure_channel(address) as channel:
+            stub = InferenceServiceStub(channel)
+            for call in (
+                stub.Detokenize(pb.DetokenizeRequest(), metadata=metadata),
+                stub.GenerateStream(pb.GenerateRequest(), metadata=metadata),
+            ):
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+                message = await call.details()
+                assert "authorization: Bearer" in message
+                assert FIRST not in message
+        # Nor does it learn which methods there are.
+        assert await status(address, metadata, "NoSuch") is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_each_token_lets_in(tokens_file: Path) -> None:
+    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+        for token in (FIRST, SECOND):
+            assert await status(address, bearer(token)) is grpc.StatusCode.OK
+        assert await status(address, (("authorization", f"bearer {FIRST}"),)) is grpc.StatusCode.OK
+
+
+async def test_tokens_change_without_a_restart(tokens_file: Path) -> None:
+    def write(text: str | None) -> None:
+        tokens_file.unlink() if text is None else tokens_file.write_text(text)
+
+    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+        write(f"{SECOND}\n{THIRD}\n")
+        assert await status(address, bearer(FIRST)) is grpc.StatusCode.UNAUTHENTICATED
+        assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
+        write("short\n")  # no tokens: what was known stays
+        assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
+        write(None)
+        assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
+        write("")  # nobody's
+        assert await status(address, bearer(THIRD)) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_needs_no_token(tokens_file: Path) -> None:
+    async with (
+        public_server(auth_tokens_file=tokens_file) as (address, _),
+        aio.insecure_channel(address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_is_off_with_tokens_unless_asked_for(tokens_file: Path) -> None:
+    async with public_server() as (address, _):
+        assert await reflects(address) is grpc.StatusCode.OK
+    async with public_server(reflection="off") as (address, _):
+        assert await reflects(address) is grpc.StatusCode.UNIMPLEMENTED
+    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+        assert await reflects(address, bearer(FIRST)) is grpc.StatusCode.UNIMPLEMENTED
+    async with public_server(auth_tokens_file=tokens_file, reflection="on") as (address, _):
+        assert await reflects(address, bearer(FIRST)) is grpc.StatusCode.OK
+        assert await reflects(address) is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    "line", ["short", "has a space in it, and is long", "überlanges-token-0123"]
+)
+def test_a_line_that_is_no_token_is_named_but_not_shown(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"{FIRST}\n{line}\n")
+    with pytest.raises(FileError, match=r"auth_tokens_file: line 2 of ") as raised:
+        read_tokens(str(path))
+    assert line not in str(raised.value)
+
+
+def test_a_file_without_tokens_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="auth_tokens_file: cannot read"):
+        Tokens(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").write_text("# nothing yet\n")
+    with pytest.raises(FileError, match=r"auth_tokens_file: .* holds no token"):
+        Tokens(str(tmp_path / "empty"))
+
+
+async def test_a_client_over_its_limit_is_told_when_to_come_back(tokens_file: Path) -> None:
+    limits = {"auth_tokens_file": tokens_file, "max_requests_per_client": 2}
+    async with (
+        public_server(**limits) as (address, echo),
+        aio.insecure_channel(address) as channel,
+    ):
+        stub = InferenceServiceStub(channel)
+
+        async def start(token: str) -> Any:
+            call = stub.GenerateStream(pb.GenerateRequest(), metadata=bearer(token))
+            assert (await call.read()).text == "open"
+            return call
+
+        calls = [await start(FIRST) for _ in range(2)]
+        refused = stub.GenerateStream(pb.GenerateRequest(), metadata=bearer(FIRST))
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "max_requests_per_client: 2 " in await refused.details()
+        trailers = dict(await refused.trailing_metadata())
+        details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
+        assert details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+        other = await start(SECOND)  # another client has places of its own
+
+        calls[0].cancel()
+        await asyncio.wait_for(echo.abandoned.wait(), TIMEOUT_S)
+        calls[0] = await start(FIRST)  # a place is free again
+        echo.finish.set()
+        for call in (*calls, other):
+            assert (await call.read()).text == "done"
+
+
+async def test_without_tokens_a_host_is_a_client() -> None:
+    async with (
+        public_server(max_requests_per_client=1) as (address, _),
+        aio.insecure_channel(address) as channel,
+    ):
+        call = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
+        assert (await call.read()).text == "open"
+        # On a connection, and so from a port, of its own.
+        assert await status(address) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_metadata_has_a_limit() -> None:
+    async with public_server() as (address, _):
+        assert await status(address, (("x", "a" * 8000),)) is grpc.StatusCode.OK
+        code = await status(address, (("x", "a" * 20_000),))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await status(address) is grpc.StatusCode.OK

@@ -1,0 +1,110 @@
+"""Keepalive: a silent stream lives, a peer that vanished is noticed by both ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc import aio
+
+from shared.channels import Dialer
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.shared.conftest import public_server
+
+KEEPALIVE_S = 2.0  # a late answer to a ping, on a busy machine, must not look like none
+TIMEOUT_S = 60
+
+
+class Network:
+    """Passes bytes on in both directions, until it is cut: then it swallows them, and connections
+    stay open."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self.sent = asyncio.Semaphore(0)  # one for each piece that came from the client
+
+    async def connect(
+        self,
+        address: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        try:
+            await asyncio.gather(
+                self._carry(reader, far_writer, self.sent.release),
+                self._carry(far_reader, writer, lambda: None),
+            )
+        except (asyncio.CancelledError, ConnectionError):
+            return
+        finally:
+            far_writer.close()
+            writer.close()
+
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        passed: Callable[[], None],
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            passed()
+            if not self.is_cut:
+                writer.write(data)
+
+
+@asynccontextmanager
+async def network_to(address: str) -> AsyncIterator[tuple[str, Network]]:
+    """An address that leads to `address`."""
+    network, tasks = Network(), set[asyncio.Task[None]]()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(network.connect(address, reader, writer)))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", network
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks)
+
+
+async def test_a_silent_stream_outlives_many_pings() -> None:
+    async with (
+        public_server(keepalive_s=KEEPALIVE_S) as (address, echo),
+        network_to(address) as (through, network),
+        # Sooner than the server, which else would ask first each time.
+        Dialer(keepalive_s=0.75 * KEEPALIVE_S).open(through) as channel,
+    ):
+        stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
+        assert (await stream.read()).text == "open"
+        # The client has nothing to say, so these are pings: more of them than a server takes that
+        # does not expect them.
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(8):
+                await network.sent.acquire()
+        assert not echo.abandoned.is_set()
+        echo.finish.set()
+        assert (await stream.read()).text == "done"
+
+
+async def test_both_ends_notice_that_the_other_is_gone() -> None:
+    async with (
+        public_server(keepalive_s=KEEPALIVE_S) as (address, echo),
+        network_to(address) as (through, network),
+        Dialer(keepalive_s=KEEPALIVE_S).open(through) as channel,
+    ):
+        stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
+        assert (await stream.read()).text == "open"
+        network.is_cut = True
+        with pytest.raises(aio.AioRpcError) as raised:
+            await asyncio.wait_for(stream.read(), TIMEOUT_S)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(echo.abandoned.wait(), TIMEOUT_S)

@@ -1,0 +1,183 @@
+"""TLS and mutual TLS over real gRPC, with certificates that change while the server runs."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from shared.channels import open_channel, stays_on_host
+from shared.config import FrontendSettings, SchedulerSettings, load_settings
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.server import Server
+from shared.tls import ClientTls, FileError, channel_credentials
+from tests.certificates import Authority, Issued, replace
+from tests.shared.conftest import SERVICE, public_server
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(directory: Path) -> Authority:
+    return Authority(directory, "ours")
+
+
+@pytest.fixture(scope="module")
+def stranger(directory: Path) -> Authority:
+    return Authority(directory, "theirs")
+
+
+@pytest.fixture
+def server(authority: Authority) -> Issued:
+    return authority.issue("server", "DNS:llm.example.com", "IP:127.0.0.1")
+
+
+async def say_hello(address: str, tls: ClientTls | None) -> str:
+    async with open_channel(address, tls) as channel:
+        stub = InferenceServiceStub(channel)
+        answer = await stub.Detokenize(pb.DetokenizeRequest(), timeout=TIMEOUT_S)
+        return str(answer.text)
+
+
+async def is_refused(address: str, tls: ClientTls | None) -> None:
+    with pytest.raises(aio.AioRpcError) as raised:
+        await say_hello(address, tls)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_server_shows_its_certificate(
+    authority: Authority, stranger: Authority, server: Issued
+) -> None:
+    async with public_server(tls_cert=server.cert, tls_key=server.key) as (address, _):
+        assert await say_hello(address, ClientTls(authority.ca)) == "hello"
+        by_name = ClientTls(authority.ca, server_name="llm.example.com")
+        assert await say_hello(address, by_name) == "hello"
+        await is_refused(address, None)
+        await is_refused(address, ClientTls(stranger.ca))
+        await is_refused(address, ClientTls(authority.ca, server_name="elsewhere.example.com"))
+
+
+async def test_with_a_ca_clients_must_show_one_too(
+    authority: Authority, stranger: Authority, server: Issued
+) -> None:
+    client, other = authority.issue("client", "DNS:c"), stranger.issue("client", "DNS:c")
+    files = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.ca}
+    async with public_server(**files) as (address, _):
+        assert await say_hello(address, ClientTls(authority.ca, client.cert, client.key)) == "hello"
+        await is_refused(address, ClientTls(authority.ca))
+        await is_refused(address, ClientTls(authority.ca, other.cert, other.key))
+
+
+async def test_certificates_are_replaced_without_a_restart(
+    authority: Authority, stranger: Authority, server: Issued
+) -> None:
+    successor = stranger.issue("server", "IP:127.0.0.1")
+    async with (
+        public_server(tls_cert=server.cert, tls_key=server.key) as (address, echo),
+        open_channel(address, ClientTls(authority.ca)) as channel,
+    ):
+        stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
+        assert (await stream.read()).text == "open"
+        replace(server.cert, successor.cert)  # its key is still the old one: it changes nothing
+        assert await say_hello(address, ClientTls(authority.ca)) == "hello"
+        replace(server.key, successor.key)
+        assert await say_hello(address, ClientTls(stranger.ca)) == "hello"
+        await is_refused(address, ClientTls(authority.ca))
+        echo.finish.set()
+        assert (await stream.read()).text == "done"  # connections that exist go on
+
+
+async def test_whom_a_server_lets_in_is_replaced_too(
+    authority: Authority, stranger: Authority, server: Issued, tmp_path: Path
+) -> None:
+    ca = str(tmp_path / "clients.pem")
+    replace(ca, authority.ca)
+    old, new = authority.issue("client", "DNS:c"), stranger.issue("client", "DNS:c")
+    files = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": ca}
+    async with public_server(**files) as (address, _):
+        assert await say_hello(address, ClientTls(authority.ca, old.cert, old.key)) == "hello"
+        replace(ca, stranger.ca)
+        assert await say_hello(address, ClientTls(authority.ca, new.cert, new.key)) == "hello"
+        await is_refused(address, ClientTls(authority.ca, old.cert, old.key))
+
+
+def unusable(
+    authority: Authority, server: Issued, tmp_path: Path
+) -> Iterator[tuple[dict[str, str], str]]:
+    other = authority.issue("other", "DNS:x")
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("no certificate")
+    yield {"tls_cert": "/nowhere.pem", "tls_key": server.key}, "tls_cert.*nowhere.*No such file"
+    yield {"tls_cert": server.cert, "tls_key": other.key}, "tls_key: .*KEY_VALUES_MISMATCH"
+    yield {"tls_cert": str(garbage), "tls_key": server.key}, "tls_cert, tls_key: .*garbage"
+    files = {"tls_cert": server.cert, "tls_key": server.key}
+    yield {**files, "tls_client_ca": str(garbage)}, "tls_.*ca: .*garbage"
+    internal = {"internal_tls_cert": server.cert, "internal_tls_key": "/nowhere.pem"}
+    yield {**internal, "internal_tls_ca": authority.ca}, "internal_tls_key.*nowhere"
+
+
+async def test_unusable_files_stop_the_start(
+    authority: Authority, server: Issued, tmp_path: Path
+) -> None:
+    for files, message in unusable(authority, server, tmp_path):
+        flags = [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]
+        kind = SchedulerSettings if "internal_tls_cert" in files else FrontendSettings
+        with pytest.raises(FileError, match=message):
+            Server(load_settings(kind, flags), SERVICE)
+
+
+def test_unusable_files_of_a_client_are_named(authority: Authority, server: Issued) -> None:
+    with pytest.raises(FileError, match="nowhere"):
+        channel_credentials(ClientTls("/nowhere.pem"))
+    other = authority.issue("other", "DNS:x")
+    with pytest.raises(FileError, match="KEY_VALUES_MISMATCH"):
+        channel_credentials(ClientTls(authority.ca, server.cert, other.key))
+
+
+def test_a_client_finds_its_files_in_the_environment() -> None:
+    assert ClientTls.from_environment({}) is None
+    given = {"NANO_TLS_CA": "a", "NANO_CLIENT_CERT": "b", "NANO_CLIENT_KEY": "c"}
+    assert ClientTls.from_environment(given) == ClientTls("a", "b", "c")
+
+
+async def test_only_this_user_may_connect_to_a_unix_socket(tmp_path: Path) -> None:
+    server = Server(load_settings(FrontendSettings, []), SERVICE)
+    await server.start(f"unix:{tmp_path}/s.sock")
+    assert stat.S_IMODE((tmp_path / "s.sock").stat().st_mode) == 0o600
+    (tmp_path / "file").touch()
+    assert (tmp_path / "file").stat().st_mode & 0o400  # the process's umask is as it was
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) != 0o600
+    await server.grpc.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("address", "stays"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("unix:a.sock", True),
+        ("ipv4:127.0.0.1:1", True),
+        ("dns:///localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        (":::1", False),
+        ("10.0.0.1:1", False),
+        ("gpu-a:1", False),
+        ("localhost.example.com:1", False),
+        ("127.0.0.1.example.com:1", False),
+    ],
+)
+def test_which_addresses_stay_on_the_host(address: str, stays: bool) -> None:
+    assert stays_on_host(address) is stays

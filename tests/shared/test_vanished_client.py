@@ -1,0 +1,89 @@
+"""A client's process that dies while it is being written to is no error of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from grpc import aio
+
+from shared.config import FrontendSettings, load_settings
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+from shared.server import Server
+
+CALLS = 10
+# Reads one message of each stream and no more: the server's writes wait.
+CLIENT = f"""
+import asyncio, sys
+from grpc import aio
+from shared.pb.frontend_pb2 import GenerateRequest
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+
+async def main():
+    async with aio.insecure_channel(sys.argv[1]) as channel:
+        stub = InferenceServiceStub(channel)
+        calls = [stub.GenerateStream(GenerateRequest()) for _ in range({CALLS})]
+        for call in calls:
+            await call.read()
+        print("READ", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Service(InferenceServiceServicer):
+    """Writes for ever."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.writes = 0
+        self.closed = asyncio.Event()
+
+    async def GenerateStream(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> None:
+        self.open += 1
+        try:
+            while True:
+                await context.write(pb.GenerateStreamResponse(text=20_000 * "x"))
+                self.writes += 1
+        finally:
+            self.open -= 1
+            if not self.open:
+                self.closed.set()
+
+
+async def test_nothing_is_logged_or_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, service = Server(load_settings(FrontendSettings, []), "a.Service"), Service()
+    add_InferenceServiceServicer_to_server(service, server.grpc)
+    address = f"unix:{tmp_path}/s.sock"
+    await server.start(address)
+    with structlog.testing.capture_logs() as lines:
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CLIENT, address, stdout=asyncio.subprocess.PIPE
+        )
+        assert client.stdout is not None
+        assert await client.stdout.readline() == b"READ\n"
+        writes = -1
+        while writes < service.writes:  # until they all wait
+            writes = service.writes
+            await asyncio.sleep(0.2)
+        client.kill()
+        await client.wait()
+        await asyncio.wait_for(service.closed.wait(), 60)
+        await server.grpc.stop(None)
+    assert service.open == 0
+    assert lines == []
+    assert caplog.text == ""
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,125 @@
+"""What counts as a hang, and what does not. Times are short, waits are for events."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimes, size_of
+from worker_svc.step import Step
+
+from .harness import Batch, limits
+
+HANG_S = 0.2
+
+
+def step_of(num_tokens: int, context_len: int = 0) -> Step:
+    batch = Batch(limits(max_model_len=100_000, max_num_batched_tokens=100_000, num_blocks=8000))
+    batch.contexts[0] = context_len
+    return batch.step([(0, [1] * num_tokens)])
+
+
+class Watched:
+    """A watch on a loop of its own thread, and what it says."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.gave_up = threading.Event()
+        self.waits_for_ranks = False
+        self.loop = asyncio.new_event_loop()
+        self.watch = HangWatch(HANG_S, lambda: self.waits_for_ranks, self._give_up)
+        self._thread = threading.Thread(target=self.loop.run_forever)
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self.gave_up.set()
+        self.watch.stop()
+
+    def __enter__(self) -> Watched:
+        self._thread.start()
+        self.watch.start(self.loop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.watch.stop()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def looks(self, times: int) -> None:
+        """Returns after so many looks of the watch, which it knows by its timer."""
+        for _ in range(times):
+            looked = threading.Event()
+            asyncio.run_coroutine_threadsafe(self._after_a_look(looked), self.loop)
+            assert looked.wait(60)
+
+    async def _after_a_look(self, looked: threading.Event) -> None:
+        await asyncio.sleep(HANG_S / 10)
+        looked.set()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with Watched() as watched:
+        yield watched
+
+
+def test_an_activity_that_does_not_end_is_a_hang(watched: Watched) -> None:
+    with watched.watch.doing("configuring epoch 7", 0.05):
+        assert watched.gave_up.wait(60)
+    assert watched.reason == "configuring epoch 7 does not end"
+
+
+def test_a_blocked_loop_is_a_hang(watched: Watched) -> None:
+    watched.loop.call_soon_threadsafe(watched.gave_up.wait, 60)
+    assert watched.gave_up.wait(60)
+    assert "loop" in watched.reason
+
+
+def test_a_first_step_may_compile_and_later_ones_may_not_hang(watched: Watched) -> None:
+    with watched.watch.running(step_of(1), 0.0):
+        watched.looks(30)
+    assert not watched.gave_up.is_set()
+    with watched.watch.running(step_of(1), 0.0):  # as long again is allowed, several times
+        watched.looks(15)
+        assert not watched.gave_up.is_set()
+        assert watched.gave_up.wait(60)
+
+
+def test_waiting_for_other_ranks_is_their_fault(watched: Watched) -> None:
+    watched.waits_for_ranks = True
+    with watched.watch.doing("step 3", 0.0):
+        watched.looks(30)
+        assert not watched.gave_up.is_set()
+        watched.waits_for_ranks = False
+        assert watched.gave_up.wait(60)
+
+
+def test_short_activities_for_ever_are_none(watched: Watched) -> None:
+    for _ in range(40):
+        with watched.watch.doing("a step", 60.0):
+            watched.looks(1)
+    assert not watched.gave_up.is_set()
+
+
+def test_a_step_may_take_a_few_times_as_long_as_those_of_its_size() -> None:
+    times = StepTimes()
+    small, large = size_of(step_of(1)), size_of(step_of(512))
+    assert times.most_s(small) == FIRST_STEP_S
+    times.record(small, 0.5)
+    times.record(small, 0.1)
+    assert times.most_s(small) == pytest.approx(2.0)
+    # What is much larger than anything before gets as much more time.
+    assert times.most_s(large) > 512
+    times.record(large, 3.0)
+    assert times.most_s(large) == pytest.approx(12.0)
+
+
+def test_work_grows_with_tokens_and_context() -> None:
+    sizes = [size_of(step_of(*args)) for args in ((1, 0), (64, 0), (64, 8000), (2048, 8000))]
+    assert sizes == sorted(set(sizes))
+    assert np.all(np.diff(sizes) > 0)

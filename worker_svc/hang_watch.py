@@ -1,0 +1,152 @@
+"""Ends a worker that hangs, so that whoever supervises it starts a new one.
+
+Threads say what they are doing and how long that may take; a thread of its own looks at them, and
+at whether the RPC loop still comes round. It counts its own looks instead of reading a clock: time
+in which the whole process was stopped, or got no processor, is nobody's fault.
+
+It cannot see its own process stopped, or an extension that keeps Python's lock: that is for the
+watchdog on the host (`deploy.watchdog`), which asks from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from worker_svc.step import Step
+
+log = structlog.get_logger(__name__)
+
+EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h
+# The first step of its size may compile kernels.
+FIRST_STEP_S = 60.0
+# Later ones may take so many times as long as the longest of their size so far.
+_SLACK = 4.0
+# Attention costs as much as all else at a context of some thousand tokens.
+_CONTEXT_UNIT = 1024
+_LOOKS = 10  # in `hang_timeout_s`
+
+
+class StepTimes:
+    """What steps may take, learned from those before: from milliseconds on a GPU to minutes on a
+    CPU. Steps whose work is of the same power of two are of one size."""
+
+    def __init__(self) -> None:
+        self._longest: dict[int, float] = {}  # seconds, by size
+
+    def most_s(self, size: int) -> float:
+        if size in self._longest:
+            return _SLACK * self._longest[size]
+        smaller = [other for other in self._longest if other < size]
+        if not smaller:
+            return FIRST_STEP_S
+        nearest = max(smaller)
+        return max(FIRST_STEP_S, _SLACK * self._longest[nearest] * 2.0 ** (size - nearest))
+
+    def record(self, size: int, seconds: float) -> None:
+        self._longest[size] = max(seconds, self._longest.get(size, 0.0))
+
+
+@dataclass(eq=False)
+class _Activity:
+    what: str
+    most_s: float
+    seconds: float = 0.0  # looked at so far, since it last waited for other ranks
+
+
+class HangWatch:
+    """Looks at what threads are doing, and at an event loop.
+
+    Args:
+        hang_timeout_s: beyond what an activity may take, and for the loop in all.
+        waits_for_ranks: whether a collective waits now. These have a timeout of their own, and it
+            is another rank that hangs.
+        give_up: called with the reason, on the watch's thread.
+    """
+
+    def __init__(
+        self,
+        hang_timeout_s: float,
+        waits_for_ranks: Callable[[], bool],
+        give_up: Callable[[str], None] | None = None,
+    ) -> None:
+        self._hang_timeout_s = hang_timeout_s
+        self._waits_for_ranks = waits_for_ranks
+        self._give_up = give_up or end_process
+        self._activities: dict[_Activity, None] = {}
+        self._times = StepTimes()
+        self._stopped = threading.Event()
+        self._loop_seen = True
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watches `loop`, and the activities, until `stop`."""
+        threading.Thread(target=self._run, args=(loop,), name="hang-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    @contextmanager
+    def doing(self, what: str, most_s: float) -> Iterator[None]:
+        """Around what may take `most_s` seconds."""
+        activity = _Activity(what, most_s)
+        self._activities[activity] = None
+        try:
+            yield
+        finally:
+            del self._activities[activity]
+
+    @contextmanager
+    def running(self, step: Step, least_s: float) -> Iterator[None]:
+        """Around a step, or the wait for its results, which may take `least_s` seconds anyway."""
+        size, start = size_of(step), time.monotonic()
+        with self.doing(f"step {step.step_id}", max(least_s, self._times.most_s(size))):
+            yield
+        self._times.record(size, time.monotonic() - start)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        look_s = self._hang_timeout_s / _LOOKS
+        loop_silent_s = 0.0
+        while not self._stopped.wait(look_s):
+            for activity in tuple(self._activities):
+                activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + look_s
+                if activity.seconds >= self._hang_timeout_s + activity.most_s:
+                    self._give_up(f"{activity.what} does not end")
+            if self._loop_seen:
+                loop_silent_s, self._loop_seen = 0.0, False
+                loop.call_soon_threadsafe(self._on_loop)
+            else:
+                loop_silent_s += look_s
+            if loop_silent_s >= self._hang_timeout_s:
+                self._give_up("the RPC loop does not come round")
+
+    def _on_loop(self) -> None:
+        self._loop_seen = True
+
+
+def end_process(reason: str) -> None:
+    """Says where each thread is, and ends the process without waiting for any."""
+    # Where nobody reads the log any more, writing to it may hang, too.
+    writer = threading.Thread(target=_report, args=(reason,), daemon=True)
+    writer.start()
+    writer.join(0.5)
+    os._exit(EXIT_HUNG)
+
+
+def _report(reason: str) -> None:
+    log.error("hangs, and ends for a new one to be started", reason=reason)
+    faulthandler.dump_traceback(sys.stderr)
+
+
+def size_of(step: Step) -> int:
+    """The bits of its work: tokens, each the more the longer its context is."""
+    work = step.query_lens * (1 + step.context_lens / _CONTEXT_UNIT)
+    return int(work.sum()).bit_length()
