@@ -11,20 +11,10 @@ import shutil
 import signal
 from pathlib import Path
 
-from supervisor import poller, supervisord
+from supervisor import supervisord
 
 from shared.log_output import shield_stderr
 from shared.parent import end_with_parent
-
-# supervisord sees that a process has ended, and starts it again, in two turns of a loop that waits
-# up to a second in each.
-_POLL_S = 0.1
-
-
-class _Poller(poller.PollPoller):  # type: ignore[misc]  # supervisor has no types
-    def poll(self, timeout: float) -> tuple[list[int], list[int]]:
-        found: tuple[list[int], list[int]] = super().poll(min(timeout, _POLL_S))
-        return found
 
 
 def main() -> None:
@@ -37,7 +27,6 @@ def main() -> None:
     # It reports there that a log cannot be written, its own or a process's. If that failed too, as
     # on a full disk, it would end, and the stack with it.
     shield_stderr(lambda count: f"{count} lines were dropped")
-    poller.Poller = _Poller
     try:
         supervisord.main(["-c", str(args.config)])
     finally:

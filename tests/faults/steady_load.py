@@ -6,63 +6,37 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-import grpc
-from grpc import aio
-
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from frontend.client import AsyncLLM, SamplingParams
 
 MAX_TOKENS = 160
-# A connection of its own for each stream, so that they spread over the frontends.
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 
-# What a server that is gone or going answers. CANCELLED is gRPC's own word for calls that reach a
-# server just as it begins to drain.
-_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+Request = tuple[str, SamplingParams]
 
 
-def make_requests(count: int) -> list[pb.GenerateRequest]:
+def make_requests(count: int) -> list[Request]:
     """Greedy and seeded ones in turn, no two alike."""
-    requests = []
-    for number in range(count):
-        request = pb.GenerateRequest(text=f"Story {number}: once upon a time there was")
-        request.sampling.max_tokens = MAX_TOKENS
-        request.sampling.ignore_eos = True
-        if number % 2:
-            request.sampling.temperature, request.sampling.seed = 1.0, number
-        else:
-            request.sampling.temperature = 0.0
-        requests.append(request)
-    return requests
+    return [
+        (
+            f"Story {number}: once upon a time there was",
+            SamplingParams(
+                max_tokens=MAX_TOKENS, ignore_eos=True, temperature=number % 2, seed=number
+            ),
+        )
+        for number in range(count)
+    ]
 
 
-async def stream_tokens(address: str, request: pb.GenerateRequest) -> list[int]:
-    """The completion. Where a server ends the stream as unavailable, the next one goes on after
-    the tokens that have come."""
-    rest = pb.GenerateRequest()
-    rest.CopyFrom(request)
+async def stream_tokens(address: str, request: Request) -> list[int]:
+    """The completion, by a client of its own: so that they spread over the frontends."""
     tokens: list[int] = []
-    async with aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
-        stub = InferenceServiceStub(channel)
-        while True:
-            try:
-                async for chunk in stub.GenerateStream(rest, wait_for_ready=True):
-                    assert not chunk.token_ids or chunk.token_offset == len(tokens), "gap or repeat"
-                    tokens += chunk.token_ids
-                    if chunk.finish_reason:
-                        return tokens
-            except aio.AioRpcError as error:
-                if error.code() not in _AGAIN:
-                    raise
-            rest.resume_token_ids[:] = tokens
-            await asyncio.sleep(0.1)  # not to ask a frontend without engine too often
+    async with AsyncLLM(address) as llm:
+        async for chunk in llm.stream(*request):
+            assert not chunk.token_ids or chunk.token_offset == len(tokens), "gap or repeat"
+            tokens += chunk.token_ids
+    return tokens
 
 
-async def stream_all(address: str, requests: Sequence[pb.GenerateRequest]) -> list[list[int]]:
+async def stream_all(address: str, requests: Sequence[Request]) -> list[list[int]]:
     return await asyncio.gather(*(stream_tokens(address, request) for request in requests))
 
 
@@ -74,7 +48,7 @@ async def steady_load(address: str, count: int = 20) -> AsyncIterator[None]:
     expected = await stream_all(address, requests)
     over = asyncio.Event()
 
-    async def repeat(request: pb.GenerateRequest) -> list[list[int]]:
+    async def repeat(request: Request) -> list[list[int]]:
         results = [await stream_tokens(address, request)]
         while not over.is_set():
             results.append(await stream_tokens(address, request))

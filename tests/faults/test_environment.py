@@ -45,15 +45,15 @@ class StackInTime:
 
     def kill(self, module: str) -> None:
         """Returns once the process that serves `module` has a successor."""
-        running = [p for p in self.launcher.members(self.port) if module in _command(p)]
-        killed = max(running, key=lambda process: process.create_time())  # it is the fork
+        killed = self.processes(module)[-1]
         killed.kill()
-        while not (pids := self._pids(module)) or killed.pid in pids:
+        while not (running := self.processes(module)) or killed in running:
             time.sleep(0.1)
 
-    def _pids(self, module: str) -> set[int]:
-        processes = self.launcher.members(self.port)
-        return {process.pid for process in processes if module in _command(process)}
+    def processes(self, module: str) -> list[psutil.Process]:
+        """Those of `module`, the oldest first: that is the one that supervisord started."""
+        running = [p for p in self.launcher.members(self.port) if module in _command(p)]
+        return sorted(running, key=lambda process: process.create_time())
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -111,6 +111,5 @@ async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -
         unchanged = log.read_text()
         for process in stack.launcher.members(stack.port):
             process.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
-        members = stack.launcher.members(stack.port)
-        named(members, "frontend").kill()  # the one that supervisord started
+        stack.processes("frontend")[0].kill()
         await asyncio.to_thread(until, lambda: log.read_text() != unchanged)  # logs go on, too

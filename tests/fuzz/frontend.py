@@ -58,6 +58,7 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
     """Small enough that completions are short; Unix sockets in `directory`."""
     worker, scheduler = f"unix:{directory}/w", f"unix:{directory}/s"
     steps = ["--max-num-seqs=8", "--max-num-batched-tokens=64", f"--model={DEMO}"]
+    steps.append("--hang-timeout-s=600")  # messages are made on the same event loop
     worker_flags = ["--device=cpu", "--dtype=float32", "--threads=1", "--max-model-len=48"]
     worker_settings = load_settings(
         WorkerSettings, [f"--worker-addresses={worker}", *steps, *worker_flags, "--kv-blocks=32"]

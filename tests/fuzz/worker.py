@@ -76,6 +76,7 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
         max_num_batched_tokens=128,
         kv_blocks=_NUM_BLOCKS,
         max_message_bytes=1 << 18,
+        hang_timeout_s=600,  # messages are made on the same event loop
     )
     serving = asyncio.create_task(worker_main.serve(settings))
     try:
