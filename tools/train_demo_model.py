@@ -214,6 +214,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.bfloat16().save_pretrained(args.out)
+    # Small in the repository, but computed with in float32: it gives the same tokens whichever way
+    # they are computed.
+    config = args.out / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "bfloat16"', '"dtype": "float32"'))
     (args.out / "model.safetensors").chmod(0o644)  # written for its owner only
     print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes, written to {args.out}")
     print(evaluate(args.out, args.seed, sample=20 if args.quick else None))

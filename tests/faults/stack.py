@@ -158,7 +158,6 @@ def running_stack(
         environment: variables for all processes, beside those of this one.
         variables: those of `make up` in lower case.
     """
-    variables = {"dtype": "float32", **variables}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in variables.items()]
     launcher = subprocess.Popen(
         [sys.executable, "-m", "deploy", "run", "--port=0", f"--model={model}", *flags],
