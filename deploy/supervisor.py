@@ -72,22 +72,17 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
     """
     with _supervisor(directory) as supervisor:
         infos: Any = supervisor.getAllProcessInfo()
+    forks = {process.info["ppid"]: process.pid for process in psutil.process_iter(["ppid"])}
     return [
         SupervisedProcess(
             name=info["name"],
             state=info["statename"],
-            pid=_serving(info["pid"]),
+            # 0, of one that does not run, is also the parent of the kernel's own.
+            pid=forks.get(info["pid"], info["pid"]) if info["pid"] else None,
             exit_status=info["exitstatus"] if info["statename"] == "EXITED" else None,
         )
         for info in infos
     ]
-
-
-def _serving(pid: int) -> int | None:
-    try:
-        return next((child.pid for child in psutil.Process(pid).children()), pid) if pid else None
-    except psutil.NoSuchProcess:
-        return None
 
 
 def stop_process(directory: Path, process: Process) -> None:

@@ -1,4 +1,4 @@
-"""Kills local workers that do not answer, for supervisord to start them anew:
+"""Kills local workers that do not answer, for their successors to take over:
 `python -m deploy.watchdog DIRECTORY`.
 
 A worker sees for itself that a step hangs (`worker_svc.hang_watch`). That its process is stopped,

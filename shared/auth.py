@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from grpc import aio
 from grpc_health.v1 import health
 
 from shared.errors import QueueFullError, UnauthenticatedError
-from shared.interceptors import wrap_behavior
+from shared.interceptors import within, wrap_behavior
 from shared.tls import FileError
 
 log = structlog.get_logger(__name__)
@@ -125,19 +124,11 @@ class ClientInterceptor(aio.ServerInterceptor):
             if client is None:
                 return _REFUSAL
         handler = await continuation(handler_call_details)
-        return handler and wrap_behavior(handler, lambda behavior: self._counted(behavior, client))
 
-    def _counted(self, behavior: Any, client: bytes | None) -> Any:
-        async def counted(request: Any, context: Context) -> Any:
-            with self._place(client or _host(context.peer())):
-                return await behavior(request, context)
+        def count(behavior: Any) -> Any:
+            return within(behavior, lambda context: self._place(client or _host(context.peer())))
 
-        async def counted_generator(request: Any, context: Context) -> AsyncIterator[Any]:
-            with self._place(client or _host(context.peer())):
-                async for response in behavior(request, context):
-                    yield response
-
-        return counted_generator if inspect.isasyncgenfunction(behavior) else counted
+        return handler and wrap_behavior(handler, count)
 
     @contextmanager
     def _place(self, client: object) -> Iterator[None]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,25 @@ def wrap_behavior(
                 response_serializer=handler.response_serializer,
             )
     return handler
+
+
+def within(
+    behavior: Any, enter: Callable[[aio.ServicerContext[Any, Any]], AbstractContextManager[None]]
+) -> Any:
+    """`behavior`, inside of what `enter` makes of the context of each call."""
+
+    async def entered(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        with enter(context):
+            return await behavior(request, context)
+
+    async def entered_generator(
+        request: Any, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        with enter(context):
+            async for response in behavior(request, context):
+                yield response
+
+    return entered_generator if inspect.isasyncgenfunction(behavior) else entered
 
 
 def decode_message(data: bytes, deserialize: Deserializer, max_bytes: int) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +11,7 @@ import grpc
 from grpc import aio
 
 from shared.errors import UnavailableError
-from shared.interceptors import wrap_behavior
+from shared.interceptors import within, wrap_behavior
 
 # Calls of gRPC's own services, health watches above all, go on as long as anybody wants.
 _ENDLESS = ("/grpc.health.", "/grpc.reflection.")
@@ -59,16 +58,7 @@ class OpenCalls(aio.ServerInterceptor):
         endless = handler_call_details.method.startswith(_ENDLESS)
 
         def watch(behavior: Any) -> Any:
-            async def watched(request: Any, context: Any) -> Any:
-                with self._entered(endless):
-                    return await behavior(request, context)
-
-            async def watched_generator(request: Any, context: Any) -> AsyncIterator[Any]:
-                with self._entered(endless):
-                    async for response in behavior(request, context):
-                        yield response
-
-            return watched_generator if inspect.isasyncgenfunction(behavior) else watched
+            return within(behavior, lambda _: self._entered(endless))
 
         return wrap_behavior(handler, watch)
 

@@ -19,7 +19,7 @@ import pytest
 from deploy.ports import free_port
 from tests.deploy.conftest import Launcher, launching
 from tests.deploy.test_commands import named
-from tests.deploy.test_watchdog import until
+from tests.faults.stack import wait_for
 from tests.faults.steady_load import make_requests, steady_load, stream_all
 
 pytestmark = pytest.mark.timeout(600)
@@ -112,4 +112,5 @@ async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -
         for process in stack.launcher.members(stack.port):
             process.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
         stack.processes("frontend")[0].kill()
-        await asyncio.to_thread(until, lambda: log.read_text() != unchanged)  # logs go on, too
+        # Logs go on, too.
+        await asyncio.to_thread(wait_for, lambda: log.read_text() != unchanged, "a line of the log")

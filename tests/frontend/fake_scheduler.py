@@ -150,9 +150,6 @@ class FakeScheduler(SchedulerServiceServicer):
         finally:
             reader.cancel()
 
-    async def GetLoad(self, request: pb.GetLoadRequest, context: object) -> pb.GetLoadResponse:
-        raise NotImplementedError
-
     async def _read(
         self, messages: AsyncIterator[pb.FrontendMessage], connection: Connection
     ) -> None:
