@@ -102,6 +102,11 @@ def has_sampled(tokens: int, load: GetLoadResponse) -> bool:
     return load.sampled_tokens >= tokens
 
 
+def has_a_thousand(sampled_before: int, load: GetLoadResponse) -> bool:
+    """A thousand requests, and tokens for some of them."""
+    return load.waiting + load.running == 1000 and load.sampled_tokens > sampled_before
+
+
 async def one_completion(address: str) -> list[int]:
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     async with AsyncLLM(address) as llm:
@@ -118,17 +123,18 @@ def test_a_thousand_clients_that_cancel_at_once(stack: RealStack) -> None:
 
 
 async def open_and_cancel(stack: RealStack) -> None:
-    """A thousand streams, some running and some waiting, and then none."""
+    """A thousand streams, some running and some waiting, and then none.
+
+    Which of them run is not known: gRPC sends calls that waited for the connection in any order.
+    """
+    sampled = stack.load().sampled_tokens
     params = SamplingParams(temperature=1, max_tokens=1900, ignore_eos=True)
     async with aio.insecure_channel(stack.address) as channel:
         stub = InferenceServiceStub(channel)
         calls = [
             stub.GenerateStream(encode_request(f"Once {number}", params)) for number in range(1000)
         ]
-        await calls[0].read()
-        load = await asyncio.to_thread(
-            stack.wait_load, lambda load: load.waiting + load.running == 1000
-        )
+        load = await asyncio.to_thread(stack.wait_load, partial(has_a_thousand, sampled))
         assert load.waiting
         for call in calls:
             call.cancel()
