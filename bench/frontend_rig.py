@@ -19,6 +19,7 @@ import psutil
 
 from bench.errors import BenchError
 from bench.instant_scheduler import InstantScheduler
+from bench.machine import cpu_s
 from bench.step_clock import StepClock
 from bench.stream_client import LATENCY_UNIT_S
 from frontend.model_files import ModelFilesError, read_model_facts
@@ -107,10 +108,10 @@ class Rig:
                 clients = [await self._start_client(n, tokens_per_call) for n in range(CLIENTS)]
                 await self._scheduler.wait_for_requests(calls)
                 calls_per_frontend = self._scheduler.requests_per_connection()
-                before = [_cpu_s(frontend) for frontend in self._frontends]
+                before = [cpu_s(frontend) for frontend in self._frontends]
                 self._scheduler.go(step_s=calls / rate if rate else 0.0)
                 outputs = [(await client.communicate())[0] for client in clients]
-                cpu_s = [_cpu_s(f) - b for f, b in zip(self._frontends, before, strict=True)]
+                spent_s = [cpu_s(f) - b for f, b in zip(self._frontends, before, strict=True)]
         except TimeoutError:
             raise BenchError(f"{name}: no end after {TIMEOUT_S:.0f} s") from None
         received: list[dict[str, Any]] = [json.loads(output) for output in outputs if output]
@@ -126,8 +127,8 @@ class Rig:
             tokens_per_s=tokens / seconds,
             tokens=tokens,
             tokens_per_chunk=tokens / sum(each["chunks"] for each in received),
-            frontend_cpu_s_per_1000_tokens=1000 * sum(cpu_s) / tokens,
-            frontend_cpu_s=cpu_s,
+            frontend_cpu_s_per_1000_tokens=1000 * sum(spent_s) / tokens,
+            frontend_cpu_s=spent_s,
             client_cpu_s_per_1000_tokens=1000 * sum(e["cpu_s"] for e in received) / tokens,
             latency_p50_s=_quantile(latencies, 0.50) if latencies else None,
             latency_p99_s=_quantile(latencies, 0.99) if latencies else None,
@@ -188,12 +189,6 @@ def _quantile(latencies: Counter[int], quantile: float) -> float:
         if seen >= enough:
             return latency * LATENCY_UNIT_S
     raise ValueError("there are no latencies")
-
-
-def _cpu_s(process: psutil.Popen) -> float:
-    """Of the fork that serves (`shared.process`), and of the process itself."""
-    times = [each.cpu_times() for each in (process, *process.children())]
-    return float(sum(each.user + each.system for each in times))
 
 
 def _free_port() -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
+
 _PACKAGES = ("nano-vllm-grpc", "grpcio", "numba", "torch", "transformers")
 
 
@@ -33,6 +35,12 @@ def this_machine() -> Machine:
         },
         commit=_commit(),
     )
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU time used by a service: the fork that serves (`shared.process`) and its parent."""
+    times = [each.cpu_times() for each in (process, *process.children())]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _cpu_name() -> str:

@@ -16,6 +16,7 @@ import psutil
 from grpc import aio
 
 from bench.errors import BenchError
+from bench.machine import cpu_s
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -53,10 +54,10 @@ class SchedulerUnderTest:
         return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())
 
     def scheduler_cpu_s(self) -> float:
-        return _cpu_s(self._scheduler)
+        return cpu_s(self._scheduler)
 
     def worker_cpu_s(self) -> float:
-        return _cpu_s(self._worker)
+        return cpu_s(self._worker)
 
 
 @contextlib.asynccontextmanager
@@ -138,9 +139,3 @@ async def _wait_ready(stub: SchedulerServiceAsyncStub, *processes: _Process) -> 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """Of the fork that serves (`shared.process`), and of the process itself."""
-    times = [each.cpu_times() for each in (process, *process.children())]
-    return float(sum(each.user + each.system for each in times))

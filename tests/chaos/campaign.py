@@ -17,8 +17,8 @@ from tests.chaos.load import Load
 from tests.chaos.report import Report, Rest
 from tests.chaos.workload import Request, draw_requests
 from tests.faults.faulty import faulty_environment
-from tests.faults.stack import RealStack, running_stack
 from tests.faults.transcript import Transcript
+from tests.stack import RealStack, running_stack
 
 _REQUESTS = 44  # distinct ones
 _CLIENTS = 24

@@ -17,7 +17,7 @@ from frontend.client.types import SamplingParams
 from tests.chaos.client import Client
 from tests.chaos.workload import Request
 from tests.faults.faulty import TRIGGER
-from tests.faults.stack import RealStack
+from tests.stack import RealStack
 
 _CANCELLED_AT_ONCE = 200
 _STALLED = 8

@@ -14,8 +14,8 @@ from frontend.client.errors import LLMError
 from frontend.client.types import Chunk
 from tests.chaos.client import Client
 from tests.chaos.workload import Request
-from tests.faults.stack import WAIT_S
 from tests.faults.transcript import Damage, Transcript, transcript_of
+from tests.stack import WAIT_S
 
 # What a client does with a request, and how often.
 _WAYS = {"stream": 55, "unary": 15, "cancelled": 20, "read slowly": 10}

@@ -48,6 +48,9 @@ def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, 
     restart = launcher("restart", "--port", port)
     assert restart.returncode == 1
     assert "worker-0 cannot start: no weights in this model" in restart.stderr
+    ps = launcher("ps", "--port", port).stdout.splitlines()
+    (row,) = [line.split() for line in ps if line.startswith("worker")]
+    assert row[2] == "-"  # no pid
 
     # The rest was left alone; and once there is nothing in its way, it can be started like this.
     behaviour.unlink()

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,8 +24,8 @@ from shared.pb.frontend_pb2 import (
     TokenizeRequest,
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.e2e.conftest import running_stack
 from tests.e2e.oracle import Oracle
+from tests.stack import running_stack
 
 TIMEOUT_S = 100
 PROMPT = "Once upon a time, there was a little fox who"
@@ -138,10 +137,10 @@ def test_a_crowd_changes_nothing(demo_stack: str, alone: dict[str, GenerateRespo
     ids=["two ranks, no step ahead", "preempted, short chunks"],
 )
 def test_no_configuration_changes_a_token(
-    variables: dict[str, object], demo_model: Path, alone: dict[str, GenerateResponse]
+    variables: dict[str, object], alone: dict[str, GenerateResponse]
 ) -> None:
-    with running_stack(demo_model, dtype="float32", **variables) as address:
-        check_all(address, alone)
+    with running_stack(**variables) as stack:
+        check_all(stack.address, alone)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -23,7 +23,7 @@ from frontend.client import (
 )
 from shared.channels import open_blocking_channel
 from tests.certificates import Authority, Issued, replace
-from tests.e2e.conftest import ROOT, running_stack
+from tests.stack import ROOT, running_stack
 
 TOKEN = "e2e-token-0123456789"
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
@@ -52,7 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(demo_model: Path, directory: Path) -> Iterator[SecureStack]:
+def stack(directory: Path) -> Iterator[SecureStack]:
     public, within = Authority(directory, "public"), Authority(directory, "within")
     # A name that is not dialled by the launcher, which must find its way all the same.
     shown = public.issue("server", "DNS:llm.example.com")
@@ -68,9 +68,9 @@ def stack(demo_model: Path, directory: Path) -> Iterator[SecureStack]:
         "internal_tls_key": internal.key,
         "internal_tls_ca": within.ca,
     }
-    with running_stack(demo_model, dtype="float32", **settings) as address:
+    with running_stack(**settings) as running:
         client = public.issue("client", "DNS:client")
-        yield SecureStack(address, public, client, within.ca, internal)
+        yield SecureStack(running.address, public, client, within.ca, internal)
 
 
 def generate(stack: SecureStack) -> str:

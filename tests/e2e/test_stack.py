@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,8 +21,8 @@ from shared.pb.frontend_pb2 import (
     TokenIds,
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.e2e.conftest import running_stack
 from tests.e2e.oracle import Oracle
+from tests.stack import running_stack
 
 TIMEOUT_S = 60
 
@@ -71,13 +70,11 @@ def test_concurrent_greedy_completions_equal_transformers(demo_stack: str, oracl
     ],
     ids=["two ranks, no step ahead", "a cache so small that sequences are preempted, short chunks"],
 )
-def test_no_configuration_changes_a_token(
-    variables: dict[str, object], demo_model: Path, oracle: Oracle
-) -> None:
+def test_no_configuration_changes_a_token(variables: dict[str, object], oracle: Oracle) -> None:
     prompts = token_prompts(len(oracle.tokenizer), 12)
     expected = [oracle.greedy(p, 40, ignore_eos=True) for p in prompts]
-    with running_stack(demo_model, dtype="float32", **variables) as address:
-        assert generate_all(address, requests_for(prompts, 40)) == expected
+    with running_stack(**variables) as stack:
+        assert generate_all(stack.address, requests_for(prompts, 40)) == expected
 
 
 def test_a_chat_is_rendered_and_ends_by_itself(demo_channel: grpc.Channel, oracle: Oracle) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shared.pb.frontend_pb2 import GenerateRequest
-from tests.faults.stack import RealStack, running_stack
 from tests.faults.streams import REQUESTS, long_prompts, undisturbed
 from tests.faults.transcript import Transcript
+from tests.stack import RealStack, running_stack
 
 LONG_PROMPTS = long_prompts(count=3, length=1400, vocab_size=1536)
 

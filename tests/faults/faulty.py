@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
-from tests.faults.stack import ROOT, RealStack, running_stack
+from tests.stack import ROOT, RealStack, running_stack
 
 TRIGGER = (1500, 1501, 1500)  # of the workers' fault
 

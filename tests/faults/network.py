@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from tests.faults.stack import ROOT
+from tests.stack import ROOT
 
 _ROUTER = "router"
 

@@ -18,8 +18,8 @@ from shared.pb.frontend_pb2 import (
     TokenIds,
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.faults.stack import WAIT_S
 from tests.faults.transcript import Transcript
+from tests.stack import WAIT_S
 
 # They outlive whatever is done to them while they are open, but end soon enough.
 _TOKENS = 160

@@ -16,7 +16,7 @@ from frontend.client import AsyncLLM, SamplingParams
 from frontend.client.wire import encode_request
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2 import GetLoadResponse
-from tests.faults.stack import ROOT, WAIT_S, RealStack, running_stack
+from tests.stack import ROOT, WAIT_S, RealStack, running_stack
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -16,8 +16,8 @@ from grpc import StatusCode, aio
 from frontend.client import AsyncLLM, SamplingParams, StructuredOutput
 from frontend.client.wire import decode_chunk, encode_request
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.faults.stack import WAIT_S, RealStack, running_stack
 from tests.faults.transcript import Transcript
+from tests.stack import WAIT_S, RealStack, running_stack
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -12,9 +12,9 @@ import pytest
 from deploy.health import SERVING, check_health
 from deploy.stack import MODULES, SERVICES
 from tests.faults.network import Hosts, missing
-from tests.faults.stack import DEMO_MODEL, wait_for
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
 from tests.faults.transcript import Transcript
+from tests.stack import DEMO_MODEL, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -1,6 +1,6 @@
 """A real stack of processes, started as a user starts a private one, and ways to harm it.
 
-with running_stack(demo_model, tp=2, frontends=2) as stack:
+with running_stack(tp=2, frontends=2) as stack:
     pid = stack.kill("worker", 1)
     stack.wait_replaced("worker", 1, pid)
     stack.wait_serving()
@@ -31,7 +31,7 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 Answer = TypeVar("Answer")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "models" / "demo"
 
 WAIT_S = 180.0  # for what takes seconds, on a machine that is busy with something else
@@ -149,10 +149,10 @@ class RealStack:
 
 @contextmanager
 def running_stack(
-    model: Path = DEMO_MODEL, environment: Mapping[str, str] | None = None, **variables: object
+    environment: Mapping[str, str] | None = None, **variables: object
 ) -> Iterator[RealStack]:
-    """A stack that serves; everything is gone afterwards. If the body fails, the logs'
-    ends are printed.
+    """A stack that serves the demo model; everything is gone afterwards. If the body fails, the
+    logs' ends are printed.
 
     Args:
         environment: variables for all processes, beside those of this one.
@@ -160,7 +160,7 @@ def running_stack(
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in variables.items()]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "deploy", "run", "--port=0", f"--model={model}", *flags],
+        [sys.executable, "-m", "deploy", "run", "--port=0", f"--model={DEMO_MODEL}", *flags],
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         stdin=subprocess.PIPE,
