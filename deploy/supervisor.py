@@ -72,7 +72,7 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
     """
     with _supervisor(directory) as supervisor:
         infos: Any = supervisor.getAllProcessInfo()
-    forks = {process.info["ppid"]: process.pid for process in psutil.process_iter(["ppid"])}
+    forks = {process.info["ppid"]: process.pid for process in _running(["ppid"])}
     return [
         SupervisedProcess(
             name=info["name"],
@@ -136,7 +136,7 @@ def stack_members(directory: Path) -> list[psutil.Process]:
     """All living processes of the stack: supervisord, if it lives, and the services."""
     marker = str(directory.absolute())
     members = []
-    for process in psutil.process_iter():
+    for process in _running():
         try:
             if process.environ().get(MARKER) == marker:
                 members.append(process)
@@ -172,6 +172,13 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
     for socket in directory.glob("*.sock"):
         socket.unlink(missing_ok=True)
     return len(members)
+
+
+def _running(attributes: list[str] | None = None) -> Iterator[psutil.Process]:
+    """All processes of this machine, with these `attributes` in their `info`."""
+    # It remembers those of the last call, also where another has got the same pid since.
+    psutil.process_iter.cache_clear()
+    return psutil.process_iter(attributes)
 
 
 def _is_alive(process: psutil.Process) -> bool:

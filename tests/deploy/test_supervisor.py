@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import configparser
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.errors import SupervisorGoneError
@@ -19,6 +23,8 @@ from deploy.supervisor import (
     supervised_processes,
 )
 from deploy.supervisor_config import render_config
+
+_LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 
@@ -49,6 +55,35 @@ def test_config() -> None:
 def test_no_supervisor(tmp_path: Path) -> None:
     with pytest.raises(SupervisorGoneError):
         supervised_processes(tmp_path)
+
+
+def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
+    with member(tmp_path) as first:
+        assert [each.pid for each in stack_members(tmp_path)] == [first.pid]
+        started = psutil.Process(first.pid).create_time()
+    for _ in range(1000):  # others may come between; the kernel counts in hundredths of a second
+        try:
+            _LAST_PID.write_text(str(first.pid - 1))
+        except OSError as error:
+            pytest.skip(f"pids cannot be chosen here: {error}")
+        with member(tmp_path) as second:
+            if second.pid == first.pid and psutil.Process(second.pid).create_time() > started:
+                (found,) = stack_members(tmp_path)
+                found.terminate()
+                assert second.wait() == -signal.SIGTERM
+                return
+    raise AssertionError(f"nobody got the pid {first.pid}")
+
+
+@contextmanager
+def member(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the stack in this directory."""
+    environment = os.environ | {MARKER: str(directory)}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_what_ignores_signals_is_killed_after_the_grace(tmp_path: Path) -> None:
