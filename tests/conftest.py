@@ -28,7 +28,7 @@ interpreter._patch_lang_tensor = _patch_tensor_and_index
 
 # With `-n 2 --dist loadgroup` these run one after another, beside the others: stacks of processes
 # that are harmed, with time limits of their own.
-_HARMED = {"chaos", "deploy", "faults", "fuzz"}
+_HARMED = {"chaos", "faults", "fuzz"}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from tests.stack import WAIT_S
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
 from worker_svc.distributed import JOIN_TIMEOUT
 
@@ -57,7 +58,7 @@ class Ranks:
         """A client of a rank that has loaded."""
         channel = self._channels.enter_context(grpc.insecure_channel(self._addresses[rank]))
         watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=WAIT_S
         )
         next(a for a in watch if a.status == health_pb2.HealthCheckResponse.SERVING)
         watch.cancel()
@@ -70,7 +71,7 @@ class Ranks:
     def dial_again(self) -> None:
         self.stubs = [self._dial(rank) for rank in range(len(self.stubs))]
 
-    def configure(self, epoch: int, timeout_s: float = 60) -> None:
+    def configure(self, epoch: int, timeout_s: float = WAIT_S) -> None:
         request = ConfigureRequest(
             epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
         )
@@ -81,7 +82,7 @@ class Ranks:
         """Rank 0's answers; those of the others must hold nothing."""
 
         def execute(stub: WorkerServiceStub) -> list[StepResponse]:
-            return list(stub.Execute(iter(requests), timeout=60))
+            return list(stub.Execute(iter(requests), timeout=WAIT_S))
 
         with ThreadPoolExecutor(len(self.stubs)) as pool:
             first, *others = pool.map(execute, self.stubs)
@@ -97,7 +98,7 @@ class Ranks:
         self._channels.close()
         for process in self.processes:
             process.terminate()
-        assert all(process.wait(timeout=30) == 0 for process in self.processes)
+        assert all(process.wait(timeout=WAIT_S) == 0 for process in self.processes)
 
 
 @contextmanager
@@ -194,7 +195,7 @@ def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path) ->
         two.processes[1].kill()
         two.processes[1].wait()
         with pytest.raises(grpc.RpcError) as error:
-            list(two.stubs[0].Execute(iter(workload(1, 301)[3:4]), timeout=60))
+            list(two.stubs[0].Execute(iter(workload(1, 301)[3:4]), timeout=WAIT_S))
         assert error.value.code() == grpc.StatusCode.INTERNAL
         two.restart(1)
         two.configure(2)
@@ -238,7 +239,7 @@ def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:
         command(tmp_path, "--worker-addresses", f"unix:{tmp_path}/w.sock", "--log-format", "json"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert process.returncode == 2
     last = json.loads(process.stderr.splitlines()[-1])
