@@ -11,7 +11,7 @@ from random import Random
 from scheduler_svc.engine import Engine
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
 from scheduler_svc.step import Output
-from scheduler_svc.suspects import MIN_LOSSES
+from scheduler_svc.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
 from tests.simulation.attempts import Attempt, Client
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
@@ -109,8 +109,11 @@ class Frontends:
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
         request = attempt.client.request
         if cause is FinishCause.INTERNAL:
-            # Or it was in flight whenever workers were lost for other reasons.
-            right = request.poison is not None or self._counts["losses"] >= MIN_LOSSES
+            # Or it was in flight whenever workers were lost, when alone for other reasons.
+            by_chance = self._counts["losses"]
+            losses = by_chance + self._counts["poisonings"]
+            convicted = by_chance >= MIN_LOSSES_ALONE and losses >= MIN_LOSSES
+            right = request.poison is not None or convicted
         elif cause is FinishCause.DEADLINE:
             right = request.deadline is not None and request.deadline <= self._loop.time()
         elif cause is FinishCause.QUEUE_FULL:
