@@ -12,7 +12,6 @@ import pytest
 
 from frontend.client import LLM, PrivateStack, StackError
 from tests.client.fake_server import FakeServer
-from tests.stack import WAIT_S
 
 LAUNCHER = """
 import pathlib, sys
@@ -59,7 +58,7 @@ def test_a_dropped_llm_stops_its_stack(cwd: Path) -> None:
 
 def test_the_end_of_the_program_stops_its_stack(cwd: Path) -> None:
     script = "from frontend.client import LLM; llm = LLM(model='m'); llm.tokenize('a')"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert (cwd / "stopped").exists()
 
 
@@ -69,7 +68,7 @@ def test_a_killed_program_takes_its_stack_along(cwd: Path) -> None:
         "import os; from frontend.client import LLM; llm = LLM(model='m'); llm.tokenize('a');"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", script], timeout=WAIT_S)
+    done = subprocess.run([sys.executable, "-c", script], timeout=60)
     assert done.returncode == -9
     assert (cwd / "stopped").read_text() == "yes"
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
+
+from tests.stack import wait_for
 
 from .conftest import Launcher
 from .test_commands import named
 
 pytestmark = pytest.mark.timeout(200)
 HANG = {"NANO_HANG_TIMEOUT_S": "1"}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits; the test's own timeout is the limit."""
-    while not condition():
-        time.sleep(0.1)
 
 
 def test_a_stopped_worker_is_replaced(launcher: Launcher, port: int) -> None:
@@ -29,7 +23,11 @@ def test_a_stopped_worker_is_replaced(launcher: Launcher, port: int) -> None:
     stopped = next(p for p in before if p.cmdline()[-3:] == ["worker_svc", "--rank", "1"])
     stopped.send_signal(signal.SIGSTOP)
     assert not psutil.wait_procs([stopped], timeout=60)[1]
-    until(lambda: launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4)
+
+    def serving() -> bool:
+        return bool(launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4)
+
+    wait_for(serving, "all processes to serve")
     gone = {p.pid for p in before} - {p.pid for p in launcher.members(port)}
     assert gone == {stopped.pid}  # nobody else
     log = launcher.directory / ".run" / str(port) / "watchdog-0.log"
@@ -40,9 +38,13 @@ def test_a_worker_that_has_not_served_yet_is_left_alone(launcher: Launcher, port
     up = launcher.start(
         "up", "--port", port, "--services", "worker", "--tp", 1, STANDIN="silent", **HANG
     )
-    until(lambda: any("deploy.watchdog" in p.cmdline() for p in launcher.members(port)))
+
+    def watched() -> bool:
+        return any("deploy.watchdog" in p.cmdline() for p in launcher.members(port))
+
+    wait_for(watched, "the watchdog to run")
     worker = named(launcher.members(port), "worker_svc")
-    until(lambda: "SILENT" in launcher("ps", "--port", port).stdout)
+    wait_for(lambda: "SILENT" in launcher("ps", "--port", port).stdout, "the worker to be SILENT")
     for _ in range(3):
         assert worker.is_running()
         launcher("ps", "--port", port)  # takes longer than the watchdog waits for an answer

@@ -1,3 +1,5 @@
+"""One stack for many tests, and the model that tells them what is right."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -25,8 +25,9 @@ from shared.pb.frontend_pb2 import (
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.e2e.oracle import Oracle
-from tests.stack import WAIT_S, running_stack
+from tests.stack import running_stack
 
+TIMEOUT_S = 100
 PROMPT = "Once upon a time, there was a little fox who"
 SCHEMA = {
     "type": "object",
@@ -93,7 +94,7 @@ def run_all(address: str, requests: list[GenerateRequest]) -> list[GenerateRespo
     """All at once."""
     with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(len(requests)) as pool:
         stub = InferenceServiceStub(channel)
-        return list(pool.map(lambda r: stub.Generate(r, timeout=WAIT_S), requests))
+        return list(pool.map(lambda r: stub.Generate(r, timeout=TIMEOUT_S), requests))
 
 
 def tokens_of(response: GenerateResponse) -> list[list[int]]:
@@ -147,7 +148,7 @@ def test_a_stream_joined_is_the_unary_answer(
     name: str, stub: InferenceServiceStub, alone: dict[str, GenerateResponse]
 ) -> None:
     whole = alone[name]
-    chunks = list(stub.GenerateStream(request_for(FEATURES[name]), timeout=WAIT_S))
+    chunks = list(stub.GenerateStream(request_for(FEATURES[name]), timeout=TIMEOUT_S))
     for index, completion in enumerate(whole.completions):
         mine = [chunk for chunk in chunks if chunk.index == index]
         assert "".join(chunk.text for chunk in mine) == completion.text
@@ -167,7 +168,7 @@ def test_a_resumed_stream_goes_on_as_if_never_interrupted(
     ids = list(completion.token_ids)
     for cut in (1, len(ids) // 2, len(ids) - 1, len(ids)):
         request = request_for(FEATURES[name], resume_token_ids=ids[:cut])
-        chunks = list(stub.GenerateStream(request, timeout=WAIT_S))
+        chunks = list(stub.GenerateStream(request, timeout=TIMEOUT_S))
         assert [t for chunk in chunks for t in chunk.token_ids] == ids[cut:]
         assert chunks[0].token_offset == cut
         assert completion.text.endswith("".join(chunk.text for chunk in chunks))
@@ -185,7 +186,7 @@ def test_completions_of_n_are_those_of_consecutive_seeds(
         single.CopyFrom(FEATURES["n"])
         single.n = 1
         single.seed += index
-        other = stub.Generate(request_for(single), timeout=WAIT_S)
+        other = stub.Generate(request_for(single), timeout=TIMEOUT_S)
         assert list(completion.token_ids) == list(other.completions[0].token_ids)
         assert completion.text == other.completions[0].text
     assert answer.usage.completion_tokens == 3 * 24
@@ -198,7 +199,7 @@ def test_repetition_penalty_equals_transformers(
     prompt = oracle.encode(PROMPT)
     (expected,) = oracle.generate(prompt, 40, repetition_penalty=penalty, eos_token_id=None)
     params = sampling(temperature=0, repetition_penalty=penalty, max_tokens=40)
-    answer = stub.Generate(request_for(params), timeout=WAIT_S)
+    answer = stub.Generate(request_for(params), timeout=TIMEOUT_S)
     assert tokens_of(answer) == [expected]
 
 
@@ -221,7 +222,7 @@ def test_beam_search_equals_transformers(
         end = next((i for i, token in enumerate(row) if token in ends), len(row))
         del row[end + 1 :]
     params = SamplingParams(max_tokens=20, beam_width=width, length_penalty=length_penalty)
-    answer = stub.Generate(request_for(params, "What is 3 + 4?"), timeout=WAIT_S)
+    answer = stub.Generate(request_for(params, "What is 3 + 4?"), timeout=TIMEOUT_S)
     assert tokens_of(answer) == expected
     assert [c.score for c in answer.completions] == sorted(
         (c.score for c in answer.completions), reverse=True
@@ -303,7 +304,7 @@ def test_structured_output_fits(
             structured_output=output,
             logit_bias=dict.fromkeys(closing, 6.0),
         )
-        answer = stub.Generate(request_for(params, "Say it."), timeout=WAIT_S)
+        answer = stub.Generate(request_for(params, "Say it."), timeout=TIMEOUT_S)
         (completion,) = answer.completions
         if completion.finish_reason == FINISH_REASON_EOS:
             complete += 1
@@ -327,7 +328,7 @@ def test_what_cannot_be_compiled_is_refused(
 ) -> None:
     request = request_for(SamplingParams(structured_output=output))
     with pytest.raises(grpc.RpcError) as error:
-        stub.Generate(request, timeout=WAIT_S)
+        stub.Generate(request, timeout=TIMEOUT_S)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"sampling.structured_output.{field}: " in error.value.details()
 
@@ -336,7 +337,7 @@ def test_token_ids_as_a_prompt_score_as_the_text(
     stub: InferenceServiceStub, oracle: Oracle
 ) -> None:
     params = sampling(temperature=0, max_tokens=1, prompt_logprobs=0)
-    text = stub.Generate(request_for(params), timeout=WAIT_S)
+    text = stub.Generate(request_for(params), timeout=TIMEOUT_S)
     ids = TokenIds(ids=oracle.encode(PROMPT))
-    other = stub.Generate(GenerateRequest(token_ids=ids, sampling=params), timeout=WAIT_S)
+    other = stub.Generate(GenerateRequest(token_ids=ids, sampling=params), timeout=TIMEOUT_S)
     assert list(other.prompt_logprobs) == list(text.prompt_logprobs)

@@ -22,7 +22,9 @@ from shared.pb.frontend_pb2 import (
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.e2e.oracle import Oracle
-from tests.stack import WAIT_S, running_stack
+from tests.stack import running_stack
+
+TIMEOUT_S = 60
 
 
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
@@ -45,7 +47,7 @@ def generate_all(address: str, requests: list[GenerateRequest]) -> list[list[int
     """All at once; the token ids of each."""
     with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(len(requests)) as pool:
         stub = InferenceServiceStub(channel)
-        answers = pool.map(lambda r: stub.Generate(r, timeout=WAIT_S), requests)
+        answers = pool.map(lambda r: stub.Generate(r, timeout=TIMEOUT_S), requests)
         return [list(answer.completions[0].token_ids) for answer in answers]
 
 
@@ -84,7 +86,7 @@ def test_a_chat_is_rendered_and_ends_by_itself(demo_channel: grpc.Channel, oracl
     expected = oracle.greedy(prompt_ids, 200, ignore_eos=False)
     chat = Chat(messages=[ChatMessage(**m) for m in messages])
     answer = InferenceServiceStub(demo_channel).Generate(
-        GenerateRequest(chat=chat, sampling=greedy(200)), timeout=WAIT_S
+        GenerateRequest(chat=chat, sampling=greedy(200)), timeout=TIMEOUT_S
     )
     completion = answer.completions[0]
     assert completion.finish_reason == FINISH_REASON_EOS
@@ -98,8 +100,8 @@ def test_a_stream_joined_is_the_unary_answer(demo_channel: grpc.Channel) -> None
     stub = InferenceServiceStub(demo_channel)
     sampling = SamplingParams(temperature=0.8, seed=7, max_tokens=80)
     request = GenerateRequest(text="Once upon a time", sampling=sampling, request_id="mine")
-    whole = stub.Generate(request, timeout=WAIT_S)
-    chunks = list(stub.GenerateStream(request, timeout=WAIT_S))
+    whole = stub.Generate(request, timeout=TIMEOUT_S)
+    chunks = list(stub.GenerateStream(request, timeout=TIMEOUT_S))
     assert "".join(c.text for c in chunks) == whole.completions[0].text
     ids: list[int] = []
     for chunk in chunks:
@@ -139,8 +141,8 @@ def test_a_repeated_prompt_comes_from_the_prefix_cache(demo_channel: grpc.Channe
     request = GenerateRequest(
         text="The quick brown fox meets another. " * 20, sampling=greedy(8, ignore_eos=True)
     )
-    first = stub.Generate(request, timeout=WAIT_S)
-    second = stub.Generate(request, timeout=WAIT_S)
+    first = stub.Generate(request, timeout=TIMEOUT_S)
+    second = stub.Generate(request, timeout=TIMEOUT_S)
     assert second.usage.cached_prompt_tokens > first.usage.cached_prompt_tokens
     assert second.completions[0].token_ids == first.completions[0].token_ids
 
@@ -154,7 +156,7 @@ def test_a_cache_salt_hides_what_others_asked(demo_channel: grpc.Channel) -> Non
             sampling=greedy(4, ignore_eos=True),
             cache_salt=salt,
         )
-        return stub.Generate(request, timeout=WAIT_S).usage.cached_prompt_tokens
+        return stub.Generate(request, timeout=TIMEOUT_S).usage.cached_prompt_tokens
 
     assert cached("tenant a") == cached("tenant b") == cached("") == 0
     assert cached("tenant a") > 0
@@ -163,7 +165,7 @@ def test_a_cache_salt_hides_what_others_asked(demo_channel: grpc.Channel) -> Non
 @pytest.mark.parametrize("priority", [-(2**31), 7, 2**31 - 1])
 def test_any_priority_is_served(demo_channel: grpc.Channel, priority: int) -> None:
     request = GenerateRequest(text="Once", sampling=greedy(4), priority=priority)
-    response = InferenceServiceStub(demo_channel).Generate(request, timeout=WAIT_S)
+    response = InferenceServiceStub(demo_channel).Generate(request, timeout=TIMEOUT_S)
     assert response.usage.completion_tokens == 4
 
 
@@ -173,8 +175,8 @@ def test_any_text_is_a_prompt(demo_channel: grpc.Channel, text: str) -> None:
     request = GenerateRequest(
         text=text, sampling=SamplingParams(temperature=2, seed=1, max_tokens=50, ignore_eos=True)
     )
-    whole = stub.Generate(request, timeout=WAIT_S).completions[0]
-    chunks = list(stub.GenerateStream(request, timeout=WAIT_S))
+    whole = stub.Generate(request, timeout=TIMEOUT_S).completions[0]
+    chunks = list(stub.GenerateStream(request, timeout=TIMEOUT_S))
     assert "".join(c.text for c in chunks) == whole.text
     assert whole.finish_reason == FINISH_REASON_LENGTH
 
@@ -185,11 +187,11 @@ def test_cancelled_streams_leave_room_for_others(demo_channel: grpc.Channel) -> 
         text="Once", sampling=SamplingParams(max_tokens=1500, ignore_eos=True, temperature=1)
     )
     for _ in range(5):
-        stream = stub.GenerateStream(long, timeout=WAIT_S)
+        stream = stub.GenerateStream(long, timeout=TIMEOUT_S)
         next(stream)
         stream.cancel()
     answer = stub.Generate(
-        GenerateRequest(text="Once", sampling=greedy(5, ignore_eos=True)), timeout=WAIT_S
+        GenerateRequest(text="Once", sampling=greedy(5, ignore_eos=True)), timeout=TIMEOUT_S
     )
     assert len(answer.completions[0].token_ids) == 5
 
@@ -205,7 +207,7 @@ def test_a_deadline_ends_a_request(demo_channel: grpc.Channel) -> None:
 
 
 def test_the_model_is_described(demo_channel: grpc.Channel, oracle: Oracle) -> None:
-    model = InferenceServiceStub(demo_channel).GetModel(GetModelRequest(), timeout=WAIT_S)
+    model = InferenceServiceStub(demo_channel).GetModel(GetModelRequest(), timeout=TIMEOUT_S)
     assert model.model == "demo"
     assert model.vocab_size == oracle.model.config.vocab_size
     assert list(model.eos_token_ids) == oracle.model.generation_config.eos_token_id

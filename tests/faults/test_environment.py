@@ -8,7 +8,6 @@ import resource
 import shutil
 import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +46,12 @@ class StackInTime:
         """Returns once the process that serves `module` has a successor."""
         killed = self.processes(module)[-1]
         killed.kill()
-        while not (running := self.processes(module)) or killed in running:
-            time.sleep(0.1)
+
+        def replaced() -> bool:
+            running = self.processes(module)
+            return bool(running) and killed not in running
+
+        wait_for(replaced, f"a successor in {module}")
 
     def processes(self, module: str) -> list[psutil.Process]:
         """Those of `module`, the oldest first: that is the one that supervisord started."""
