@@ -40,6 +40,7 @@ class InstantWorker(WorkerServiceServicer):
             max_model_len=options.max_model_len,
             vocab_size=VOCAB_SIZE,
             incarnation="instant",
+            max_num_batched_tokens=2048,
         )
         self._step_s = options.step_us * 1e-6
         self._token_s = options.token_us * 1e-6

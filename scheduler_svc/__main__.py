@@ -47,7 +47,7 @@ async def _run_engine(
     workers = WorkerClient(
         settings.worker_addresses,
         settings.max_num_seqs,
-        settings.max_num_batched_tokens,
+        None if settings.max_num_batched_tokens == "auto" else settings.max_num_batched_tokens,
         settings.hang_timeout_s,
         settings.dialer,
     )
@@ -60,11 +60,15 @@ async def _run_engine(
         group = await workers.connect(None if settings.kv_blocks == "auto" else settings.kv_blocks)
         limits = Limits(
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=group.max_num_batched_tokens,
             max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
             max_waiting=settings.max_waiting,
             max_waiting_tokens=settings.max_waiting_tokens,
-            max_num_prefill_tokens=settings.max_num_prefill_tokens,
+            max_num_prefill_tokens=(
+                max(group.max_num_batched_tokens // 2, 1)
+                if settings.max_num_prefill_tokens == "auto"
+                else settings.max_num_prefill_tokens
+            ),
             vocab_size=group.vocab_size,
         )
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -49,6 +49,7 @@ class WorkerGroup:
     block_size: int
     max_model_len: int
     vocab_size: int
+    max_num_batched_tokens: int  # of a step
     epoch: int  # the highest that any rank has seen
 
 
@@ -57,7 +58,8 @@ class WorkerClient:
 
     Args:
         addresses: gRPC addresses in order of rank.
-        max_num_seqs, max_num_batched_tokens: limits of a step, passed on to the workers.
+        max_num_seqs: of a step, passed on to the workers.
+        max_num_batched_tokens: likewise; None for what the workers say.
         hang_timeout_s: a rank that answers nothing for so long is lost.
         dialer: how to connect.
 
@@ -69,7 +71,7 @@ class WorkerClient:
         self,
         addresses: Seq[str],
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        max_num_batched_tokens: int | None,
         hang_timeout_s: float,
         dialer: Dialer = PLAINTEXT,
     ) -> None:
@@ -225,22 +227,26 @@ class WorkerClient:
         self._block_size = group.block_size
         self._step_id = 0
         self._sent.clear()
+        max_num_batched_tokens = self._max_num_batched_tokens or group.max_num_batched_tokens
         request = worker_pb2.ConfigureRequest(
             epoch=self._epoch,
             num_blocks=self._num_blocks,
             max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
         # Together: the ranks meet each other in this call.
         await asyncio.gather(*(stub.Configure(request) for stub in self._stubs))
         self._calls = [stub.Execute() for stub in self._stubs]
-        return WorkerGroup(
-            self._num_blocks, group.block_size, group.max_model_len, group.vocab_size, self._epoch
+        return replace(
+            group,
+            num_blocks=self._num_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            epoch=self._epoch,
         )
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
-    """What holds for all ranks; block counts and lengths are the smallest of any.
+    """What holds for all ranks; block counts, lengths and limits are the smallest of any.
 
     Raises:
         WorkerMismatchError: ranks are out of order or missing, or loaded different things.
@@ -262,5 +268,6 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         block_size=infos[0].block_size,
         max_model_len=min(info.max_model_len for info in infos),
         vocab_size=infos[0].vocab_size,
+        max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),
         epoch=max(info.epoch for info in infos),
     )

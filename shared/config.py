@@ -76,9 +76,11 @@ class SchedulerSettings(ServiceSettings):
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     model: str = Field("models/demo", description="model directory, for structured output")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
-    max_num_batched_tokens: int = Field(2048, gt=0, description="tokens in a step")
-    max_num_prefill_tokens: int = Field(
-        1024, gt=0, description="prompt tokens in a step that has decodes too"
+    max_num_batched_tokens: AutoInt = Field(
+        "auto", description="tokens in a step (auto: what the workers say)"
+    )
+    max_num_prefill_tokens: AutoInt = Field(
+        "auto", description="prompt tokens in a step that has decodes too (auto: half of a step)"
     )
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
     max_waiting_tokens: int = Field(1 << 20, gt=0, description="their tokens")
@@ -121,12 +123,16 @@ class WorkerSettings(ServiceSettings):
         description="default: MASTER_PORT",
     )
     max_num_seqs: int = Field(256, gt=0)
-    max_num_batched_tokens: int = Field(2048, gt=0)
+    max_num_batched_tokens: AutoInt = Field(
+        "auto", description="tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)"
+    )
     max_model_len: AutoInt = "auto"
     kv_blocks: AutoInt = "auto"
     block_size: AutoInt = "auto"
     memory_utilization: float | Literal["auto"] = Field("auto", description="share of the memory")
-    attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = "auto"
+    attention: Literal[
+        "auto", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton", "triton", "torch"
+    ] = Field("auto", description="attention backend; a+b: a for prompts, b for decodes")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     threads: AutoInt = Field("auto", description="CPU threads of a step")
     hang_timeout_s: float = Field(
@@ -222,8 +228,9 @@ def split_commas(value: object) -> object:
 
 
 def _check_step_limits(settings: SchedulerSettings | WorkerSettings) -> None:
-    if settings.max_num_seqs > settings.max_num_batched_tokens:
+    tokens = settings.max_num_batched_tokens
+    if tokens != "auto" and settings.max_num_seqs > tokens:
         raise ValueError(
             f"max_num_seqs: {settings.max_num_seqs} sequences need a token each in a step of "
-            f"max_num_batched_tokens, which is {settings.max_num_batched_tokens}"
+            f"max_num_batched_tokens, which is {tokens}"
         )

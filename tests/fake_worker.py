@@ -45,6 +45,7 @@ class FakeWorker(WorkerServiceServicer):
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             incarnation="fake",
+            max_num_batched_tokens=2048,
         )
         self.gate = asyncio.Event()
         self.gate.set()

@@ -25,13 +25,14 @@ SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 async def serve(settings: WorkerSettings, ready: Ready | None = None) -> None:
     """Serves until SIGTERM; healthy once the model is loaded and warm."""
     server = Server(settings, SERVICE_NAME, ready=ready)
-    service = WorkerService(settings)
+    service = WorkerService(settings, server.stop)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])
     try:
         await service.load()
         await server.set_serving(True)
         await server.wait()
+        service.check()
     finally:
         await server.grpc.stop(None)
         service.close()

@@ -12,9 +12,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.distributed import DistError
 from tqdm import tqdm
 
 from worker_svc.attention.base import Backend
+from worker_svc.errors import CaptureError, is_device_lost
 from worker_svc.platforms.base import Platform
 from worker_svc.step import Step
 from worker_svc.step_tensors import ALIGNMENT, StepTensors, columns, pack, padded, unpack
@@ -28,13 +30,18 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures on construction.
+    """Captures on construction, into memory of its own.
 
     Args:
         run: a step from its padded host form (of which it may use the number of sequences alone)
             and its columns on the device, through to the sampled tokens and the logits, which it
             leaves in tensors that outlive it, and returns the logits.
         max_blocks: of one sequence.
+        superseded: whether to give up, since nobody waits for these graphs any more.
+
+    Raises:
+        CaptureError: `run` cannot be captured.
+        RuntimeError: `superseded`, or the device is lost.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class DecodeGraphs:
         run: Callable[[Step, StepTensors], torch.Tensor],
         max_num_seqs: int,
         max_blocks: int,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._platform = platform
         self._backend = backend
@@ -59,14 +67,27 @@ class DecodeGraphs:
         # Largest first: the smaller ones then fit into the memory that it took.
         progress = tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None)
         before = platform.graph_bytes()
+        pool = platform.graph_pool()
         for size in progress:
+            if superseded():
+                raise RuntimeError("a newer epoch begins")
             step = padded(_nothing(), size)
             arrays = self._columns(step)
             self._upload(step)
             lengths = [len(array) for array in arrays]
             lengths[-1] = table_entries
             self._tensors[size] = unpack(self._buffer, lengths)
-            self._replays[size] = platform.capture(partial(self._run, run, step))
+            try:
+                capture = partial(self._run, run, step)
+                self._replays[size] = platform.capture(capture, pool, superseded)
+            except RuntimeError as error:
+                # What a lost rank or device brings with it passes with the process or the epoch.
+                if superseded() or is_device_lost(error) or isinstance(error, DistError):
+                    raise
+                raise CaptureError(
+                    f"CUDA graphs: a step of {size} sequences cannot be captured: {error}; "
+                    "enforce_eager serves without graphs"
+                ) from error
             taken = (platform.graph_bytes() - before) / 2**20
             progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 

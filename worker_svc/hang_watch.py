@@ -70,6 +70,8 @@ class HangWatch:
         hang_timeout_s: beyond what an activity may take, and for the loop in all.
         waits_for_ranks: whether a collective waits now. These have a timeout of their own, and it
             is another rank that hangs.
+        compiles: whether a kernel may be being compiled now. What goes on meanwhile may take as
+            long as the first step of a size.
         give_up: called with the reason, on the watch's thread.
     """
 
@@ -77,10 +79,12 @@ class HangWatch:
         self,
         hang_timeout_s: float,
         waits_for_ranks: Callable[[], bool],
+        compiles: Callable[[], bool] = lambda: False,
         give_up: Callable[[str], None] | None = None,
     ) -> None:
         self._hang_timeout_s = hang_timeout_s
         self._waits_for_ranks = waits_for_ranks
+        self._compiles = compiles
         self._give_up = give_up or end_process
         self._activities: dict[_Activity, None] = {}
         self._times = StepTimes()
@@ -117,6 +121,8 @@ class HangWatch:
         loop_silent_s = 0.0
         while not self._stopped.wait(look_s):
             for activity in tuple(self._activities):
+                if self._compiles():
+                    activity.most_s = max(activity.most_s, FIRST_STEP_S)
                 activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + look_s
                 if activity.seconds >= self._hang_timeout_s + activity.most_s:
                     self._give_up(f"{activity.what} does not end")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shared.config import WorkerSettings
 from worker_svc.config import find_model_dir, load_model_config
-from worker_svc.cuda_graph import DecodeGraphs
+from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
 from worker_svc.feature_runner import FeatureRunner
@@ -27,7 +27,7 @@ from worker_svc.platforms.choice import choose_platform
 from worker_svc.sampler import Sampler
 from worker_svc.step import Step
 from worker_svc.step_tensors import StepTensors, columns, upload
-from worker_svc.warm_up import warm_up_steps
+from worker_svc.warm_up import plain_decodes, warm_up_steps
 from worker_svc.weights import WeightReader, model_fingerprint
 from worker_svc.wire import Float32s, Int32s
 
@@ -44,6 +44,7 @@ class RunnerInfo:
     num_blocks: int  # that fit
     max_num_blocks: int  # that would fit if nothing else was in memory, and slots in their column
     max_model_len: int  # tokens
+    max_num_batched_tokens: int  # of a step
     vocab_size: int
 
 
@@ -102,14 +103,19 @@ class ModelRunner:
             config, dtype=platform.choose_dtype(settings.dtype, config.dtype)
         )
         max_model_len = _max_model_len(settings, config.max_model_len)
+        max_num_batched_tokens = max(platform.num_batched_tokens, settings.max_num_seqs)
+        if settings.max_num_batched_tokens != "auto":
+            max_num_batched_tokens = settings.max_num_batched_tokens
         shape = attention_shape(config, settings.tp, platform.device)
 
         self._settings = settings
         self._platform = platform
         self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._tp = TensorParallel(settings.rank, settings.tp)
         self._backend = platform.attention_backend(settings, shape)
-        with WeightReader(model_dir, config.dtype, platform.device) as reader:
+        copies = platform.weight_copies()
+        with WeightReader(model_dir, config.dtype, platform.device, copies) as reader:
             self._model = Qwen3ForCausalLM(
                 reader, config, max_model_len, platform.ops, self._tp, self._backend
             )
@@ -127,8 +133,8 @@ class ModelRunner:
         if platform.captures:  # one buffer for all graphs, not one in each
             shape_of_logits = settings.max_num_seqs, vocab.shard_size
             self._logits = torch.empty(shape_of_logits, dtype=config.dtype, device=platform.device)
-        self._allocate(0)
         self._graphs: DecodeGraphs | None = None
+        self._configured_blocks = 0
         activations = self._warm_up()
         block_size = self._backend.block_size
         block_bytes = (shape.cache_bytes_per_token + TOKEN_ID_BYTES) * block_size
@@ -149,6 +155,7 @@ class ModelRunner:
                 platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // block_size
             ),
             max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             vocab_size=config.vocab_size,
         )
 
@@ -162,10 +169,12 @@ class ModelRunner:
 
         Raises:
             RuntimeError: the other ranks did not come, or there is not enough memory.
+            CaptureError: decodes cannot run from CUDA graphs.
         """
         alone = self._tp.size == 1
-        if alone and num_blocks == self._num_blocks:
+        if alone and num_blocks == self._configured_blocks:
             return  # nobody reads what an earlier epoch wrote
+        self._configured_blocks = 0  # until all of what follows has succeeded
         self._graphs = None
         self._allocate(0)  # free the old one before the new one is allocated
         settings = self._settings
@@ -180,7 +189,9 @@ class ModelRunner:
                     lambda step, tensors: self._run(step, tensors, self._max_model_len),
                     settings.max_num_seqs,
                     -(-self._max_model_len // self._backend.block_size),
+                    superseded,
                 )
+        self._configured_blocks = num_blocks
 
     def launch(self, step: Step) -> PendingStep:
         """Starts `step`, which has been checked (`worker_svc.step.decode_step`). On a GPU it
@@ -219,16 +230,15 @@ class ModelRunner:
         """Whether a collective waits for other ranks just now, on a CPU."""
         return self._tp.waiting
 
-    def is_lost(self, error: Exception) -> bool:
-        """Whether no step can succeed in this process after `error`."""
-        return self._platform.is_lost(error)
+    @property
+    def compiling(self) -> bool:
+        """Whether a step may be waiting for a compiler just now."""
+        return self._platform.compiling
 
     def _allocate(self, num_blocks: int) -> None:
         size = self._backend.block_size
-        self._num_blocks = 0  # until there is memory for them
         self._caches = self._backend.allocate(num_blocks) if num_blocks else []
         self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device)
-        self._num_blocks = num_blocks
 
     def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
         """-> this rank's logits [S, shard_size]; the tokens are in `_last_tokens`."""
@@ -276,7 +286,8 @@ class ModelRunner:
         beside the weights and the cache."""
         platform = self._platform
         prompts, decodes = warm_up_steps(
-            self._settings,
+            self._settings.max_num_seqs,
+            self._max_num_batched_tokens,
             platform.device.type == "cpu",
             self._max_model_len,
             self._backend.block_size,
@@ -285,6 +296,10 @@ class ModelRunner:
         self._allocate(1)
         prompts_bytes = platform.peak_bytes(partial(self.run, prompts))
         decodes_bytes = platform.peak_bytes(partial(self.run, decodes))
+        if platform.compiles and not platform.captures:
+            # Each number of sequences has its own kernels; capturing does the same for graphs.
+            for size in graph_sizes(self._settings.max_num_seqs):
+                self.run(plain_decodes(size, self._max_model_len, self._backend.block_size))
         self._allocate(0)
         # Graphs have a pool of memory of their own.
         if platform.captures:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from shared.pb.worker_pb2 import (
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from worker_svc.distributed import COLLECTIVE_TIMEOUT
+from worker_svc.errors import StartError, is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
 from worker_svc.step import Step, StepLimits, decode_step
@@ -63,25 +64,30 @@ class Epoch:
 class Launched:
     """A step of an Execute stream whose answer is due."""
 
-    epoch: Epoch
     step: Step
-    pending: asyncio.Future[PendingStep]
+    result: asyncio.Future[StepResult]
 
 
 class WorkerService(WorkerServiceServicer):
     """One rank. Steps are launched one after another on a thread of their own, so that health and
     GetInfo are answered meanwhile; another waits for their tokens, so that on a GPU the next one
-    is launched before this one is done."""
+    is launched before this one is done.
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    Args:
+        stop: called when it turns out that this worker cannot start, see `check`.
+    """
+
+    def __init__(self, settings: WorkerSettings, stop: Callable[[], object] = lambda: None) -> None:
         self._settings = settings
+        self._stop = stop
+        self._start_error: StartError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._incarnation = uuid.uuid4().hex
         self._runner: ModelRunner | None = None
         self._newest_epoch = 0  # asked for, maybe not reached
         self._epoch: Epoch | None = None
-        self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks)
+        self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
         self._least_step_s = 0.0
 
     async def load(self) -> None:
@@ -96,6 +102,14 @@ class WorkerService(WorkerServiceServicer):
             # Collectives wait on the devices: which rank it is that hangs cannot be told there.
             self._least_step_s = COLLECTIVE_TIMEOUT.total_seconds()
         self._watch.start(loop)
+
+    def check(self) -> None:
+        """
+        Raises:
+            StartError: an epoch could not be configured, nor could any later one.
+        """
+        if self._start_error:
+            raise self._start_error
 
     def close(self) -> None:
         """Drops the steps that wait; returns when the one that runs has ended."""
@@ -118,6 +132,7 @@ class WorkerService(WorkerServiceServicer):
             vocab_size=info.vocab_size,
             incarnation=self._incarnation,
             epoch=self._newest_epoch,
+            max_num_batched_tokens=info.max_num_batched_tokens,
         )
 
     async def Configure(self, request: ConfigureRequest, context: Context) -> ConfigureResponse:
@@ -138,8 +153,13 @@ class WorkerService(WorkerServiceServicer):
             await loop.run_in_executor(
                 self._thread, self._configure, runner, request.epoch, request.num_blocks
             )
+        except StartError as error:
+            self._start_error = error
+            self._stop()
+            raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
         except RuntimeError as error:
             log.error("configure failed", epoch=request.epoch, exc_info=error)
+            _end_if_device_lost(error)
             raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
         if request.epoch == self._newest_epoch:
             self._epoch = Epoch(request.epoch, limits)
@@ -168,7 +188,7 @@ class WorkerService(WorkerServiceServicer):
             await asyncio.gather(reader, return_exceptions=True)
             while not running.empty():
                 if launched := running.get_nowait():
-                    _drop(launched.pending)
+                    _drop(launched.result)
 
     async def _read_steps(
         self,
@@ -176,62 +196,70 @@ class WorkerService(WorkerServiceServicer):
         running: asyncio.Queue[Launched | None],
         places: asyncio.Semaphore,
     ) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async for request in requests:
                 await places.acquire()
                 epoch = self._current_epoch(request.epoch)
                 step = decode_step(request, epoch.limits, epoch.last_step)
                 epoch.last_step = step
-                pending = loop.run_in_executor(
-                    self._thread, self._launch, self._loaded(), epoch, step
-                )
-                running.put_nowait(Launched(epoch, step, pending))
+                result: Future[StepResult] = Future()
+                self._thread.submit(self._launch, self._loaded(), epoch, step, result)
+                running.put_nowait(Launched(step, asyncio.wrap_future(result)))
         finally:
             running.put_nowait(None)
 
-    def _launch(self, runner: ModelRunner, epoch: Epoch, step: Step) -> PendingStep:
-        """On the execution thread."""
-        if epoch.ended:
-            raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
+    def _launch(
+        self, runner: ModelRunner, epoch: Epoch, step: Step, result: Future[StepResult]
+    ) -> None:
+        """On the execution thread; `result` is set there, or on the one that waits for results."""
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            if epoch.ended:
+                raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
+            with self._watch.running(step, self._least_step_s):
+                pending = runner.launch(step)
+            if pending.ready():
+                result.set_result(pending.wait())
+            else:
+                self._results.submit(self._wait, epoch, step, pending, result)
+        except FailedPreconditionError as error:
+            result.set_exception(error)
+        except Exception as error:
+            result.set_exception(self._failed(epoch, step.step_id, error))
+
+    def _wait(
+        self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]
+    ) -> None:
+        """On the thread that waits for results."""
         try:
             with self._watch.running(step, self._least_step_s):
-                return runner.launch(step)
+                found = pending.wait()
         except Exception as error:
-            raise self._failed(epoch, step.step_id, error) from error
+            result.set_exception(self._failed(epoch, step.step_id, error))
+        else:
+            result.set_result(found)
 
     async def _answer(self, launched: Launched) -> StepResponse:
-        step, pending = launched.step, await launched.pending
-        try:
-            if pending.ready():
-                result = pending.wait()
-            else:
-                loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._results, self._wait, step, pending)
-        except Exception as error:
-            raise self._failed(launched.epoch, step.step_id, error) from error
-        response = StepResponse(step_id=step.step_id, step_time_s=result.seconds)
+        result = await launched.result
+        response = StepResponse(step_id=launched.step.step_id, step_time_s=result.seconds)
         if self._settings.rank == 0:
             response.token_ids = result.token_ids.tobytes()
             response.logprob_ids = result.logprob_ids.tobytes()
             response.logprob_values = result.logprob_values.tobytes()
         return response
 
-    def _wait(self, step: Step, pending: PendingStep) -> StepResult:
-        """On the thread that waits for results."""
-        with self._watch.running(step, self._least_step_s):
-            return pending.wait()
-
     def _waits_for_ranks(self) -> bool:
         return self._runner is not None and self._runner.waits_for_ranks
+
+    def _compiles(self) -> bool:
+        return self._runner is not None and self._runner.compiling
 
     def _failed(self, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
         """Ends the epoch, since what the cache holds is no longer known."""
         epoch.ended = True
         log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
-        if self._loaded().is_lost(error):
-            log.error("the device is lost to this process, which ends")
-            os._exit(EXIT_DEVICE_LOST)  # an orderly end would wait for the device
+        _end_if_device_lost(error)
         return InternalError(f"step {step_id} failed")
 
     def _current_epoch(self, number: int) -> Epoch:
@@ -255,7 +283,7 @@ class WorkerService(WorkerServiceServicer):
             # times over, and the process is killed when the promise is called in.
             "num_blocks": runner.info.max_num_blocks,
             "max_num_seqs": self._settings.max_num_seqs,
-            "max_num_batched_tokens": self._settings.max_num_batched_tokens,
+            "max_num_batched_tokens": runner.info.max_num_batched_tokens,
         }
         for field, limit in most.items():
             value = getattr(request, field)
@@ -271,7 +299,13 @@ class WorkerService(WorkerServiceServicer):
         )
 
 
-def _drop(pending: asyncio.Future[PendingStep]) -> None:
-    """Nobody will read the answer, whatever it is."""
-    if not pending.cancel() and not pending.cancelled():
-        pending.exception()
+def _drop(result: asyncio.Future[StepResult]) -> None:
+    """Nobody will read it, whatever it is."""
+    if not result.cancel() and not result.cancelled():
+        result.exception()
+
+
+def _end_if_device_lost(error: Exception) -> None:
+    if is_device_lost(error):
+        log.error("the device is lost to this process, which ends", reason=str(error))
+        os._exit(EXIT_DEVICE_LOST)  # an orderly end would wait for the device

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from shared.config import WorkerSettings
 from worker_svc.logprobs import PIECE
 from worker_svc.step import Step
 from worker_svc.step_features import Features, PromptTargets
@@ -18,21 +17,32 @@ NUM_LOGPROBS = 20
 
 
 def warm_up_steps(
-    settings: WorkerSettings, on_cpu: bool, max_model_len: int, block_size: int, vocab_size: int
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    on_cpu: bool,
+    max_model_len: int,
+    block_size: int,
+    vocab_size: int,
 ) -> tuple[Step, Step]:
     """-> prompts and decodes, all of them in one block."""
-    most_tokens, most_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
     longest = max_model_len
     if on_cpu:
-        most_tokens, most_seqs, longest = CPU_TOKENS, 1, min(CPU_TOKENS, max_model_len)
-    most_seqs = min(most_seqs, most_tokens)
-    shares = np.diff(np.linspace(0, most_tokens, most_seqs + 1).astype(np.int32))
+        max_num_seqs, max_num_batched_tokens = 1, CPU_TOKENS
+        longest = min(CPU_TOKENS, max_model_len)
+    num_seqs = min(max_num_seqs, max_num_batched_tokens)
+    shares = np.diff(np.linspace(0, max_num_batched_tokens, num_seqs + 1).astype(np.int32))
     lens = np.minimum(shares, longest)
     prompts = _dummy_step(lens, lens, block_size, vocab_size)
     scored = _dummy_targets(min(int(lens[0]), PIECE), vocab_size)
     ones = np.ones_like(lens)
     decodes = _dummy_step(ones, ones * longest, block_size, vocab_size)
     return replace(prompts, prompt_targets=scored), decodes
+
+
+def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> Step:
+    """Decodes that ask for nothing, all of them in one block."""
+    ones = np.ones(num_seqs, np.int32)
+    return replace(_dummy_step(ones, ones * max_model_len, block_size, 1), features=None)
 
 
 def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int, vocab_size: int) -> Step:

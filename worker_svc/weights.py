@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +28,17 @@ class WeightReader:
     of this process until the end of the load.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    ) -> None:
+        """`copy(out, source)` brings what was read to the device, as `Platform.weight_copies`."""
         self.dtype = dtype
         self.device = device
+        self._copy = copy
         self._files = dict(_locate(model_dir))
         self._unread = set(self._files)
         # disable=None: no bar where stderr is no terminal.
@@ -68,11 +76,11 @@ class WeightReader:
             if shape != expected:
                 raise ModelError(f"{name}: shape {shape}, the configuration says {expected}")
             if start is None:
-                out.copy_(tensor[:])
+                self._copy(out, tensor[:])
             elif dim == 0:
-                out.copy_(tensor[start : start + out.shape[0]])
+                self._copy(out, tensor[start : start + out.shape[0]])
             else:
-                out.copy_(tensor[:, start : start + out.shape[1]])
+                self._copy(out, tensor[:, start : start + out.shape[1]])
 
     def skip(self, name: str) -> None:
         """`name` may be there, and is not needed."""

@@ -47,6 +47,7 @@ class GetInfoResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
     device: _builtins.str
@@ -65,6 +66,8 @@ class GetInfoResponse(_message.Message):
     """new at every start of the process"""
     epoch: _builtins.int
     """of the last Configure, 0 before the first"""
+    max_num_batched_tokens: _builtins.int
+    """tokens in a step, at most"""
     def __init__(
         self,
         *,
@@ -80,10 +83,11 @@ class GetInfoResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

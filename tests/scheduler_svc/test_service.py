@@ -260,6 +260,33 @@ async def test_a_frontend_that_goes_leaves_the_others_alone(tmp_path: Path) -> N
             assert frontend.tokens[1] == completion([1, 2, 3], 5)
 
 
+@pytest.mark.parametrize(("prefill", "beside_decodes"), [("auto", 6), (2, 2)])
+async def test_steps_are_as_large_as_the_workers_say(
+    tmp_path: Path, prefill: object, beside_decodes: int
+) -> None:
+    """The rank that says least decides; beside decodes, prompts get half of a step."""
+    workers = [FakeWorker(rank=rank, world_size=2) for rank in range(2)]
+    workers[0].info.max_num_batched_tokens = 20
+    workers[1].info.max_num_batched_tokens = 12
+    limits = {"max_num_batched_tokens": "auto", "max_num_prefill_tokens": prefill}
+    async with stack_of(tmp_path, *workers, **limits) as stack:
+        frontend = await stack.frontend()
+        assert frontend.info.max_num_batched_tokens == 12
+        await frontend.submit(1, list(range(30)), max_tokens=20)
+        while not frontend.tokens.get(1):
+            await frontend.read()
+        for worker in workers:
+            worker.gate.clear()
+        await frontend.submit(2, list(range(30, 60)), max_tokens=1)
+        await stack.until(lambda load: load.running + load.waiting == 2)
+        for worker in workers:
+            worker.gate.set()
+        await frontend.read_until_finished(1, 2)
+    lens = [np.frombuffer(step.query_lens, "<i4").tolist() for step in workers[0].steps]
+    assert [12] in lens
+    assert max(sum(each) - 1 for each in lens if len(each) == 2) == beside_decodes
+
+
 async def test_a_frontend_that_does_not_read_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

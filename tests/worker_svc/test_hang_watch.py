@@ -29,9 +29,11 @@ class Watched:
     def __init__(self) -> None:
         self.reason = ""
         self.gave_up = threading.Event()
-        self.waits_for_ranks = False
+        self.waits_for_ranks = self.compiles = False
         self.loop = asyncio.new_event_loop()
-        self.watch = HangWatch(HANG_S, lambda: self.waits_for_ranks, self._give_up)
+        self.watch = HangWatch(
+            HANG_S, lambda: self.waits_for_ranks, lambda: self.compiles, self._give_up
+        )
         self._thread = threading.Thread(target=self.loop.run_forever)
 
     def _give_up(self, reason: str) -> None:
@@ -97,6 +99,18 @@ def test_waiting_for_other_ranks_is_their_fault(watched: Watched) -> None:
         assert not watched.gave_up.is_set()
         watched.waits_for_ranks = False
         assert watched.gave_up.wait(60)
+
+
+def test_a_kernel_may_be_compiled_in_any_step(watched: Watched) -> None:
+    """A variant that no step of this size has needed so far; but not for ever."""
+    with watched.watch.doing("step 3", 0.0):
+        watched.compiles = True
+        watched.looks(30)
+        assert not watched.gave_up.is_set()
+    watched.compiles = False
+    with watched.watch.doing("step 4", 0.0):
+        assert watched.gave_up.wait(60)
+    assert watched.reason == "step 4 does not end"
 
 
 def test_short_activities_for_ever_are_none(watched: Watched) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServic
 from shared.server import Server
 from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from worker_svc import server as worker_server
+from worker_svc.errors import CaptureError, StartError
 from worker_svc.model_runner import ModelRunner, PendingStep
 from worker_svc.server import WorkerService
 from worker_svc.step import Step
@@ -281,16 +283,42 @@ async def test_a_lost_device_ends_the_process(
     """Its CUDA context is gone: every step after it would fail too."""
     exits: list[int] = []
     monkeypatch.setattr(worker_server.os, "_exit", exits.append)
-    monkeypatch.setattr(ModelRunner, "is_lost", lambda runner, error: "illegal" in str(error))
     device = Device(monkeypatch)
     batch = await worker.configure(1)
     call = worker.execute()
     await call.write(batch.request([(0, [1])]))
     step = await device.next_step()
-    step.error = RuntimeError("an illegal memory access was encountered")
+    step.error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     step.done.set()
     await refused(call, grpc.StatusCode.INTERNAL)
     assert exits == [worker_server.EXIT_DEVICE_LOST]
+
+    def configure(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(ModelRunner, "configure", configure)
+    with pytest.raises(aio.AioRpcError, match="epoch 2 cannot be configured"):
+        await worker.configure(2)
+    assert exits == [worker_server.EXIT_DEVICE_LOST] * 2
+
+
+async def test_a_failed_capture_ends_the_start(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order and with the reason, instead of serving slowly without graphs."""
+    stopped: list[None] = []
+    monkeypatch.setattr(worker.service, "_stop", lambda: stopped.append(None))
+
+    def configure(*_: Any) -> None:
+        raise CaptureError("CUDA graphs: a step of 8 sequences cannot be captured")
+
+    worker.service.check()
+    monkeypatch.setattr(ModelRunner, "configure", configure)
+    with pytest.raises(aio.AioRpcError, match="epoch 1 cannot be configured"):
+        await worker.configure(1)
+    assert len(stopped) == 1
+    with pytest.raises(StartError, match="a step of 8 sequences cannot be captured"):
+        worker.service.check()
 
 
 async def test_a_malformed_step_ends_the_stream_only(worker: Worker) -> None:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
+
 from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.fa3 import FlashAttention3
 from worker_svc.attention.flash_attn import BLOCK_SIZE_MULTIPLE, FlashAttention2
 from worker_svc.attention.paged import PagedBackend, PerPhase
+from worker_svc.attention.probe import find_obstacle
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError
 
-# Small enough that prompts which differ late still share most of their blocks.
-DEFAULT_BLOCK_SIZE = 64
+BACKENDS = ("triton", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton")
+# The first that can be used, else triton: the libraries' for prompts and Triton for decodes. Their decode
+# kernels spend tiles of 64 to 128 queries on the two that share a KV head in Qwen3-0.6B.
+PREFERRED = ("fa3+triton", "flash_attn+triton")
+# Tokens. Small enough that prompts which differ late still share most of their blocks; but
+# FlashAttention 3 loads whole pages with the tensor memory accelerator only from 128 on.
+TRITON_BLOCK_SIZE = 64
+FA3_BLOCK_SIZE = 128
 HOPPER = (9, 0)
+
+log = structlog.get_logger(__name__)
 
 
 def choose_backend(
@@ -26,33 +37,41 @@ def choose_backend(
 ) -> PagedBackend[Any]:
     """
     Args:
-        name: a setting: auto, fa3, flash_attn or triton.
+        name: a setting: auto, or one of `BACKENDS`.
         block_size: tokens; None for what the backend wants.
         capability, num_sms: compute capability and multiprocessors of the GPU.
 
     Raises:
         StartError: a backend asked for by name is not installed, or cannot serve this.
     """
-    if name == "auto":
-        name = _fastest(shape, block_size, capability)
-    reasons = _obstacles(name, shape, block_size, capability)
-    if reasons:
-        raise StartError(f"attention: {name} cannot be used: {reasons[0]}")
-    if name == "fa3":
-        return FlashAttention3(shape, block_size or DEFAULT_BLOCK_SIZE, num_sms)
+    for candidate in PREFERRED if name == "auto" else (name,):
+        reasons = _obstacles(candidate, shape, block_size, capability)
+        if not reasons:
+            backend, library = _make(candidate, shape, block_size, num_sms)
+            obstacle = library and find_obstacle(library, decodes=library is backend)
+            if not obstacle:
+                return backend
+            reasons.append(f"it is installed, but {obstacle}")
+            log.warning("attention backend cannot be used", name=candidate, reason=obstacle)
+        if name != "auto":
+            raise StartError(f"attention: {name} cannot be used: {reasons[0]}")
+    return TritonBackend(shape, block_size or TRITON_BLOCK_SIZE, num_sms)
+
+
+def _make(
+    name: str, shape: AttentionShape, block_size: int | None, num_sms: int
+) -> tuple[PagedBackend[Any], PagedBackend[Any] | None]:
+    """-> the backend, and what of it is others' and has to be tried."""
     if name == "triton":
-        return TritonBackend(shape, block_size or DEFAULT_BLOCK_SIZE, num_sms)
-    mixed = FlashAttention2(shape, block_size or BLOCK_SIZE_MULTIPLE)
-    if name == "flash_attn":
-        return mixed
-    return PerPhase(mixed, decodes=TritonBackend(shape, mixed.block_size, num_sms))
-
-
-def _fastest(shape: AttentionShape, block_size: int | None, capability: tuple[int, int]) -> str:
-    for name in ("fa3", "flash_attn+triton"):
-        if not _obstacles(name, shape, block_size, capability):
-            return name
-    return "triton"
+        return TritonBackend(shape, block_size or TRITON_BLOCK_SIZE, num_sms), None
+    library: PagedBackend[Any]
+    if name.startswith("fa3"):
+        library = FlashAttention3(shape, block_size or FA3_BLOCK_SIZE, num_sms)
+    else:
+        library = FlashAttention2(shape, block_size or BLOCK_SIZE_MULTIPLE)
+    if not name.endswith("+triton"):
+        return library, library
+    return PerPhase(library, TritonBackend(shape, library.block_size, num_sms)), library
 
 
 def _obstacles(
@@ -60,7 +79,7 @@ def _obstacles(
 ) -> list[str]:
     """Why `name` cannot be used here."""
     found = []
-    if name == "fa3":
+    if name.startswith("fa3"):
         if capability != HOPPER:
             found.append(f"it is for Hopper GPUs, this one has capability {_dotted(capability)}")
         elif not fa3.is_installed():

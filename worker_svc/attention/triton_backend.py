@@ -9,6 +9,8 @@ import torch
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
+from worker_svc.kernels import decode_attention as decoding
+from worker_svc.kernels import prompt_attention as prompting
 from worker_svc.kernels.decode_attention import choose_splits, decode_attention, decode_workspace
 from worker_svc.kernels.prompt_attention import prompt_attention, query_tiles, tile_tokens
 from worker_svc.step import Int32s, Step
@@ -17,7 +19,7 @@ from worker_svc.step_tensors import StepTensors
 
 @dataclass(frozen=True)
 class TritonMetadata(PagedMetadata):
-    decodes: torch.Tensor  # [N] int32, the sequences with one token in the step
+    decodes: torch.Tensor  # [N] int32, the sequences with one token in the step, longest first
     tiles: torch.Tensor  # [n, 2] int32, those of the others, see `query_tiles`
     splits: int
     workspace: torch.Tensor
@@ -31,9 +33,13 @@ class TritonBackend(PagedBackend[TritonMetadata]):
     def __init__(self, shape: AttentionShape, block_size: int, num_sms: int) -> None:
         super().__init__(shape, block_size)
         self._num_sms = num_sms
+        self._decode_tiling = decoding.choose_tiling(shape.head_dim, shape.dtype)
+        self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype)
 
     def column(self, step: Step) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
+        # One that starts when most have ended keeps a few processors busy and the others idle.
+        decodes = decodes[np.argsort(-step.context_lens[decodes], kind="stable")]
         if len(decodes) == step.num_seqs:
             return decodes
         chunks = np.flatnonzero(step.query_lens > 1).astype(np.int32)
@@ -69,9 +75,16 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             self.shape.scale,
         )
         if len(metadata.tiles):
-            prompt_attention(q, cache, metadata.tiles, *sequences, out)
+            prompt_attention(q, cache, metadata.tiles, *sequences, out, self._prompt_tiling)
         if len(metadata.decodes):
             decode_attention(
-                q, cache, metadata.decodes, *sequences, metadata.splits, metadata.workspace, out
+                q,
+                cache,
+                metadata.decodes,
+                *sequences,
+                metadata.splits,
+                metadata.workspace,
+                out,
+                self._decode_tiling,
             )
         return out.flatten(1)

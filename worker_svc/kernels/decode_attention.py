@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 
+from worker_svc.kernels.launch import kernel, next_power_of_2
 from worker_svc.kernels.paged_attention import (
     LOG2_E,
     UNALIGNED,
@@ -48,7 +48,7 @@ FLOAT32_TILING = Tiling(tile=16, num_warps=4, num_stages=2)
 SUM_COLUMNS = 4
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize_on_alignment=UNALIGNED)
 def _decode_attention_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -125,7 +125,7 @@ def _decode_attention_kernel(
     tl.store(out + rows[:, None] + dim[None, :], result, mask=real_row & real_dim)
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize=["parts"], do_not_specialize_on_alignment=UNALIGNED)
 def _combine_splits_kernel(
     partials: tl.tensor,
     seqs: tl.tensor,
@@ -200,14 +200,14 @@ def decode_attention(
         table_offsets int32 [S + 1]
         splits        parts per sequence, see `choose_splits`
         workspace     see `decode_workspace`; untouched if splits is 1
-        tiling        instead of the one in TILINGS, for measurements
+        tiling        the one of `choose_tiling`, if that has been asked already, or another
     """
     num_seqs, heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     block_size, kv_heads = cache.shape[2], cache.shape[3]
     if num_seqs == 0:
         return
-    tiling = tiling or _tiling(head_dim, q.dtype)
-    dims = triton.next_power_of_2(head_dim)
+    tiling = tiling or choose_tiling(head_dim, q.dtype)
+    dims = next_power_of_2(head_dim)
     partial_size = head_dim + SUM_COLUMNS
     split = splits > 1
     if split and num_seqs * heads * splits * partial_size > workspace.numel():
@@ -225,7 +225,7 @@ def decode_attention(
         workspace if split else out,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+        ROWS=max(16, next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         DIMS=dims,
         BLOCK_SIZE=block_size,
@@ -246,13 +246,14 @@ def decode_attention(
             HEADS=heads,
             HEAD_DIM=head_dim,
             DIMS=dims,
-            MAX_PARTS=triton.next_power_of_2(splits),
+            MAX_PARTS=next_power_of_2(splits),
             PARTIAL_SIZE=partial_size,
             num_warps=4,
         )
 
 
-def _tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """The one in TILINGS for this GPU, for all launches of such heads."""
     if dtype == torch.float32:
         return FLOAT32_TILING
-    return TILINGS[architecture(), triton.next_power_of_2(head_dim)]
+    return TILINGS[architecture(), next_power_of_2(head_dim)]

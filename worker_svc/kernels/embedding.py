@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+from worker_svc.kernels.launch import kernel, next_power_of_2
 
 
 def embed(
@@ -18,9 +19,9 @@ def embed(
     [start, start + count), and zeros for other ids. A negative id -1 - r is last_tokens [R] int32
     at r."""
     size = weight.shape[1]
-    out = torch.empty(len(input_ids), size, dtype=weight.dtype, device=weight.device)
+    out = weight.new_empty(len(input_ids), size)
     if len(input_ids):
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _embed_kernel[(len(input_ids),)](
             input_ids,
             last_tokens,
@@ -51,7 +52,7 @@ def embed_reference(
     return out
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@kernel(do_not_specialize=["start", "count"])
 def _embed_kernel(
     input_ids: tl.tensor,
     last_tokens: tl.tensor,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.kernels import filtering_reference
+from worker_svc.kernels.launch import kernel
 from worker_svc.layers import ops
 
 BINS = tl.constexpr(filtering_reference.BINS)
@@ -89,7 +90,7 @@ def pick_bins(
         _pick_bins_kernel[(len(bins),)](bins, targets, low, shifts, above, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def _count_by_key_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
@@ -112,7 +113,7 @@ def _count_by_key_kernel(
             tl.atomic_add(targets, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=[*UNALIGNED, "maxima", "scales"],
 )
@@ -142,7 +143,7 @@ def _weigh_by_key_kernel(
             tl.atomic_add(targets, weights, mask=inside & (weights > 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=[*UNALIGNED, "targets", "above"])
+@kernel(do_not_specialize_on_alignment=[*UNALIGNED, "targets", "above"])
 def _pick_bins_kernel(
     bins: tl.tensor, targets: tl.tensor, low: tl.tensor, shifts: tl.tensor, above: tl.tensor
 ) -> None:

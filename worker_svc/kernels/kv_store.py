@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.launch import kernel, next_power_of_2
+
 
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
@@ -18,7 +20,7 @@ def store_kv(
     int32 (-1: nowhere) of cache [2, blocks, block_size, kv_heads, head_dim]."""
     if len(k):
         size = k[0].numel()
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _store_kv_kernel[(len(k),)](
             k,
             k.stride(0),
@@ -56,7 +58,7 @@ def store(
     tl.store(cache + slot.to(tl.int64) * SLOT_SIZE + offsets, values, mask=mask & (slot >= 0))
 
 
-@triton.jit
+@kernel()
 def _store_kv_kernel(
     k: tl.tensor,
     k_stride: tl.tensor,

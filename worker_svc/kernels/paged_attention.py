@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from triton.runtime.driver import driver
 
-LOG2_E = 1.4426950408889634
+from worker_svc.kernels.launch import INTERPRETED
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
+LOG2_E = 1.4426950408889634
 
 # Arguments whose alignment means nothing to a kernel. They may be views of one buffer, with any
 # alignment, of which each combination would be compiled.
@@ -36,7 +36,7 @@ class Tiling:
 
 def architecture() -> int:
     """90 where a program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 where
-    it may have as little as 99 KiB."""
+    it may have as little as 99 KiB. Asks the driver: not for every launch."""
     if INTERPRETED:
         return 90
     return 90 if driver.active.get_current_target().arch in (90, 100, 103) else 80

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from worker_svc.kernels.launch import kernel, next_power_of_2
 from worker_svc.kernels.paged_attention import (
     LOG2_E,
     UNALIGNED,
@@ -92,7 +93,7 @@ def _attend_tiles(
     return top, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize_on_alignment=UNALIGNED)
 def _prompt_attention_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -195,13 +196,13 @@ def prompt_attention(
         context_lens  int32 [S]
         block_table   int32 [blocks of all sequences]
         table_offsets int32 [S + 1]
-        tiling        instead of the one in TILINGS, for measurements
+        tiling        the one of `choose_tiling`, if that has been asked already, or another
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
     if len(tiles) == 0:
         return
-    tiling = tiling or _tiling(head_dim, q.dtype)
+    tiling = tiling or choose_tiling(head_dim, q.dtype)
     _prompt_attention_kernel[(kv_heads, len(tiles))](
         q,
         cache[0],
@@ -217,7 +218,7 @@ def prompt_attention(
         GROUP=heads // kv_heads,
         ROWS=_rows(head_dim, q.dtype),
         HEAD_DIM=head_dim,
-        DIMS=triton.next_power_of_2(head_dim),
+        DIMS=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
         DOT=dot_dtype(q.dtype),
@@ -233,7 +234,8 @@ def _rows(head_dim: int, dtype: torch.dtype) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-def _tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """The one in TILINGS for this GPU, for all launches of such heads."""
     if dtype == torch.float32:
         return FLOAT32_TILING
-    return TILINGS[architecture(), triton.next_power_of_2(head_dim)]
+    return TILINGS[architecture(), next_power_of_2(head_dim)]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.kernels.kv_store import store, store_kv_reference
+from worker_svc.kernels.launch import kernel, next_power_of_2
 from worker_svc.kernels.rms_norm import rms_norm_reference
 
 # Of one token in a program. Each of 128 threads then has 16 bytes of both halves of a head in
@@ -39,11 +40,11 @@ def norm_rope_store(
     """
     tokens = len(qkv)
     kv_heads, head_dim = cache.shape[3:]
-    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q = qkv.new_empty(tokens, num_heads, head_dim)
     if tokens:
         all_heads = num_heads + 2 * kv_heads
-        heads = min(triton.next_power_of_2(all_heads), MAX_HEADS)
-        half = triton.next_power_of_2(head_dim // 2)
+        heads = min(next_power_of_2(all_heads), MAX_HEADS)
+        half = next_power_of_2(head_dim // 2)
         _norm_rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
             qkv,
             qkv.stride(0),
@@ -91,7 +92,7 @@ def norm_rope_store_reference(
     return norm_and_rotate(q, q_weight).to(qkv.dtype)
 
 
-@triton.jit
+@kernel()
 def _norm_rope_store_kernel(
     qkv: tl.tensor,
     qkv_stride: tl.tensor,

@@ -9,13 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.launch import kernel, next_power_of_2
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, size] / rms(x) · weight [size] -> [T, size]; rows of x may lie apart."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
     tokens, size = x.shape
     if tokens:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _rms_norm_kernel[(tokens,)](
             x, x.stride(0), weight, eps, out, SIZE=size, BLOCK=block, num_warps=_num_warps(block)
         )
@@ -27,10 +29,10 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual [T, size] += x [T, size], rounded to its dtype; -> the norm of the sum before it was
     rounded, times weight [size]. Rows of both may lie apart."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
     tokens, size = x.shape
     if tokens:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _add_rms_norm_kernel[(tokens,)](
             x,
             x.stride(0),
@@ -68,7 +70,7 @@ def _num_warps(block: int) -> int:
     return min(max(block // (32 * 8), 1), 8)
 
 
-@triton.jit
+@kernel()
 def _rms_norm_kernel(
     x: tl.tensor,
     x_stride: tl.tensor,
@@ -86,7 +88,7 @@ def _rms_norm_kernel(
     tl.store(out + row * SIZE + columns, normalized, mask=mask)
 
 
-@triton.jit
+@kernel()
 def _add_rms_norm_kernel(
     x: tl.tensor,
     x_stride: tl.tensor,

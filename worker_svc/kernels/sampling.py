@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.kernels import sampling_reference
+from worker_svc.kernels.launch import kernel, next_power_of_2
 
 LEAST_TEMPERATURE = tl.constexpr(sampling_reference.LEAST_TEMPERATURE)
 LARGEST_TEMPERATURE = tl.constexpr(sampling_reference.LARGEST_TEMPERATURE)
@@ -76,13 +77,13 @@ def select_tokens(
             NUM_CHUNKS=logits.shape[1] // chunk_size,
             ALL_CHUNKS=all_chunks,
             CHUNK_SIZE=chunk_size,
-            BLOCK=triton.next_power_of_2(all_chunks),
+            BLOCK=next_power_of_2(all_chunks),
             num_warps=NUM_WARPS,
         )
     return tokens
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _chunk_statistics_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
@@ -111,7 +112,7 @@ def _chunk_statistics_kernel(
     tl.store(sums + places, total, mask=chunk < NUM_CHUNKS)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_chunk"])
+@kernel(do_not_specialize=["num_tokens", "first_chunk"])
 def _select_tokens_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.launch import kernel
+
 # 8 columns of half precision per thread are a 16-byte load each of gate and up. A token is cut into
 # columns, so that one token alone still spreads over several multiprocessors.
 NUM_WARPS = 4
@@ -19,7 +21,7 @@ BLOCK = NUM_WARPS * 32 * 8
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]; rows may lie apart."""
     tokens, size = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(tokens, size)
     if tokens:
         _silu_and_multiply_kernel[(tokens, triton.cdiv(size, BLOCK))](
             gate_up, gate_up.stride(0), out, SIZE=size, BLOCK=BLOCK, num_warps=NUM_WARPS
@@ -32,7 +34,7 @@ def silu_and_multiply_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-@triton.jit
+@kernel()
 def _silu_and_multiply_kernel(
     gate_up: tl.tensor,
     gate_up_stride: tl.tensor,

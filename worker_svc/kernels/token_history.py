@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.launch import kernel
+
 # Arguments that may be views of one buffer, see `paged_attention`.
 UNALIGNED = ["block_table", "table_offsets", "rows", "context_lens"]
 
@@ -115,7 +117,7 @@ def penalize_reference(
         local[f] -= frequency[f] * times + presence[f] * (times > 0)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["size"],
     do_not_specialize_on_alignment=["slot_mapping", "input_ids", "last_tokens"],
 )
@@ -153,7 +155,7 @@ def _columns(
     return column, known & (column >= 0) & (column < count)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["start", "count"],
     do_not_specialize_on_alignment=[*UNALIGNED, "prompt_lens"],
 )
@@ -184,7 +186,7 @@ def _mark_tokens_kernel(
         tl.atomic_add(places, 2, mask=here & (position >= prompt), sem="relaxed")
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["start", "count"],
     do_not_specialize_on_alignment=[*UNALIGNED, "repetition", "presence", "frequency"],
 )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.launch import kernel
+
 TILE = 2048
 NUM_WARPS = 4
 
@@ -39,7 +41,7 @@ def apply_masks_reference(
         logits[row, :count].masked_fill_(~columns, -torch.inf)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["start", "count", "num_words"],
     do_not_specialize_on_alignment=["masked", "masks"],
 )

@@ -34,8 +34,8 @@ class Stopwatch(Protocol):
     """Runs from the start of a step."""
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingArrays:
-        """Has `tensors` copied to the host once they are there; their memory may not be overwritten
-        before the next step's stopwatch has started."""
+        """Has `tensors` copied to the host once they are there, before anything that is launched
+        later can overwrite them."""
         ...
 
 
@@ -45,6 +45,8 @@ class Platform(ABC):
     device: torch.device
     ops: Ops
     captures: bool  # whether decodes may run from graphs
+    num_batched_tokens: int  # of a step, unless settings say otherwise
+    compiles: bool  # whether launches of another size may have to wait for a compiler
     pinned: bool  # whether host memory is to be pinned for copies
 
     @abstractmethod
@@ -65,13 +67,34 @@ class Platform(ABC):
             StartError: the one asked for is not there.
         """
 
+    def weight_copies(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        """-> what copies a tensor on the host (second) into a contiguous one on the device."""
+        return torch.Tensor.copy_
+
     @abstractmethod
     def start(self) -> Stopwatch:
         """Begins a step."""
 
+    def graph_pool(self) -> Any:
+        """Memory for graphs that never run at the same time, for `capture`."""
+        return None
+
     @abstractmethod
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """-> what does the same again, on the same tensors."""
+    def capture(
+        self,
+        run: Callable[[], None],
+        pool: Any = None,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> Callable[[], None]:
+        """-> what does the same again, on the same tensors.
+
+        Args:
+            pool: of `graph_pool`; one whose graphs are all gone cannot be used again.
+            superseded: whether to wait no longer for what `run` launches: another rank may be gone.
+
+        Raises:
+            RuntimeError: `superseded`, or `run` cannot be captured.
+        """
 
     @abstractmethod
     def peak_bytes(self, run: Callable[[], object]) -> int:
@@ -89,6 +112,7 @@ class Platform(ABC):
     def graph_bytes(self) -> int:
         """Device memory taken, for the progress bar of capturing."""
 
-    def is_lost(self, error: Exception) -> bool:
-        """Whether no step can succeed in this process after `error`."""
+    @property
+    def compiling(self) -> bool:
+        """Whether a launch may be waiting for a compiler just now."""
         return False

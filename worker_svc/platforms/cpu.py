@@ -55,6 +55,8 @@ class CpuPlatform(Platform):
     device = torch.device("cpu")
     ops: Ops = cpu_ops
     captures = False
+    compiles = False
+    num_batched_tokens = 2048
     pinned = False
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -81,7 +83,12 @@ class CpuPlatform(Platform):
     def start(self) -> CpuStopwatch:
         return CpuStopwatch()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(
+        self,
+        run: Callable[[], None],
+        pool: Any = None,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> Callable[[], None]:
         return run
 
     def peak_bytes(self, run: Callable[[], object]) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,17 +15,21 @@ from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels import triton_ops
+from worker_svc.kernels.launch import Launcher
 from worker_svc.layers.ops import Ops
 from worker_svc.platforms.base import Platform
+from worker_svc.platforms.pinned_copies import PinnedCopies
 
 OLDEST = (8, 0)  # Ampere: the first with bfloat16
 # Of the whole memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
 MEMORY_SHARE = 0.9
 CAPTURE_WARM_UPS = 2  # cuBLAS and Triton allocate and compile in the first runs
+_LOOK_S = 0.001
 
 
 @dataclass(frozen=True)
 class ArraysOnTheWay:
+    device: torch.device
     tensors: list[torch.Tensor]  # pinned, on the host
     started: torch.cuda.Event
     done: torch.cuda.Event
@@ -35,36 +39,40 @@ class ArraysOnTheWay:
         return bool(self.copied.query())
 
     def wait(self) -> tuple[list[NDArray[Any]], float]:
+        # On a thread that has not said which, CUDA would open another context on GPU 0.
+        torch.cuda.set_device(self.device)
         self.copied.synchronize()  # lets other threads of Python run
         arrays = [tensor.numpy() for tensor in self.tensors]
         return arrays, self.started.elapsed_time(self.done) / 1000
 
 
 class CudaStopwatch:
-    def __init__(self, platform: CudaPlatform) -> None:
-        self._platform = platform
+    """Everything of a step is on one stream: a copy of some hundred bytes takes less of it than to
+    hand the step over to a second stream, and to have the next one wait for that."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._started = torch.cuda.Event(enable_timing=True)
         self._started.record()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> ArraysOnTheWay:
-        done = torch.cuda.Event(enable_timing=True)
+        done, copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event()
         done.record()
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        side = self._platform.copy_stream
-        copied = torch.cuda.Event()
-        with torch.cuda.stream(side):
-            side.wait_event(done)
-            for there, here in zip(tensors, host, strict=True):
-                here.copy_(there, non_blocking=True)
-            copied.record()
-        self._platform.last_copy = copied
-        return ArraysOnTheWay(host, self._started, done, copied)
+        for there, here in zip(tensors, host, strict=True):
+            here.copy_(there, non_blocking=True)
+        copied.record()
+        return ArraysOnTheWay(self._device, host, self._started, done, copied)
 
 
 class CudaPlatform(Platform):
     """The GPU of this rank: GPUs are dealt to the ranks of a machine in order."""
 
     ops: Ops = triton_ops
+    compiles = True
+    # A step of prompts is launched kernel by kernel, in about the time that the GPU takes for some
+    # thousand tokens of a small model: fewer would leave it idle.
+    num_batched_tokens = 8192
     pinned = True
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -77,8 +85,6 @@ class CudaPlatform(Platform):
         self.device = torch.device("cuda", settings.rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.captures = not settings.enforce_eager
-        self.last_copy: torch.cuda.Event | None = None
-        self.copy_stream = torch.cuda.Stream(self.device)
         self._capability = torch.cuda.get_device_capability(self.device)
         if self._capability < OLDEST:
             raise StartError(
@@ -106,21 +112,41 @@ class CudaPlatform(Platform):
             properties.multi_processor_count,
         )
 
-    def start(self) -> CudaStopwatch:
-        if self.last_copy:  # its source is about to be overwritten
-            torch.cuda.current_stream().wait_event(self.last_copy)
-        return CudaStopwatch(self)
+    def weight_copies(self) -> PinnedCopies:
+        return PinnedCopies()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream())
+    def start(self) -> CudaStopwatch:
+        return CudaStopwatch(self.device)
+
+    def graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(
+        self,
+        run: Callable[[], None],
+        pool: Any = None,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> Callable[[], None]:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        warm = torch.cuda.Event()
         with torch.cuda.stream(side):
             for _ in range(CAPTURE_WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(side)
+            warm.record()
+        # Capturing begins by waiting for the device, for ever if a rank is gone.
+        while not warm.query():
+            if superseded():
+                raise RuntimeError("a newer epoch begins")
+            time.sleep(_LOOK_S)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        # The outer stream: a capture that fails leaves its own as the current one.
         # thread_local: other threads, NCCL's among them, may go on using CUDA.
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             run()
         return graph.replay
 
@@ -149,10 +175,6 @@ class CudaPlatform(Platform):
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
-    def is_lost(self, error: Exception) -> bool:
-        # A failed kernel takes the process's CUDA context with it; running out of memory does not.
-        return isinstance(error, torch.AcceleratorError)
-
-    @cached_property
-    def _graph_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+    @property
+    def compiling(self) -> bool:
+        return Launcher.compiling > 0

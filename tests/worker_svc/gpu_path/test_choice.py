@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
+import structlog
 import torch
 
-from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
+from tests.worker_svc.gpu_path import flash_attention
+from tests.worker_svc.gpu_path.flash_attention import (
+    FlashAttention3Ops,
+    attend,
+    install_flash_attn,
+)
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import choose_backend
 from worker_svc.errors import StartError
@@ -28,10 +36,38 @@ def choose(
 
 
 @pytest.fixture
-def flash_attention_3() -> object:
+def flash_attention_3() -> Iterator[FlashAttention3Ops]:
     ops = FlashAttention3Ops()
     yield ops
     ops.close()
+
+
+def without_paging(q: torch.Tensor, *_: object) -> torch.Tensor:
+    raise RuntimeError("This flash attention build does not support paged KV.\nat line 1")
+
+
+def without_decodes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *rest: torch.Tensor
+) -> torch.Tensor:
+    if len(q) < 4:
+        raise RuntimeError("This flash attention build does not support splits.")
+    return attend(q, k, v, starts, *rest)
+
+
+def of_wrong_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    return attend(q, k, v, starts, lens, table.flip(0), scale)
+
+
+def writing_nothing(q: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.full_like(q, torch.nan)
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
@@ -43,9 +79,57 @@ def test_triton_is_always_there(capability: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("flash_attention_3")
 def test_auto_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_attn(monkeypatch)
-    assert choose("auto") == ("fa3", 64)
-    assert choose("auto", block_size=16) == ("fa3", 16)
+    assert choose("auto") == ("fa3+triton", 128)
+    assert choose("auto", block_size=16) == ("fa3+triton", 16)
     assert choose("auto", head_dim=20) == ("triton", 64)
+    assert choose("fa3") == ("fa3", 128)
+    assert choose("fa3+triton") == ("fa3+triton", 128)
+    assert choose("flash_attn+triton") == ("flash_attn+triton", 256)
+
+
+@pytest.mark.usefixtures("flash_attention_3")
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (without_paging, r"does not support paged KV\.$"),
+        (of_wrong_blocks, "its result is off by"),
+        (writing_nothing, "its result is off by nan"),
+    ],
+)
+def test_a_build_that_cannot_do_it_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[..., torch.Tensor], reason: str
+) -> None:
+    """That it is installed is not enough. Auto falls back, and says why."""
+    monkeypatch.setattr(flash_attention, "attend", broken)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with structlog.testing.capture_logs() as logs:
+        assert choose("auto") == ("triton", 64)
+    assert [entry["name"] for entry in logs] == ["fa3+triton"]
+    assert re.search(reason, logs[0]["reason"])
+    with pytest.raises(StartError, match=f"attention: fa3 cannot be used: .*{reason}"):
+        choose("fa3")
+
+
+@pytest.mark.usefixtures("flash_attention_3")
+def test_what_only_decodes_need_is_tried_only_where_it_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash_attention, "attend", without_decodes)
+    assert choose("auto") == ("fa3+triton", 128)
+    with pytest.raises(StartError, match="does not support splits"):
+        choose("fa3")
+
+
+@pytest.mark.usefixtures("flash_attention_3")
+def test_a_device_lost_while_trying_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else could be tried in this process."""
+
+    def lost(*_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(flash_attention, "attend", lost)
+    with pytest.raises(torch.AcceleratorError):
+        choose("auto")
 
 
 @pytest.mark.usefixtures("flash_attention_3")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from shared.config import WorkerSettings
-from worker_svc.errors import ModelError, StartError
+from worker_svc.errors import ModelError, StartError, is_device_lost
 from worker_svc.platforms.cuda import CudaPlatform
+from worker_svc.platforms.pinned_copies import PinnedCopies
 
 MIB = 1 << 20
 
@@ -36,16 +37,22 @@ class Event:
         cuda.num_events += 1
         self.name = f"event {cuda.num_events}"
         self.recorded = False
-        self.finished = False
+        self.finished = False  # for `query`, where nobody has waited
         self._cuda = cuda
         self._timed = timed
+        self._polls = 0
 
     def record(self) -> None:
         self.recorded = True
         self._cuda.log.append(f"{self._cuda.current.name} records {self.name}")
 
     def query(self) -> bool:
-        return self.finished
+        return self.finished or (self._cuda.finish and not self._timed and self._polled())
+
+    def _polled(self) -> bool:
+        """Once."""
+        self._polls += 1
+        return self._polls > 1
 
     def synchronize(self) -> None:
         assert self.recorded
@@ -62,7 +69,8 @@ class FakeCuda:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.num_events = 0
+        self.num_events = self.num_pools = 0
+        self.finish = True  # what is polled
         self.current = self.main = Stream(self, "main")
         self.capability = (9, 0)
         self.free, self.total = 70 * MIB, 100 * MIB
@@ -77,7 +85,7 @@ class FakeCuda:
             "current_stream": lambda: self.current,
             "stream": self.stream,
             "graph": self.graph,
-            "graph_pool_handle": lambda: (0, 1),
+            "graph_pool_handle": self.graph_pool_handle,
             "synchronize": lambda device: self.log.append("synchronize"),
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device: None,
@@ -104,11 +112,17 @@ class FakeCuda:
 
         return call
 
+    def graph_pool_handle(self) -> tuple[int, int]:
+        self.num_pools += 1
+        return 0, self.num_pools
+
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     @contextmanager
     def graph(self, cuda_graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
@@ -143,41 +157,75 @@ def test_a_gpu_that_is_too_old(cuda: FakeCuda) -> None:
         make_platform()
 
 
-def test_results_are_fetched_on_a_stream_of_their_own(cuda: FakeCuda) -> None:
-    platform = make_platform()
+def test_results_are_fetched_before_a_later_step_can_overwrite_them(cuda: FakeCuda) -> None:
+    """On the one stream, which waits for no other."""
+    platform = make_platform(rank=1)
     tokens = torch.tensor([5, 6], dtype=torch.int32)
+    cuda.log.clear()
     first = platform.start().fetch([tokens, torch.tensor([0.5])])
     assert not first.ready()
-    tokens_of_next = platform.start()  # must not overwrite what is still being copied
-    assert cuda.log[-6:] == [
-        "main records event 1",
-        "main records event 2",
-        "side waits for event 2",
-        "side records event 3",
-        "main waits for event 3",
-        "main records event 4",
-    ]
+    platform.start()
+    events = ["event 1", "event 2", "event 3", "event 4"]
+    assert cuda.log == [f"main records {event}" for event in events]
     arrays, seconds = first.wait()
     assert ([array.tolist() for array in arrays], seconds) == ([[5, 6], [0.5]], 0.004)
     assert first.ready()
-    tokens_of_next.fetch([tokens])
-    assert "side waits for event 5" in cuda.log
+    # Whichever thread waits: CUDA would otherwise open another context on GPU 0.
+    assert cuda.log[-1] == "set cuda:1"
 
 
 def test_capture_warms_up_first(cuda: FakeCuda) -> None:
     platform = make_platform()
-    replay = platform.capture(lambda: cuda.log.append(f"run on {cuda.current.name}"))
+    pool = platform.graph_pool()
+    replay = platform.capture(lambda: cuda.log.append(f"run on {cuda.current.name}"), pool)
     replay()
-    assert cuda.log[-8:] == [
+    assert cuda.log[-9:] == [
         "side waits for main",
         "run on side",
         "run on side",
+        "side records event 1",
         "main waits for side",
         "begin capture into pool (0, 1)",
         "run on main",
         "end capture",
         "replay",
     ]
+
+
+def test_the_graphs_of_an_epoch_have_memory_of_their_own(cuda: FakeCuda) -> None:
+    """A pool whose graphs are all gone cannot be used again: torch asserts."""
+    platform = make_platform()
+    assert platform.graph_pool() != platform.graph_pool()
+
+
+def test_a_capture_is_given_up_when_its_epoch_is_over(cuda: FakeCuda) -> None:
+    """Its warm-up may be waiting for a rank that is gone, and capturing would begin by waiting for
+    that, for ever."""
+    platform = make_platform()
+    cuda.finish = False
+    asked: list[int] = []
+
+    def superseded() -> bool:
+        asked.append(1)
+        return len(asked) == 3
+
+    with pytest.raises(RuntimeError, match="a newer epoch begins"):
+        platform.capture(lambda: None, platform.graph_pool(), superseded)
+    assert len(asked) == 3
+    assert not [line for line in cuda.log if line.startswith("begin capture")]
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:
+    platform = make_platform()
+
+    def fail() -> None:
+        if cuda.current.name == "main":
+            cuda.current = Stream(cuda, "capturing")  # as torch.cuda.graph leaves it
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        platform.capture(fail, platform.graph_pool())
+    assert cuda.current is cuda.main
 
 
 def test_memory(cuda: FakeCuda) -> None:
@@ -192,6 +240,21 @@ def test_memory(cuda: FakeCuda) -> None:
     assert platform.cache_bytes(settings, 8 * MIB) == 52 * MIB
     assert platform.cache_bytes(WorkerSettings(memory_utilization=0.5), 8 * MIB) == 12 * MIB
     assert platform.graph_bytes() == 30 * MIB
+
+
+def test_weights_go_through_two_pinned_buffers(cuda: FakeCuda) -> None:
+    """In pieces, of other dtypes and of parts of rows; a buffer is filled again only when what it
+    held has arrived."""
+    copies = PinnedCopies(buffer_bytes=24)
+    source = torch.arange(70.0).view(7, 10)
+    out = torch.zeros(9, 4, dtype=torch.bfloat16)
+    copies(out[1:8], source[:, 3:7])
+    assert out[[0, 8]].eq(0).all()
+    assert torch.equal(out[1:8], source[:, 3:7].bfloat16())
+    assert cuda.log == [f"main records event {1 + n % 2}" for n in range(3)]
+    vector = torch.zeros(5)
+    copies(vector, torch.arange(5.0))
+    assert torch.equal(vector, torch.arange(5.0))
 
 
 def test_dtypes(cuda: FakeCuda) -> None:
@@ -213,8 +276,24 @@ def test_attention(cuda: FakeCuda) -> None:
         make_platform().attention_backend(WorkerSettings(attention="torch"), shape)
 
 
-def test_which_errors_lose_the_device(cuda: FakeCuda) -> None:
-    platform = make_platform()
-    assert platform.is_lost(torch.AcceleratorError("illegal memory access"))
-    assert not platform.is_lost(torch.OutOfMemoryError("out of memory"))
-    assert not platform.is_lost(RuntimeError("shape"))
+LOST = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+]
+NOT_LOST = [
+    torch.AcceleratorError("CUDA error: out of memory"),
+    torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("shape"),
+    ValueError("CUDA error"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(e, True) for e in LOST] + [(e, False) for e in NOT_LOST]
+)
+def test_which_errors_lose_the_device(error: Exception, lost: bool) -> None:
+    assert is_device_lost(error) == lost

@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from shared.config import WorkerSettings
 from tools.make_model import BASE_CONFIG, SHAPES
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.config import ModelConfig, RopeConfig
@@ -211,8 +210,7 @@ def test_forward(
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Sampling with all of them, and the scores of a prompt."""
-    settings = WorkerSettings(max_num_seqs=5, max_num_batched_tokens=2000)
-    prompts, decodes = warm_up_steps(settings, False, MAX_MODEL_LEN, 64, VOCAB_SIZE)
+    prompts, decodes = warm_up_steps(5, 2000, False, MAX_MODEL_LEN, 64, VOCAB_SIZE)
     assert prompts.prompt_targets
     assert decodes.features
     with FakeTensorMode(), recorded(monkeypatch) as launches:

@@ -1,0 +1,88 @@
+"""Whether an attention backend computes what it should on this GPU.
+
+That its library loads says little: a build may lack paged keys and values, a head size or a dtype,
+and says so with the first call, or not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from worker_svc.attention.paged import PagedBackend
+from worker_svc.errors import is_device_lost
+from worker_svc.kernels.paged_attention import attention_reference
+from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors, columns, upload
+
+CONTEXTS = (3, 2)  # tokens in the cache of the sequences it tries, a block each
+# Of the largest value. Wrong blocks or heads are off by all of it, rounding by a hundredth.
+TOLERANCE = 0.05
+
+
+def find_obstacle(backend: PagedBackend[Any], *, decodes: bool) -> str:
+    """Attends to a few tokens, with `decodes` also with one query a sequence -> why the result
+    cannot be used, nothing if it can.
+
+    Raises:
+        RuntimeError: the device is lost.
+    """
+    for queries in ((2, 2), (1, 1)) if decodes else ((2, 2),):
+        try:
+            error = _error(backend, np.array(queries, np.int32))
+        except (RuntimeError, TypeError) as failure:
+            if is_device_lost(failure):
+                raise
+            return str(failure).strip().partition("\n")[0] or repr(failure)
+        if not error <= TOLERANCE:  # NaN, too
+            return f"its result is off by {error:.2g} of the largest value"
+    return ""
+
+
+def _error(backend: PagedBackend[Any], query_lens: np.ndarray) -> float:
+    shape, size = backend.shape, backend.block_size
+    step = _step(query_lens, size)
+    arrays = columns(step, backend.column(step))
+    tensors = StepTensors(*upload(arrays, shape.device, pinned=False))
+    generator = torch.Generator(shape.device).manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        numbers = torch.randn(sizes, generator=generator, device=shape.device)
+        return numbers.to(shape.dtype)
+
+    cache = random(2, len(CONTEXTS) + 1, size, shape.num_kv_heads, shape.head_dim)
+    q = random(len(step.positions), shape.num_heads, shape.head_dim)
+    out = backend.attend(q, cache, backend.plan(step, tensors, max(CONTEXTS))).view(q.shape)
+    exact = attention_reference(
+        q,
+        cache,
+        tensors.query_starts.diff(),
+        tensors.context_lens,
+        tensors.block_table,
+        tensors.table_offsets,
+        shape.scale,
+    )
+    return float((out.float() - exact).abs().max() / exact.abs().max())
+
+
+def _step(query_lens: np.ndarray, block_size: int) -> Step:
+    contexts = np.array(CONTEXTS, np.int32)
+    rows = len(contexts)
+    pairs = zip(contexts - query_lens, contexts, strict=True)
+    positions = np.concatenate([np.arange(*pair, dtype=np.int32) for pair in pairs])
+    table = np.arange(rows, 0, -1, dtype=np.int32)  # not in order, and not from the first
+    return Step(
+        step_id=0,
+        input_ids=np.zeros_like(positions),
+        positions=positions,
+        slot_mapping=np.repeat(table, query_lens) * block_size + positions,
+        query_lens=query_lens,
+        context_lens=contexts,
+        block_table=table,
+        block_table_offsets=np.arange(rows + 1, dtype=np.int32),
+        samples=np.ones(rows, np.bool_),
+        temperatures=np.zeros(rows, np.float32),
+        seeds=np.zeros(rows, np.uint64),
+    )

@@ -1,0 +1,103 @@
+"""Launches Triton's kernels without working out anew, on every launch, which binary it takes.
+
+`fn[grid](...)` of Triton binds and classifies every argument and looks the binary up by a string
+made of them: 12 to 35 us of Python a launch, which is most of a step that is no CUDA graph. Here
+the classes of the arguments are a tuple and what was found for it the last time is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.driver import driver
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+# Whose binaries are launched by what `_Binary` holds; others take Triton's own way.
+_KNOWN = triton.__version__.startswith("3.6.")
+_ENTER = triton.knobs.runtime.launch_enter_hook
+_LEAVE = triton.knobs.runtime.launch_exit_hook
+
+
+class _Binary(NamedTuple):
+    kernel: Any  # triton's CompiledKernel
+    function: int
+    packed_metadata: Any
+    constants: tuple[object, ...]  # compiled in, in the signature's order
+
+
+class Launcher:
+    """A kernel of `triton.jit`, launched in the same way: `kernel[grid](tensors and numbers...,
+    CONSTANT=..., num_warps=...)`.
+
+    The arguments that are compiled in are given by name and follow the others in the signature.
+    """
+
+    compiling = 0  # launches, of any kernel, that may be waiting for the compiler just now
+
+    def __init__(self, jit: Any) -> None:
+        self._jit = jit
+        self._constants = [p.name for p in jit.params if p.is_constexpr]
+        self._binaries: dict[tuple[object, ...], _Binary] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid) if _KNOWN else self._jit[grid]
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        active = driver.active
+        device = active.get_current_device()
+        key = (device, *options.values(), *map(_class_of, args))
+        binary = self._binaries.get(key)
+        if binary is None:
+            self._binaries[key] = self._first_launch(grid, args, options)
+            return
+        kernel, function, packed, constants = binary
+        stream = active.get_current_stream(device)
+        metadata = enter = leave = None
+        if _ENTER.calls or _LEAVE.calls:
+            enter, leave = _ENTER, _LEAVE
+            metadata = kernel.launch_metadata(grid, stream, *args, *constants)
+        x, y, z = (*grid, 1, 1)[:3]
+        kernel.run(x, y, z, stream, function, packed, metadata, enter, leave, *args, *constants)
+
+    def _first_launch(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> _Binary:
+        """Triton's own, of a class of arguments."""
+        Launcher.compiling += 1
+        try:
+            kernel = self._jit[grid](*args, **options)
+        finally:
+            Launcher.compiling -= 1
+        constants = tuple(options[name] for name in self._constants)
+        return _Binary(kernel, kernel.function, kernel.packed_metadata, constants)
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit(**options)` for kernels that the host launches; those of the interpreter are
+    Triton's own."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        jit = triton.jit(function, **options)
+        return jit if INTERPRETED else Launcher(jit)
+
+    return decorate
+
+
+def next_power_of_2(n: int) -> int:
+    """Triton's own is a kernel's, too, and takes 3 us."""
+    return 1 << (n - 1).bit_length()
+
+
+def _class_of(argument: Any) -> object:
+    """All that Triton compiles for: of a tensor its type and whether it is aligned, of an integer
+    whether it is 1, a multiple of 16 or long."""
+    kind = type(argument)
+    if kind is torch.Tensor:
+        return argument.dtype if argument.data_ptr() & 15 else (argument.dtype,)
+    if kind is int:
+        return argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31
+    return kind

@@ -1,0 +1,34 @@
+"""Weights to a GPU through pinned memory: from any other, CUDA copies in small pieces of its own,
+one after another."""
+
+from __future__ import annotations
+
+import torch
+
+BUFFER_BYTES = 64 << 20
+
+
+class PinnedCopies:
+    """`out.copy_(source)`, by way of two buffers: one is filled while the other is being read."""
+
+    def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._buffers = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self._copied = [torch.cuda.Event() for _ in self._buffers]
+        self._copies = 0
+
+    def __call__(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        """out, contiguous, on the device; source of the same shape, of any dtype, on the host."""
+        target, values = out.view(-1), source.reshape(-1)
+        size = len(self._buffers[0]) // out.dtype.itemsize
+        for start in range(0, len(values), size):
+            part = values[start : start + size]
+            number = self._copies % len(self._buffers)
+            if self._copies >= len(self._buffers):
+                self._copied[number].synchronize()
+            buffer = self._buffers[number][: len(part) * out.dtype.itemsize].view(out.dtype)
+            buffer.copy_(part)
+            target[start : start + size].copy_(buffer, non_blocking=True)
+            self._copied[number].record()
+            self._copies += 1
