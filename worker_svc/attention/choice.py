@@ -16,9 +16,9 @@ from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError
 
 BACKENDS = ("triton", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton")
-# The first that can be used, else triton: the libraries' for prompts and Triton for decodes. Their decode
-# kernels spend tiles of 64 to 128 queries on the two that share a KV head in Qwen3-0.6B.
-PREFERRED = ("fa3+triton", "flash_attn+triton")
+# The first that can be used. The libraries' are for prompts: to decode, they spend tiles of 64 to
+# 128 queries on the two that share a KV head in Qwen3-0.6B.
+PREFERRED = ("fa3+triton", "flash_attn+triton", "triton")
 # Tokens. Small enough that prompts which differ late still share most of their blocks; but
 # FlashAttention 3 loads whole pages with the tensor memory accelerator only from 128 on.
 TRITON_BLOCK_SIZE = 64
@@ -44,18 +44,18 @@ def choose_backend(
     Raises:
         StartError: a backend asked for by name is not installed, or cannot serve this.
     """
+    reason = ""
     for candidate in PREFERRED if name == "auto" else (name,):
-        reasons = _obstacles(candidate, shape, block_size, capability)
-        if not reasons:
+        reason = _obstacle(candidate, shape, block_size, capability)
+        if not reason:
             backend, library = _make(candidate, shape, block_size, num_sms)
-            obstacle = library and find_obstacle(library, decodes=library is backend)
-            if not obstacle:
+            if library is None:
                 return backend
-            reasons.append(f"it is installed, but {obstacle}")
-            log.warning("attention backend cannot be used", name=candidate, reason=obstacle)
-        if name != "auto":
-            raise StartError(f"attention: {name} cannot be used: {reasons[0]}")
-    return TritonBackend(shape, block_size or TRITON_BLOCK_SIZE, num_sms)
+            reason = find_obstacle(library, decodes=library is backend)
+            if not reason:
+                return backend
+            log.warning("attention backend cannot be used", name=candidate, reason=reason)
+    raise StartError(f"attention: {candidate} cannot be used: {reason}")
 
 
 def _make(
@@ -74,31 +74,28 @@ def _make(
     return PerPhase(library, TritonBackend(shape, library.block_size, num_sms)), library
 
 
-def _obstacles(
+def _obstacle(
     name: str, shape: AttentionShape, block_size: int | None, capability: tuple[int, int]
-) -> list[str]:
-    """Why `name` cannot be used here."""
-    found = []
+) -> str:
+    """Why `name` cannot be used here, nothing if there is no reason yet."""
     if name.startswith("fa3"):
         if capability != HOPPER:
-            found.append(f"it is for Hopper GPUs, this one has capability {_dotted(capability)}")
-        elif not fa3.is_installed():
-            found.append(
+            return f"it is for Hopper GPUs, this one has capability {_dotted(capability)}"
+        if not fa3.is_installed():
+            return (
                 f"module {fa3.MODULE} is missing or does not load; install FlashAttention 3 from "
                 "github.com/Dao-AILab/flash-attention, folder hopper"
             )
     elif name.startswith("flash_attn"):
-        if capability < (8, 0):
-            found.append(f"it needs Ampere or newer, this GPU has {_dotted(capability)}")
-        elif not flash_attn.is_installed():
-            found.append(
-                f"module {flash_attn.MODULE} is missing or does not load; pip install flash-attn"
-            )
+        if not flash_attn.is_installed():
+            return f"module {flash_attn.MODULE} is missing or does not load; pip install flash-attn"
         if block_size and block_size % BLOCK_SIZE_MULTIPLE:
-            found.append(f"block_size {block_size} is no multiple of {BLOCK_SIZE_MULTIPLE}")
-    if name != "triton" and (shape.head_dim % 8 or shape.head_dim > 256):
-        found.append(f"head_dim {shape.head_dim} is no multiple of 8 up to 256")
-    return found
+            return f"block_size {block_size} is no multiple of {BLOCK_SIZE_MULTIPLE}"
+    if name != "triton" and shape.head_dim % 8:
+        return f"head_dim {shape.head_dim} is no multiple of 8"
+    if not 8 < shape.head_dim <= 256:
+        return f"head_dim {shape.head_dim} is not in 9..256"
+    return ""
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # Whose binaries are launched by what `_Binary` holds; others take Triton's own way.
-_KNOWN = triton.__version__.startswith("3.6.")
+DIRECT = triton.__version__.startswith("3.6.")
 _ENTER = triton.knobs.runtime.launch_enter_hook
 _LEAVE = triton.knobs.runtime.launch_exit_hook
 
@@ -44,7 +44,7 @@ class Launcher:
         self._binaries: dict[tuple[object, ...], _Binary] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid) if _KNOWN else self._jit[grid]
+        return partial(self._launch, grid) if DIRECT else self._jit[grid]
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         active = driver.active

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from numpy.typing import NDArray
 
@@ -19,6 +20,8 @@ from worker_svc.kernels.launch import Launcher
 from worker_svc.layers.ops import Ops
 from worker_svc.platforms.base import Platform
 from worker_svc.platforms.pinned_copies import PinnedCopies
+
+log = structlog.get_logger(__name__)
 
 OLDEST = (8, 0)  # Ampere: the first with bfloat16
 # Of the whole memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
@@ -85,6 +88,10 @@ class CudaPlatform(Platform):
         self.device = torch.device("cuda", settings.rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.captures = not settings.enforce_eager
+        if not self.captures:
+            log.warning(
+                "serving without CUDA graphs, several times slower", setting="enforce_eager"
+            )
         self._capability = torch.cuda.get_device_capability(self.device)
         if self._capability < OLDEST:
             raise StartError(

@@ -158,5 +158,9 @@ def test_what_a_backend_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -
         choose("fa3", AMPERE)
     with pytest.raises(StartError, match="block_size 64 is no multiple of 256"):
         choose("flash_attn", block_size=64)
-    with pytest.raises(StartError, match="head_dim 20 is no multiple of 8"):
+    with pytest.raises(StartError, match="fa3 cannot be used: head_dim 20 is no multiple of 8"):
         choose("fa3", head_dim=20)
+    for head_dim in (8, 264):
+        message = f"triton cannot be used: head_dim {head_dim} is not in 9..256"
+        with pytest.raises(StartError, match=message):
+            choose("auto", head_dim=head_dim)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from shared.config import WorkerSettings
@@ -230,7 +231,9 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:
 
 def test_memory(cuda: FakeCuda) -> None:
     platform = make_platform()
-    assert not make_platform(enforce_eager=True).captures
+    with structlog.testing.capture_logs() as logs:
+        assert not make_platform(enforce_eager=True).captures
+    assert "without CUDA graphs" in logs[0]["event"]
     assert platform.captures
     runs: list[int] = []
     assert platform.peak_bytes(lambda: runs.append(1)) == 8 * MIB

@@ -1,8 +1,8 @@
 """Compiles the kernels that a launcher launches, for a GPU that is not there.
 
 The launcher itself runs, on CPU tensors, with a stand-in for Triton's CUDA driver and with launches
-that end after compiling. Types, alignments, constants and options are thus those of a real launch.
-Needs a process without TRITON_INTERPRET.
+that end where the binary would be handed to it. Types, alignments, constants and options are thus
+those of a real launch. Needs a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -77,13 +79,55 @@ class _Driver(GPUDriver):  # type: ignore[misc]
         return GPUTarget("cuda", self.target, 32)
 
 
-def compile_case(case: Case, target: int) -> list[Binary]:
-    """All kernels of a case, in order of launch; one of two identical launches counts."""
-    binaries: dict[str, Binary] = {}
-    run = JITFunction.run
+@dataclass(frozen=True)
+class Launch:
+    """All that the driver is given, of tensors their type and shape."""
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+    kernel: Any
+    arguments: tuple[object, ...]
+
+
+@contextmanager
+def idle_driver(
+    target: int,
+    launcher: Callable[[Any], Callable[..., object]] = lambda kernel: lambda *arguments: None,
+) -> Iterator[None]:
+    """Kernels are compiled for `target` and, instead of launched, given to `launcher`'s result."""
+    driver.set_active(_Driver(target))
+    with (
+        patch.object(CompiledKernel, "_init_handles", lambda kernel: None),
+        patch.object(CompiledKernel, "launch_metadata", lambda kernel, *_: None),
+        patch.object(CompiledKernel, "run", property(launcher)),
+        patch("triton.knobs.runtime.launch_enter_hook", None),
+        patch("triton.knobs.runtime.launch_exit_hook", None),
+    ):
+        yield
+
+
+def compile_case(case: Case, target: int) -> list[Binary]:
+    """All kernels of a case, in order of launch; one of two identical launches counts.
+
+    Raises:
+        AssertionError: launched again, without Triton's own look at the arguments
+            (`worker_svc.kernels.launch`), it was another binary, grid or argument.
+    """
+    launches: list[Launch] = []
+
+    def launcher(kernel: Any) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            launches.append(Launch(kernel, tuple(map(_described, arguments))))
+
+        return launch
+
+    with idle_driver(target, launcher):
+        case.launch()
+        first = launches.copy()
+        launches.clear()
+        with patch.object(JITFunction, "run", _not_again):
+            case.launch()
+    assert launches == first, case.name
+    binaries: dict[str, Binary] = {}
+    for kernel in {launch.kernel.hash: launch.kernel for launch in first}.values():
         registers, spills = _resources(kernel.asm["cubin"])
         binaries[kernel.hash] = Binary(
             kernel=kernel.name,
@@ -95,12 +139,17 @@ def compile_case(case: Case, target: int) -> list[Binary]:
             wgmma="wgmma.mma_async" in kernel.asm["ptx"],
             needs_wgmma=case.uses_wgmma and target == 90,
         )
-        return kernel
-
-    driver.set_active(_Driver(target))
-    with patch.object(JITFunction, "run", compile_only):
-        case.launch()
     return list(binaries.values())
+
+
+def _described(argument: Any) -> object:
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.shape
+    return argument
+
+
+def _not_again(*_: Any, **__: Any) -> None:
+    raise AssertionError("a class of arguments that was launched before")
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

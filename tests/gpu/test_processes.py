@@ -1,0 +1,153 @@
+"""Processes that hold a GPU: forked before they touch it, lost, killed. On a CPU, the same as far
+as it goes without one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from frontend.client import AsyncLLM, SamplingParams
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
+from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from tests.stack import ROOT, WAIT_S, RealStack, running_stack
+from tests.worker_svc.device import DEVICE, gpu_only
+from tests.worker_svc.harness import Batch, limits, save_model
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_BLOCKS = 64
+STREAMS = 32
+TOKENS = 200
+
+FORK = """
+import os, sys, torch
+from worker_svc.platforms.choice import preload
+preload(sys.argv[1])
+assert not torch.cuda.is_initialized()
+for _ in range(2):
+    pid = os.fork()
+    if not pid:
+        from shared.config import WorkerSettings
+        from worker_svc.model_runner import ModelRunner
+        runner = ModelRunner(WorkerSettings(model=sys.argv[2], device=sys.argv[1], kv_blocks=9))
+        runner.configure(1, 9)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_what_is_imported_before_a_fork_leaves_the_device_to_it(tmp_path: Path) -> None:
+    """As the processes of a worker are made; a second fork as its successor."""
+    save_model(tmp_path)
+    command = [sys.executable, "-c", FORK, DEVICE.type, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+
+
+class Worker:
+    """One rank, as a process, and a client of it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self.stub = WorkerServiceStub(self._channel)
+
+    def wait_serving(self) -> str:
+        """-> the incarnation that is."""
+        watch = health_pb2_grpc.HealthStub(self._channel).Watch(
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=WAIT_S
+        )
+        next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
+        watch.cancel()
+        return str(self.stub.GetInfo(GetInfoRequest(), wait_for_ready=True).incarnation)
+
+    def configure(self, epoch: int) -> None:
+        self.stub.Configure(
+            ConfigureRequest(
+                epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64
+            )
+        )
+
+    def run(self, epoch: int) -> list[bytes]:
+        """-> what a prompt and two decodes sample, fed with each other's tokens."""
+        size = self.stub.GetInfo(GetInfoRequest()).block_size
+        batch = Batch(limits(num_blocks=NUM_BLOCKS, block_size=size), epoch=epoch)
+        steps = [batch.request([(0, ids)]) for ids in ([3, 14, 15, 92], [-1], [-1])]
+        return [answer.token_ids for answer in self.stub.Execute(iter(steps), timeout=60)]
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@contextmanager
+def losing_worker(model: Path, directory: Path, trigger: Path) -> Iterator[Worker]:
+    address = f"unix:{directory}/worker.sock"
+    command = [sys.executable, "-m", "tests.gpu.losing_worker", str(trigger), "--model", str(model)]
+    command += ["--device", DEVICE.type, "--worker-addresses", address, "--max-num-seqs", "8"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    worker = Worker(address)
+    try:
+        yield worker
+    finally:
+        worker.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_an_illegal_access_ends_the_worker_and_its_successor_serves(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    trigger = tmp_path / "trigger"
+    with losing_worker(tmp_path / "model", tmp_path, trigger) as worker:
+        first = worker.wait_serving()
+        worker.configure(1)
+        tokens = worker.run(1)
+        assert len(tokens) == 3
+        worker.configure(2)
+        trigger.touch()
+        with pytest.raises(grpc.RpcError):
+            worker.run(2)
+        assert worker.wait_serving() != first
+        worker.configure(3)
+        assert worker.run(3) == tokens
+
+
+@gpu_only  # tests/faults does it on a CPU, and far more
+def test_a_worker_killed_under_load_costs_no_stream() -> None:
+    """Every stream goes on after the tokens that it has. Which come then may differ: those before
+    are computed again in one step instead of many, and bfloat16 rounds that differently."""
+    with running_stack(device=DEVICE.type, kv_blocks=1024) as stack:
+        assert asyncio.run(streams_through_a_kill(stack)) == [TOKENS] * STREAMS
+        stack.wait_serving()
+        stack.wait_idle()
+
+
+async def streams_through_a_kill(stack: RealStack) -> list[int]:
+    """-> the tokens that each stream got."""
+
+    async def stream(llm: AsyncLLM, number: int, begun: asyncio.Event) -> int:
+        params = SamplingParams(temperature=0.8, seed=number, max_tokens=TOKENS, ignore_eos=True)
+        received = 0
+        async for chunk in llm.stream([number + 1, 2, 3], params):
+            received += len(chunk.token_ids)
+            begun.set()
+        return received
+
+    async with AsyncLLM(stack.address) as llm:
+        all_begun = [asyncio.Event() for _ in range(STREAMS)]
+        streams = [
+            asyncio.create_task(stream(llm, number, begun))
+            for number, begun in enumerate(all_begun)
+        ]
+        for begun in all_begun:
+            await begun.wait()
+        stack.kill("worker")
+        return await asyncio.gather(*streams)
