@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from frontend.detokenizer import IncrementalDetokenizer
 from frontend.logprobs import LogprobRow
@@ -67,21 +68,24 @@ class CompletionBuilder:
         if self._matcher is None:
             return text
         ignore = self.num_tokens <= self._min_tokens
-        text, self.stop_string = self._matcher.feed(text, ignore=ignore)
+        text, match = self._matcher.feed(text, ignore=ignore)
+        if match is not None:
+            self.stop_string = match.stop
         return text + self._matcher.flush()
 
     def _feed_until_stop(
         self, matcher: StopStringMatcher, token_ids: Sequence[int]
     ) -> tuple[str, Sequence[int]]:
-        parts = []
-        ignored = self._min_tokens - self.num_tokens
-        for count, token_id in enumerate(token_ids, start=1):
-            ignore = count <= ignored
-            text, self.stop_string = matcher.feed(self._decode((token_id,)), ignore=ignore)
-            parts.append(text)
-            if self.stop_string is not None:
-                return "".join(parts), token_ids[:count]
-        return "".join(parts), token_ids
+        ignored = max(0, self._min_tokens - self.num_tokens)
+        texts = [self._decode((token_id,)) for token_id in token_ids]
+        before, _ = matcher.feed("".join(texts[:ignored]), ignore=True)
+        text, match = matcher.feed("".join(texts[ignored:]))
+        if match is not None:
+            self.stop_string = match.stop
+            lengths = accumulate(map(len, texts[ignored:]))
+            count = next(i for i, length in enumerate(lengths, 1) if length >= match.end)
+            token_ids = token_ids[: ignored + count]
+        return before + text, token_ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._silent.isdisjoint(token_ids):

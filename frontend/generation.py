@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -12,11 +12,19 @@ from frontend.completion import CompletionBuilder, Delta
 from frontend.logprobs import CompletionLogprobs
 from frontend.request import Request
 from frontend.scheduler_client import SchedulerClient
+from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason, Reader, Start, TokenStream
 from frontend.turns import Turns
 from shared.errors import InternalError, ServiceError
 
 log = structlog.get_logger(__name__)
+
+# As many tokens at once, so that no turn of the event loop takes long because a client has not read
+# for long, or has much to go on from.
+_MAX_TOKENS = 128
+
+# Runs a function on a thread.
+OnThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class CompletionReader:
         return len(stream.tokens) > self.builder.num_tokens or stream.ended
 
     def next_delta(self) -> Delta:
-        """What came since the last one; the last one sets `ending`.
+        """What came since the last one, or the beginning of it; the last one sets `ending`.
 
         Raises:
             ServiceError: the request failed.
@@ -68,12 +76,14 @@ class CompletionReader:
         stream, builder = self.stream, self.builder
         stream.check()
         if builder.stop_string is None:
-            delta = builder.feed(stream.tokens[builder.num_tokens :])
+            known = builder.num_tokens
+            delta = builder.feed(stream.tokens[known : known + _MAX_TOKENS])
         else:
             delta = Delta("", (), builder.num_tokens)  # found among the tokens resumed after
         if stream.logprobs is not None:
             self._add_logprobs(delta, stream.logprobs)
-        if stream.finish is not None or builder.stop_string is not None:
+        complete = stream.finish is not None and builder.num_tokens == len(stream.tokens)
+        if complete or builder.stop_string is not None:
             delta.text += builder.finish()
             self.ending = self._make_ending()
         return delta
@@ -129,7 +139,7 @@ class Generation:
 
     async def next_deltas(self) -> list[tuple[CompletionReader, Delta]]:
         """What completions grew by, at most one delta of each, in order. Tokens that come while the
-        caller is busy with one delta join the next.
+        caller is busy with one delta join the next; what is too long for one is left for others.
 
         Raises:
             ServiceError: the request failed.
@@ -185,8 +195,12 @@ class Generation:
         return self.error is not None
 
 
-def begin(
-    request: Request, scheduler: SchedulerClient, table: Mapping[int, bytes], received_at: float
+async def begin(
+    request: Request,
+    scheduler: SchedulerClient,
+    table: Mapping[int, bytes],
+    received_at: float,
+    on_thread: OnThread,
 ) -> Generation:
     """Submits a request, unless the tokens to resume after are a whole completion.
 
@@ -198,7 +212,8 @@ def begin(
     """
     sampling = request.sampling
     builders = [CompletionBuilder(table, sampling) for _ in range(sampling.num_completions)]
-    builders[0].feed(request.resume_token_ids)
+    if request.resume_token_ids:
+        await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
     reason = _end_of_resumed(request, builders[0])
     if reason is None:
         streams = scheduler.submit(request)
@@ -207,6 +222,14 @@ def begin(
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
     return Generation(request, readers, scheduler.close, received_at)
+
+
+def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> None:
+    """Feeds the tokens that the client has already, up to a stop string."""
+    for piece in in_pieces(token_ids, _MAX_TOKENS):
+        builder.feed(piece)
+        if builder.stop_string is not None:
+            return
 
 
 def _end_of_resumed(request: Request, builder: CompletionBuilder) -> FinishReason | None:

@@ -8,9 +8,12 @@ from frontend.completion import Delta
 from frontend.generation import CompletionReader, Ending, Totals
 from frontend.logprobs import LogprobRow
 from frontend.model_files import ModelFacts
+from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
+
+_ROWS_AT_ONCE = 32
 
 _FINISH_REASONS = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
@@ -26,7 +29,8 @@ def stream_response(
     totals: Totals | None,
     table: Mapping[int, bytes],
 ) -> pb.GenerateStreamResponse:
-    """
+    """A chunk without the prompt's log-probabilities, for which there is `add_prompt_logprobs`.
+
     Args:
         totals: with the call's last delta.
         table: the bytes of each token, special ones included.
@@ -41,8 +45,6 @@ def stream_response(
         response.index = completion.index
     if delta.logprobs:
         response.logprobs.extend(logprobs(delta.logprobs, table))
-    if delta.prompt_logprobs:
-        response.prompt_logprobs.extend(logprobs(delta.prompt_logprobs, table))
     if (ending := completion.ending) is not None:
         response.finish_reason = _FINISH_REASONS[ending.reason]
         response.stop_reason = ending.stop_reason
@@ -54,29 +56,26 @@ def stream_response(
 
 
 class WholeCompletion:
-    """Joins the deltas of one completion."""
+    """Joins the deltas of one completion in a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: pb.Completion, table: Mapping[int, bytes]) -> None:
+        """`table`: as for `stream_response`."""
+        self._message = message
+        self._table = table
         self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[LogprobRow] = []
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
-        self._logprobs += delta.logprobs
+        self._message.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            self._message.logprobs.extend(logprobs(delta.logprobs, self._table))
 
-    def message(self, index: int, ending: Ending, table: Mapping[int, bytes]) -> pb.Completion:
-        """`table` as for `stream_response`."""
-        return pb.Completion(
-            index=index,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            finish_reason=_FINISH_REASONS[ending.reason],
-            stop_reason=ending.stop_reason,
-            logprobs=logprobs(self._logprobs, table),
-            score=ending.score,
-        )
+    def end(self, ending: Ending) -> None:
+        """Fills in what is known only now."""
+        self._message.text = "".join(self._texts)
+        self._message.finish_reason = _FINISH_REASONS[ending.reason]
+        self._message.stop_reason = ending.stop_reason
+        self._message.score = ending.score
 
 
 def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:
@@ -90,6 +89,16 @@ def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.
         )
         for row in rows
     ]
+
+
+def add_prompt_logprobs(
+    response: pb.GenerateResponse | pb.GenerateStreamResponse,
+    rows: Sequence[LogprobRow],
+    table: Mapping[int, bytes],
+) -> None:
+    """Of a long prompt these take a second: to be run on a thread."""
+    for piece in in_pieces(rows, _ROWS_AT_ONCE):
+        response.prompt_logprobs.extend(logprobs(piece, table))
 
 
 def usage(totals: Totals) -> pb.Usage:

@@ -118,6 +118,7 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
             f"cannot go with sampling.n {sampling.n}: resume each completion alone, number i with "
             "sampling.seed + i",
         )
+    token_ids = list(token_ids)  # each walk over a message's field takes longer than this
     check_token_ids(field, token_ids, vocab_size)
     if len(token_ids) > sampling.max_tokens:
         raise InvalidArgumentError(
@@ -127,7 +128,7 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
         )
     ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     count = next((i for i, t in enumerate(token_ids, start=1) if t in ends), len(token_ids))
-    return list(token_ids[:count])
+    return token_ids[:count]
 
 
 def _is_set(sampling: pb.SamplingParams, name: str) -> bool:

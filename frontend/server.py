@@ -15,6 +15,7 @@ from grpc import aio
 
 from frontend import responses, validation
 from frontend.generation import Generation, begin
+from frontend.logprobs import LogprobRow
 from frontend.model_files import ModelFacts, read_model_facts
 from frontend.request import Request
 from frontend.responses import WholeCompletion, stream_response
@@ -47,18 +48,19 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         generation = await self._start(request, context)
         response = pb.GenerateResponse(request_id=generation.request.request_id)
-        table = self._tokenizer.full_table
-        wholes = [WholeCompletion() for _ in range(generation.request.sampling.num_completions)]
+        num_completions = generation.request.sampling.num_completions
+        wholes = [
+            WholeCompletion(response.completions.add(index=index), self._tokenizer.full_table)
+            for index in range(num_completions)
+        ]
         while not generation.ended:
             for completion, delta in await generation.next_deltas():
                 wholes[completion.index].add(delta)
                 if delta.prompt_logprobs:
-                    response.prompt_logprobs.extend(
-                        responses.logprobs(delta.prompt_logprobs, table)
-                    )
+                    await self._add_prompt_logprobs(response, delta.prompt_logprobs)
+        for whole, ending in zip(wholes, generation.endings, strict=True):
+            whole.end(ending)
         totals = generation.totals()
-        for index, (whole, ending) in enumerate(zip(wholes, generation.endings, strict=True)):
-            response.completions.append(whole.message(index, ending, table))
         response.usage.CopyFrom(responses.usage(totals))
         response.timings.CopyFrom(responses.timings(totals))
         return response
@@ -73,7 +75,20 @@ class InferenceServicer(InferenceServiceServicer):
             for completion, delta in deltas:
                 last = generation.ended and delta is deltas[-1][1]
                 totals = generation.totals() if last else None
-                await context.write(stream_response(request_id, completion, delta, totals, table))
+                response = stream_response(request_id, completion, delta, totals, table)
+                if delta.prompt_logprobs:
+                    await self._add_prompt_logprobs(response, delta.prompt_logprobs)
+                await context.write(response)
+
+    async def _add_prompt_logprobs(
+        self,
+        response: pb.GenerateResponse | pb.GenerateStreamResponse,
+        rows: Sequence[LogprobRow],
+    ) -> None:
+        table = self._tokenizer.full_table
+        await self._tokenizer.on_thread(
+            lambda: responses.add_prompt_logprobs(response, rows, table)
+        )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=await self._encode(request))
@@ -100,7 +115,9 @@ class InferenceServicer(InferenceServiceServicer):
         checked = await self._checked(message, deadline)
         special = checked.sampling.show_special
         table = self._tokenizer.full_table if special else self._tokenizer.table
-        generation = begin(checked, self._scheduler, table, received_at)
+        generation = await begin(
+            checked, self._scheduler, table, received_at, self._tokenizer.on_thread
+        )
 
         def on_done(_: object) -> None:
             # However the call ends: also when the client goes away while a chunk is being written.

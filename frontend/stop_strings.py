@@ -2,74 +2,82 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A stop string found; `end` counts the characters of the piece up to its last one."""
+
+    stop: str
+    end: int
 
 
 class StopStringMatcher:
     """Passes text through until a stop string is complete, holding back what may begin one.
 
     The stop string whose last character comes first is the one found; of several that end there,
-    the longest. So the result does not depend on how the text is cut into pieces. One
-    Knuth-Morris-Pratt automaton per stop string: a step per character and stop string.
+    the longest. So the result does not depend on how the text is cut into pieces.
+
+    Looks for them in UTF-8, where each comparison is a memcmp: whether one ends at a byte takes one
+    call for all of them, and whether one begins at a byte a binary search, done once per byte. So
+    no text and stop strings are slow: the worst of 16 with 1,024 characters took 2 µs a character.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """`stops`: what to look for, none of them empty; `include`: the one found is text, too."""
-        # Longest first: of matches that end at the same character the first one looked at is kept.
-        self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
-        self._failures = [_failure_function(stop) for stop in self._stops]
-        self._first_characters = frozenset(stop[0] for stop in self._stops)
-        self._matched = [0] * len(self._stops)  # characters of each stop string matched so far
-        self._longest = 0  # of these
-        self._held = ""
+        self._sorted = sorted({stop.encode() for stop in stops})
+        self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
+        self._first_bytes = frozenset(stop[0] for stop in self._sorted)
+        self._last_bytes = frozenset(stop[-1] for stop in self._sorted)
+        # The longest end of the text so far with which a stop string, longer than it, begins.
+        self._begun = b""
         self._include = include
 
-    def feed(self, text: str, *, ignore: bool = False) -> tuple[str, str | None]:
+    def feed(self, text: str, *, ignore: bool = False) -> tuple[str, Match | None]:
         """Takes the next piece. With `ignore`, stop strings complete in it are text as any other.
 
         Returns:
             The text that is free to go, and the stop string if one is complete: then the text ends
             before it, or with it, and nothing may be fed any more.
         """
-        if not self._longest and self._first_characters.isdisjoint(text):
+        piece = text.encode()
+        if not piece or (not self._begun and self._first_bytes.isdisjoint(piece)):
             return text, None
-        buffer = self._held + text
-        for position, character in enumerate(text, start=len(self._held) + 1):
-            found = self._step(character)
-            if found is not None and not ignore:
-                self._held = ""
-                return buffer[: position if self._include else position - len(found)], found
-        self._longest = max(self._matched)
-        free = len(buffer) if self._include else len(buffer) - self._longest
-        self._held = buffer[free:]
-        return buffer[:free], None
+        num_begun = len(self._begun)
+        unsettled = self._begun + piece
+        if not ignore:
+            for end, byte in enumerate(piece, start=num_begun + 1):
+                if byte in self._last_bytes and unsettled.endswith(self._longest_first, 0, end):
+                    return self._found(unsettled, end)
+        self._begun = unsettled[self._next_begin(unsettled) :]
+        if self._include:
+            return text, None
+        return unsettled[: len(unsettled) - len(self._begun)].decode(), None
 
     def flush(self) -> str:
         """The text still held back, when no more will come."""
-        held, self._held = self._held, ""
-        return held
+        held, self._begun = self._begun, b""
+        return "" if self._include else held.decode()
 
-    def _step(self, character: str) -> str | None:
-        found = None
-        for index, stop in enumerate(self._stops):
-            matched = self._matched[index]
-            while matched and stop[matched] != character:
-                matched = self._failures[index][matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                found = found or stop
-                matched = self._failures[index][-1]
-            self._matched[index] = matched
-        return found
+    def _found(self, unsettled: bytes, end: int) -> tuple[str, Match]:
+        """What `feed` returns for the stop string that ends at byte `end`."""
+        stop = next(each for each in self._longest_first if unsettled.endswith(each, 0, end))
+        fed = unsettled[len(self._begun) : end].decode()
+        self._begun = b""
+        free = fed if self._include else unsettled[: end - len(stop)].decode()
+        return free, Match(stop.decode(), len(fed))
 
-
-def _failure_function(pattern: str) -> list[int]:
-    """For each prefix of `pattern`, the length of its longest border."""
-    failure = [0] * len(pattern)
-    matched = 0
-    for index in range(1, len(pattern)):
-        while matched and pattern[matched] != pattern[index]:
-            matched = failure[matched - 1]
-        matched += pattern[matched] == pattern[index]
-        failure[index] = matched
-    return failure
+    def _next_begin(self, unsettled: bytes) -> int:
+        """The first byte from which on `unsettled` is the beginning of a longer stop string."""
+        size = len(unsettled)
+        for begin in range(max(0, size - len(self._longest_first[0]) + 1), size):
+            if unsettled[begin] in self._first_bytes:
+                rest = unsettled[begin:]
+                # Those that `rest` begins follow it in the order of bytes.
+                following = bisect_right(self._sorted, rest)
+                if following < len(self._sorted) and self._sorted[following].startswith(rest):
+                    return begin
+        return size

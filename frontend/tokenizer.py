@@ -52,7 +52,7 @@ class Tokenizer:
         Raises:
             InvalidArgumentError: it has.
         """
-        return await self._on_thread(lambda: self._encode("text", text, max_tokens, special=True))
+        return await self.on_thread(lambda: self._encode("text", text, max_tokens, special=True))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
@@ -70,7 +70,7 @@ class Tokenizer:
         def encode() -> list[int]:
             return self._encode("chat", self._render(messages), max_tokens, special=False)
 
-        return await self._on_thread(encode)
+        return await self.on_thread(encode)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens left out, as a completion's text is made."""
@@ -79,14 +79,15 @@ class Tokenizer:
             detokenizer = IncrementalDetokenizer(self.table)
             return detokenizer.feed(token_ids) + detokenizer.flush()
 
-        return await self._on_thread(decode)
+        return await self.on_thread(decode)
+
+    async def on_thread(self, work: Callable[[], Result]) -> Result:
+        """Runs `work`, which would keep the event loop from its other calls, on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
         """Ends the threads; what is queued is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _encode(self, field: str, text: str, max_tokens: int | None, *, special: bool) -> list[int]:
         if max_tokens is not None:

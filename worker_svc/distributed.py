@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -20,6 +23,11 @@ JOIN_TIMEOUT = timedelta(seconds=30)
 # How long those that have met may take to connect. Gloo waits for it, whatever happens meanwhile.
 CONNECT_TIMEOUT = timedelta(seconds=10)
 _LOOK_S = 0.01
+
+# torch 2.13 has renamed it, and warns of the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Result = TypeVar("Result")
 
 
 class TensorParallel:
@@ -52,19 +60,15 @@ class TensorParallel:
             superseded: whether to wait no longer, since there is a newer epoch.
 
         Raises:
-            RuntimeError: the others did not come within `JOIN_TIMEOUT`, or `superseded`.
+            RuntimeError: the others did not come within `JOIN_TIMEOUT`, or `superseded`, or the
+                address cannot be used.
         """
         if self.size == 1:
             return
         self.leave()
         if self._store is None or self.rank != 0:  # rank 0 may be a new process: dial it again
-            self._store = TCPStore(
-                master_addr,
-                master_port,
-                is_master=self.rank == 0,
-                wait_for_workers=False,
-                timeout=JOIN_TIMEOUT,
-            )
+            self._store = self._open_store(master_addr, master_port)
+        _keep_to_interface_towards(master_addr, master_port)
         store = PrefixStore(f"epoch-{epoch}", self._store)
         self._meet(store, superseded)
         on_gpu = device.type == "cuda"
@@ -81,6 +85,19 @@ class TensorParallel:
         )
         _set_pg_timeout(COLLECTIVE_TIMEOUT)
         self._joined = True
+
+    def _open_store(self, host: str, port: int) -> TCPStore:
+        """Rank 0's, where it serves the others, listens on the address that `host` names and on no
+        other. Left to itself it would listen on all."""
+        listener = _at_first_address(host, port, _listen) if self.rank == 0 else None
+        return TCPStore(
+            host,
+            port,
+            is_master=self.rank == 0,
+            wait_for_workers=False,
+            timeout=JOIN_TIMEOUT,
+            master_listen_fd=listener.detach() if listener else None,  # the store's from now on
+        )
 
     def _meet(self, store: PrefixStore, superseded: Callable[[], bool]) -> None:
         """Returns when all ranks have come. Making a group waits for them, too, but for one that is
@@ -119,7 +136,7 @@ class TensorParallel:
             return x.unsqueeze(0).expand(self.size, *x.shape)
         gathered = x.new_empty(self.size, *x.shape)
         with self._collective():
-            dist.all_gather(list(gathered.unbind()), x.contiguous())
+            _all_gather_single(gathered.view(-1), x.contiguous().view(-1))
         return gathered
 
     @contextmanager
@@ -129,3 +146,48 @@ class TensorParallel:
             yield
         finally:
             self.waiting = False
+
+
+def _keep_to_interface_towards(host: str, port: int) -> None:
+    """Has collectives listen only on the interface by which this rank reaches rank 0, loopback if
+    that is how. Gloo would take the address that the host's own name has, NCCL every interface but
+    loopback. Interfaces that the user names stay."""
+    address = _at_first_address(host, port, _source_address)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if address in (each.address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, a prefix
+            return
+    raise RuntimeError(f"no interface of this host has {address}, its address towards {host}")
+
+
+def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -> Result:
+    """What `use` makes of the first address of `host` for which it raises no OSError.
+
+    Raises:
+        RuntimeError: it has none such.
+    """
+    try:
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RuntimeError(f"ranks cannot meet at {host}, port {port}: {error}") from error
+    reasons = []
+    for family, _, _, _, address in candidates:
+        try:
+            return use(family, address)
+        except OSError as error:
+            reasons.append(str(error))
+    raise RuntimeError(f"ranks cannot meet at {host}, port {port}: {'; '.join(reasons)}")
+
+
+def _listen(family: int, address: Any) -> socket.socket:
+    """Also where connections of a rank 0 that died linger (SO_REUSEADDR)."""
+    return socket.create_server(address, family=family)
+
+
+def _source_address(family: int, address: Any) -> str:
+    """This host's address in packets to `address`; sends none."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        source: str = probe.getsockname()[0]
+        return source

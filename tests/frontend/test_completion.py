@@ -108,8 +108,8 @@ def test_stop_strings_within_the_first_min_tokens_are_text(
 
 
 @given(
-    token_ids=st.lists(st.integers(0, 258), max_size=30),
-    stop=st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    token_ids=st.lists(st.integers(0, 258) | st.sampled_from([*"sé".encode(), 256]), max_size=30),
+    stop=st.lists(st.text(min_size=1, max_size=3) | st.text("stopé", min_size=1), max_size=3),
     cuts=st.sets(st.integers(0, 30)),
     min_tokens=st.integers(0, 5),
     include_stop=st.booleans(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -12,6 +13,8 @@ import pytest
 import structlog
 from grpc import aio
 
+from frontend import responses
+from frontend.completion import CompletionBuilder
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
@@ -75,6 +78,11 @@ async def reconnect(service: Service) -> None:
     service.scheduler.drop_connection()
     await service.wait_for_health(False)
     await service.wait_for_health(True)
+
+
+async def accept_long_sequences(service: Service) -> None:
+    service.scheduler.info.max_model_len = 10_000
+    await reconnect(service)
 
 
 async def test_each_of_n_completions_is_what_its_seed_gives_alone(service: Service) -> None:
@@ -387,3 +395,53 @@ async def test_a_resumed_completion_survives_a_lost_connection(service: Service)
     responses += await rest(call)
     assert [join(responses)] == list(whole.completions)
     assert responses[-1].usage.completion_tokens == 5
+
+
+async def test_what_grows_with_a_request_is_done_on_threads_in_pieces(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[tuple[str, str, int]] = []
+
+    def recording(name: str, work: Callable[..., Any], argument: int) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            pieces.append((name, threading.current_thread().name, len(args[argument])))
+            return work(*args)
+
+        return run
+
+    feed, logprobs = CompletionBuilder.feed, responses.logprobs
+    monkeypatch.setattr(CompletionBuilder, "feed", recording("resumed", feed, 1))
+    monkeypatch.setattr(responses, "logprobs", recording("logprobs", logprobs, 0))
+    await accept_long_sequences(service)
+    message = request(PROMPT * 300, PROMPT * 200, max_tokens=1001, prompt_logprobs=1)
+    message.sampling.stop.append("never there")
+    response = await service.stub.Generate(message)
+
+    assert response.usage.completion_tokens == 1001
+    assert len(response.prompt_logprobs) == 1500
+    on_loop = [size for _, thread, size in pieces if thread == threading.current_thread().name]
+    assert max(on_loop) == 1
+    on_threads = [piece for piece in pieces if piece[1] != threading.current_thread().name]
+    assert max(size for _, _, size in on_threads) <= 128
+    for name, size in (("resumed", 1000), ("logprobs", 1500)):
+        assert sum(each[2] for each in on_threads if each[0] == name) == size
+
+
+async def test_tokens_that_nobody_read_for_long_come_in_several_chunks(service: Service) -> None:
+    await accept_long_sequences(service)
+    message = request(max_tokens=1000, logprobs=1)
+    whole = await service.stub.Generate(message)
+    call = await begin(service, message)
+    (handle,) = service.scheduler.connection.live
+    tokens = list(whole.completions[0].token_ids)
+    rows = [logprob_row(token, offset, 1) for offset, token in enumerate(tokens)]
+    service.scheduler.send(
+        [(handle, offset, token) for offset, token in enumerate(tokens)],
+        [scheduler_pb2.Finished(request=handle, cause=scheduler_pb2.FINISH_CAUSE_LENGTH)],
+        [logprob_rows(handle, False, 0, rows)],
+    )
+    chunks = await rest(call)
+    assert join(chunks) == whole.completions[0]
+    assert max(len(chunk.token_ids) for chunk in chunks) <= 128
+    assert [bool(chunk.finish_reason) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].usage.completion_tokens == 1000

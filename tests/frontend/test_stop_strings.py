@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.stop_strings import StopStringMatcher
+from frontend.sampling_checks import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
+from frontend.stop_strings import Match, StopStringMatcher
 
-PIECES = st.lists(st.text("ab c", max_size=5), max_size=12)
-STOPS = st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4)
+# é, 你 and 👍 have two, three and four bytes, € shares its first with 你.
+ALPHABET = "ab c\u00e9\u4f60\u20ac\U0001f44d"
+PIECES = st.lists(st.text(ALPHABET, max_size=5), max_size=12)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@st.composite
+def near_matches(draw: st.DrawFn) -> tuple[list[str], list[str]]:
+    """Stop strings up to the limits, and pieces of a text that nearly are such, over and over."""
+    character = draw(st.sampled_from("a\u4f60\U0001f44d"))
+    length = draw(st.sampled_from([4, 60, MAX_STOP_STRING_LENGTH]))
+    other = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=MAX_STOP_STRINGS))
+    stops = [character * at + "b" + character * (length - 1 - at) for at in other]
+    stops += [character * at + "b" for at in other]
+    stops = stops[:MAX_STOP_STRINGS]
+    runs = draw(st.lists(st.integers(0, length + 2), max_size=5))
+    text = "b".join(character * count for count in runs) + draw(st.sampled_from(["", "b", "c"]))
+    cuts = draw(st.lists(st.integers(0, len(text)), max_size=40))
+    bounds = sorted({0, *cuts, len(text)})
+    return stops, [text[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def run(
@@ -18,10 +39,12 @@ def run(
     matcher = StopStringMatcher(stops, include=include)
     free = ""
     for count, piece in enumerate(pieces, start=1):
-        text, found = matcher.feed(piece, ignore=count <= ignored)
+        text, match = matcher.feed(piece, ignore=count <= ignored)
         free += text
-        if found is not None:
-            return free, found
+        if match is not None:
+            fed = "".join(pieces[: count - 1]) + piece[: match.end]
+            assert fed == (free if include else free + match.stop)
+            return free, match.stop
     return free + matcher.flush(), None
 
 
@@ -49,13 +72,25 @@ def test_any_pieces_give_what_a_search_of_the_whole_gives(
     assert run(stops, pieces, include, ignored) == search(stops, text, include, ignored_text)
 
 
-@given(stops=STOPS, pieces=PIECES)
-def test_no_text_is_held_back_without_need(stops: list[str], pieces: list[str]) -> None:
+@given(case=near_matches(), include=st.booleans(), ignored=st.integers(0, 3))
+def test_near_matches_of_any_length_change_nothing(
+    case: tuple[list[str], list[str]], include: bool, ignored: int
+) -> None:
+    stops, pieces = case
+    ignored_text = len("".join(pieces[:ignored]))
+    expected = search(stops, "".join(pieces), include, ignored_text)
+    assert run(stops, pieces, include, ignored) == expected
+
+
+@given(stops=STOPS, pieces=PIECES, ignored=st.integers(0, 6))
+def test_no_text_is_held_back_without_need(
+    stops: list[str], pieces: list[str], ignored: int
+) -> None:
     matcher = StopStringMatcher(stops)
     fed = free = ""
-    for piece in pieces:
-        text, found = matcher.feed(piece)
-        if found is not None:
+    for count, piece in enumerate(pieces, start=1):
+        text, match = matcher.feed(piece, ignore=count <= ignored)
+        if match is not None:
             return
         fed += piece
         free += text
@@ -73,8 +108,8 @@ def test_nothing_is_held_back_where_the_stop_string_is_shown(
 ) -> None:
     matcher = StopStringMatcher(stops, include=True)
     for piece in pieces:
-        text, found = matcher.feed(piece)
-        if found is not None:
+        text, match = matcher.feed(piece)
+        if match is not None:
             return
         assert text == piece
 
@@ -83,7 +118,7 @@ def test_stop_string_that_spans_pieces_is_never_shown() -> None:
     matcher = StopStringMatcher(["\n\nUser:"])
     assert matcher.feed("Hello\n") == ("Hello", None)
     assert matcher.feed("\nUs") == ("", None)
-    assert matcher.feed("er: next") == ("", "\n\nUser:")
+    assert matcher.feed("er: next") == ("", Match("\n\nUser:", 3))
 
 
 def test_false_start_is_given_back() -> None:

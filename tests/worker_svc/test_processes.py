@@ -37,6 +37,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def address_of_another_interface() -> str:
+    """The first of one that is not loopback."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        ipv4 = [each.address for each in addresses if each.family == socket.AF_INET]
+        up = psutil.net_if_stats()[interface].isup
+        if up and ipv4 and not ipv4[0].startswith("127."):
+            return ipv4[0]
+    pytest.skip("this host has loopback only")
+
+
 def command(model: Path, *args: str) -> list[str]:
     flags = ["--model", str(model), "--threads", "1", "--device", "cpu", *args]
     return [sys.executable, "-m", "worker_svc", *flags]
@@ -45,9 +55,12 @@ def command(model: Path, *args: str) -> list[str]:
 class Ranks:
     """The ranks of one model, each a process."""
 
-    def __init__(self, model: Path, tp: int, directory: Path) -> None:
+    def __init__(
+        self, model: Path, tp: int, directory: Path, master_addr: str = "127.0.0.1"
+    ) -> None:
         self._addresses = [f"unix:{directory}/{rank}.sock" for rank in range(tp)]
-        self._args = ["--tp", str(tp), "--master-port", str(free_port())]
+        self._args = ["--tp", str(tp), "--master-addr", master_addr]
+        self._args += ["--master-port", str(free_port())]
         self._args += ["--worker-addresses", ",".join(self._addresses)]
         self._model = model
         self._channels = ExitStack()
@@ -97,6 +110,16 @@ class Ranks:
         """-> the tokens."""
         return [np.frombuffer(a.token_ids, "<i4").tolist() for a in self.execute(requests)]
 
+    def listening(self, rank: int) -> set[str]:
+        """The IP addresses at which the processes of a rank take connections."""
+        waiting = psutil.Process(self.processes[rank].pid)
+        connections = (
+            connection
+            for process in (waiting, *waiting.children(recursive=True))
+            for connection in process.net_connections("inet")
+        )
+        return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+
     def close(self) -> None:
         self._channels.close()
         for process in self.processes:
@@ -105,9 +128,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(model: Path, tp: int, directory: Path) -> Iterator[Ranks]:
+def ranks(model: Path, tp: int, directory: Path, master_addr: str = "127.0.0.1") -> Iterator[Ranks]:
     directory.mkdir()
-    started = Ranks(model, tp, directory)
+    started = Ranks(model, tp, directory, master_addr)
     try:
         yield started
     finally:
@@ -190,20 +213,31 @@ def test_ranks_give_the_tokens_of_one(
         assert ours.logprob_ids[:24] == theirs.logprob_ids[:24]
 
 
-def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["loopback", "another interface"])
+def test_ranks_listen_only_where_they_meet(odd_model: Path, tmp_path: Path, where: str) -> None:
+    address = "127.0.0.1" if where == "loopback" else address_of_another_interface()
+    with ranks(odd_model, 2, tmp_path / "2", address) as two:
+        two.configure(1)
+        assert two.run(workload(1, 301)[:3])
+        assert [two.listening(rank) for rank in (0, 1)] == [{address}, {address}]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path, lost: int) -> None:
+    survivor = 1 - lost
     with ranks(odd_model, 2, tmp_path / "2") as two:
         two.configure(1)
         expected = two.run(workload(1, 301)[:3])
-        survivor = two.stubs[0].GetInfo(GetInfoRequest()).incarnation
-        two.processes[1].kill()
-        two.processes[1].wait()
+        incarnation = two.stubs[survivor].GetInfo(GetInfoRequest()).incarnation
+        two.processes[lost].kill()
+        two.processes[lost].wait()
         with pytest.raises(grpc.RpcError) as error:
-            list(two.stubs[0].Execute(iter(workload(1, 301)[3:4]), timeout=60))
+            list(two.stubs[survivor].Execute(iter(workload(1, 301)[3:4]), timeout=60))
         assert error.value.code() == grpc.StatusCode.INTERNAL
-        two.restart(1)
+        two.restart(lost)
         two.configure(2)
         assert two.run(workload(2, 301)[:3]) == expected
-        assert two.stubs[0].GetInfo(GetInfoRequest()).incarnation == survivor
+        assert two.stubs[survivor].GetInfo(GetInfoRequest()).incarnation == incarnation
 
 
 def test_nobody_is_waited_for_once_a_newer_epoch_begins(odd_model: Path, tmp_path: Path) -> None:
