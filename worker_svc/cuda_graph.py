@@ -16,7 +16,8 @@ from torch.distributed import DistError
 from tqdm import tqdm
 
 from worker_svc.attention.base import Backend
-from worker_svc.errors import CaptureError, is_device_lost
+from worker_svc.distributed import SupersededError
+from worker_svc.errors import CaptureError, DeviceLostError, chain, is_device_lost
 from worker_svc.platforms.base import Platform
 from worker_svc.step import Step
 from worker_svc.step_tensors import ALIGNMENT, StepTensors, columns, pack, padded, unpack
@@ -41,7 +42,8 @@ class DecodeGraphs:
 
     Raises:
         CaptureError: `run` cannot be captured.
-        RuntimeError: `superseded`, or the device is lost.
+        SupersededError: `superseded`.
+        DeviceLostError: the device, or another rank, is lost.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class DecodeGraphs:
         pool = platform.graph_pool()
         for size in progress:
             if superseded():
-                raise RuntimeError("a newer epoch begins")
+                raise SupersededError
             step = padded(_nothing(), size)
             arrays = self._columns(step)
             self._upload(step)
@@ -80,14 +82,10 @@ class DecodeGraphs:
             try:
                 capture = partial(self._run, run, step)
                 self._replays[size] = platform.capture(capture, pool, superseded)
+            except SupersededError:
+                raise
             except RuntimeError as error:
-                # What a lost rank or device brings with it passes with the process or the epoch.
-                if superseded() or is_device_lost(error) or isinstance(error, DistError):
-                    raise
-                raise CaptureError(
-                    f"CUDA graphs: a step of {size} sequences cannot be captured: {error}; "
-                    "enforce_eager serves without graphs"
-                ) from error
+                raise _failed_capture(error, size, superseded()) from error
             taken = (platform.graph_bytes() - before) / 2**20
             progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 
@@ -109,6 +107,18 @@ class DecodeGraphs:
     def _upload(self, step: Step) -> None:
         host = pack(self._columns(step), pinned=self._platform.pinned)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+def _failed_capture(error: RuntimeError, size: int, superseded: bool) -> Exception:
+    """What ends the process. torch's allocator is never the same after a failed capture: also where
+    another rank or the device is to blame, and the successor may succeed."""
+    causes = list(chain(error))
+    if superseded or is_device_lost(error) or any(isinstance(e, DistError) for e in causes):
+        return DeviceLostError(f"a capture was broken off: {causes[-1]}")
+    return CaptureError(
+        f"CUDA graphs: a step of {size} sequences cannot be captured: {causes[-1]}; "
+        "enforce_eager serves without graphs"
+    )
 
 
 def _nothing() -> Step:

@@ -30,6 +30,13 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 Result = TypeVar("Result")
 
 
+class SupersededError(RuntimeError):
+    """The other ranks are waited for no longer, since there is a newer epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("a newer epoch begins")
+
+
 class TensorParallel:
     """One rank's view of its process group, passed to the layers that need it.
 
@@ -60,8 +67,9 @@ class TensorParallel:
             superseded: whether to wait no longer, since there is a newer epoch.
 
         Raises:
-            RuntimeError: the others did not come within `JOIN_TIMEOUT`, or `superseded`, or the
-                address cannot be used.
+            SupersededError: see `superseded`.
+            RuntimeError: the others did not come within `JOIN_TIMEOUT`, or the address cannot be
+                used.
         """
         if self.size == 1:
             return
@@ -107,7 +115,7 @@ class TensorParallel:
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
         while not store.check(keys):
             if superseded():
-                raise RuntimeError("a newer epoch begins")
+                raise SupersededError
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not all ranks came within {JOIN_TIMEOUT.total_seconds():g} s")
             time.sleep(_LOOK_S)

@@ -1,5 +1,5 @@
 """Reasons for which a worker cannot start, of which the message is what the operator reads, and
-which errors of a GPU leave nothing that could go on.
+errors after which its process cannot go on.
 
 StartError
 ├── ModelError     the model directory: unsupported configuration, unknown or missing weight
@@ -7,6 +7,8 @@ StartError
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class StartError(Exception):
@@ -17,20 +19,52 @@ class ModelError(StartError):
     """The model directory cannot be served; the message names what is wrong in it."""
 
 
+class DeviceLostError(RuntimeError):
+    """Nothing can be computed in this process any more; another one may."""
+
+
 class CaptureError(StartError):
     """Decodes cannot run from CUDA graphs here; `ENFORCE_EAGER` serves without them."""
 
 
+# Of CUDA calls that fail by themselves: the context stays usable.
+_PASSING = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "captur",
+    "no kernel image",
+    "kernel image is invalid",
+    "invalid argument",
+    "invalid configuration",
+    "invalid device function",
+    "not found",
+    "too many resources",
+)
+
+
 def is_device_lost(error: BaseException) -> bool:
-    """Whether `error`, of a CUDA call, took the process's context with it, so that every later
-    call fails, too. Running out of memory and what a capture forbids do not.
+    """Whether `error`, or what it came of, took the process's CUDA context with it, so that every
+    later call fails, too.
 
     torch raises `AcceleratorError`, Triton a plain `RuntimeError("Triton Error [CUDA]: ...")`,
     cuBLAS "CUDA error: CUBLAS_STATUS_...".
     """
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "out of memory" in text or "captur" in text:
-        return False
-    if type(error).__name__ == "AcceleratorError":
+    return any(map(_is_loss, chain(error)))
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, what it was raised from or while handling, and so on."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_loss(error: BaseException) -> bool:
+    if isinstance(error, DeviceLostError):
         return True
-    return text.startswith(("Triton Error [CUDA]", "CUDA error")) and "ALLOC_FAILED" not in text
+    text = str(error)
+    if not isinstance(error, RuntimeError) or any(passing in text for passing in _PASSING):
+        return False
+    of_cuda = text.startswith(("Triton Error [CUDA]", "CUDA error"))
+    return of_cuda or type(error).__name__ == "AcceleratorError"

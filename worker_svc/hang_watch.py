@@ -15,9 +15,8 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -108,13 +107,15 @@ class HangWatch:
         finally:
             del self._activities[activity]
 
-    @contextmanager
-    def running(self, step: Step, least_s: float) -> Iterator[None]:
-        """Around a step, or the wait for its results, which may take `least_s` seconds anyway."""
-        size, start = size_of(step), time.monotonic()
-        with self.doing(f"step {step.step_id}", max(least_s, self._times.most_s(size))):
-            yield
-        self._times.record(size, time.monotonic() - start)
+    def running(self, step: Step, least_s: float) -> AbstractContextManager[None]:
+        """Around a step, its launch or the wait for its results, which may take `least_s` seconds
+        anyway."""
+        return self.doing(f"step {step.step_id}", max(least_s, self._times.most_s(size_of(step))))
+
+    def record(self, step: Step, seconds: float) -> None:
+        """Learns what a step has taken, from its launch, or the answer to the one before, to its
+        own answer."""
+        self._times.record(size_of(step), seconds)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         look_s = self._hang_timeout_s / _LOOKS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -217,9 +218,11 @@ class WorkerService(WorkerServiceServicer):
         try:
             if epoch.ended:
                 raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
+            started = time.monotonic()
             with self._watch.running(step, self._least_step_s):
                 pending = runner.launch(step)
             if pending.ready():
+                self._watch.record(step, time.monotonic() - started)
                 result.set_result(pending.wait())
             else:
                 self._results.submit(self._wait, epoch, step, pending, result)
@@ -233,8 +236,10 @@ class WorkerService(WorkerServiceServicer):
     ) -> None:
         """On the thread that waits for results."""
         try:
+            started = time.monotonic()
             with self._watch.running(step, self._least_step_s):
                 found = pending.wait()
+            self._watch.record(step, time.monotonic() - started)
         except Exception as error:
             result.set_exception(self._failed(epoch, step.step_id, error))
         else:

@@ -92,6 +92,8 @@ def padded(step: Step, size: int) -> Step:
     """`step`, of decodes only, with sequences added up to `size` that write nowhere and see
     nothing."""
     missing = size - step.num_seqs
+    if not missing:
+        return step
 
     def pad(column: NDArray[Any], value: int) -> NDArray[Any]:
         return np.concatenate((column, np.full(missing, value, column.dtype)))

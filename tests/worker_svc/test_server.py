@@ -277,6 +277,29 @@ async def test_a_device_that_fails_ends_the_epoch(
     assert "has ended" in await refused(call, grpc.StatusCode.FAILED_PRECONDITION)
 
 
+async def test_what_a_launch_takes_says_nothing_of_a_step(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has launched in milliseconds what it computes for seconds: a watch that took the one
+    for the other would end a healthy worker."""
+    device = Device(monkeypatch)
+    learned: list[int] = []
+    record = worker.service._watch.record
+    monkeypatch.setattr(
+        worker.service._watch,
+        "record",
+        lambda step, seconds: (learned.append(step.step_id), record(step, seconds)),
+    )
+    batch = await worker.configure(1)
+    call = worker.execute()
+    await call.write(batch.request([(0, [1, 2])]))
+    step = await device.next_step()
+    assert learned == []
+    step.done.set()
+    await call.read()
+    assert learned == [1]
+
+
 async def test_a_lost_device_ends_the_process(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

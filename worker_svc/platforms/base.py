@@ -93,7 +93,8 @@ class Platform(ABC):
             superseded: whether to wait no longer for what `run` launches: another rank may be gone.
 
         Raises:
-            RuntimeError: `superseded`, or `run` cannot be captured.
+            SupersededError: see `superseded`.
+            RuntimeError: `run` cannot be captured. No other capture may follow in this process.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
+from worker_svc.distributed import SupersededError
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels import triton_ops
 from worker_svc.kernels.launch import Launcher
@@ -92,6 +93,8 @@ class CudaPlatform(Platform):
             log.warning(
                 "serving without CUDA graphs, several times slower", setting="enforce_eager"
             )
+        # One for all graphs: cuBLAS keeps a workspace of 32 MiB for each stream, for ever.
+        self._capture_stream = torch.cuda.Stream(self.device)
         self._capability = torch.cuda.get_device_capability(self.device)
         if self._capability < OLDEST:
             raise StartError(
@@ -134,7 +137,7 @@ class CudaPlatform(Platform):
         pool: Any = None,
         superseded: Callable[[], bool] = lambda: False,
     ) -> Callable[[], None]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
+        current, side = torch.cuda.current_stream(), self._capture_stream
         side.wait_stream(current)
         warm = torch.cuda.Event()
         with torch.cuda.stream(side):
@@ -144,7 +147,7 @@ class CudaPlatform(Platform):
         # Capturing begins by waiting for the device, for ever if a rank is gone.
         while not warm.query():
             if superseded():
-                raise RuntimeError("a newer epoch begins")
+                raise SupersededError
             time.sleep(_LOOK_S)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -152,7 +155,7 @@ class CudaPlatform(Platform):
         # thread_local: other threads, NCCL's among them, may go on using CUDA.
         with (
             torch.cuda.stream(current),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"),
         ):
             run()
         return graph.replay

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from shared.config import WorkerSettings
-from worker_svc.errors import ModelError, StartError, is_device_lost
+from worker_svc.errors import DeviceLostError, ModelError, StartError, is_device_lost
 from worker_svc.platforms.cuda import CudaPlatform
 from worker_svc.platforms.pinned_copies import PinnedCopies
 
@@ -70,7 +70,7 @@ class FakeCuda:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.num_events = self.num_pools = 0
+        self.num_events = self.num_pools = self.num_streams = 0
         self.finish = True  # what is polled
         self.current = self.main = Stream(self, "main")
         self.capability = (9, 0)
@@ -96,7 +96,7 @@ class FakeCuda:
         }
         for name, function in functions.items():
             patch.setattr(torch.cuda, name, self._checked(name, function))
-        patch.setattr(torch.cuda, "Stream", lambda device: Stream(self, "side"))
+        patch.setattr(torch.cuda, "Stream", self.new_stream)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing))
         patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
         empty = torch.empty
@@ -113,6 +113,10 @@ class FakeCuda:
 
         return call
 
+    def new_stream(self, device: torch.device) -> Stream:
+        self.num_streams += 1
+        return Stream(self, "side")
+
     def graph_pool_handle(self) -> tuple[int, int]:
         self.num_pools += 1
         return 0, self.num_pools
@@ -126,10 +130,14 @@ class FakeCuda:
             self.current = before
 
     @contextmanager
-    def graph(self, cuda_graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self, cuda_graph: Any, pool: Any, stream: Stream, capture_error_mode: str
+    ) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         self.log.append(f"begin capture into pool {pool}")
-        yield
+        before, self.current = self.current, stream
+        yield  # if it fails, the real one stays on its stream, too
+        self.current = before
         self.log.append("end capture")
 
     def replay(self) -> None:
@@ -187,10 +195,18 @@ def test_capture_warms_up_first(cuda: FakeCuda) -> None:
         "side records event 1",
         "main waits for side",
         "begin capture into pool (0, 1)",
-        "run on main",
+        "run on side",
         "end capture",
         "replay",
     ]
+
+
+def test_all_captures_are_on_one_stream(cuda: FakeCuda) -> None:
+    """For each, cuBLAS would keep 32 MiB."""
+    platform = make_platform()
+    for _ in range(3):
+        platform.capture(lambda: None, platform.graph_pool())
+    assert cuda.num_streams == 1
 
 
 def test_the_graphs_of_an_epoch_have_memory_of_their_own(cuda: FakeCuda) -> None:
@@ -220,8 +236,7 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:
     platform = make_platform()
 
     def fail() -> None:
-        if cuda.current.name == "main":
-            cuda.current = Stream(cuda, "capturing")  # as torch.cuda.graph leaves it
+        if "begin capture into pool (0, 1)" in cuda.log:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
@@ -283,9 +298,12 @@ LOST = [
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+    DeviceLostError("a capture was broken off: NCCL error"),
 ]
 NOT_LOST = [
     torch.AcceleratorError("CUDA error: out of memory"),
+    torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+    RuntimeError("Triton Error [CUDA]: invalid argument"),
     torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
@@ -300,3 +318,7 @@ NOT_LOST = [
 )
 def test_which_errors_lose_the_device(error: Exception, lost: bool) -> None:
     assert is_device_lost(error) == lost
+    # Also where ending a capture, or a rank's answer, has covered it up.
+    covering = RuntimeError("operation failed due to a previous error during capture")
+    covering.__context__ = error
+    assert is_device_lost(covering) == lost
