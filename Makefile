@@ -3,9 +3,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# HOST only counts when given to make: some shells export one, which names the machine.
+# These only count when given to make: some shells export a HOST, which names the machine, or an OUT.
 ifeq ($(origin HOST),environment)
 HOST :=
+endif
+ifeq ($(origin OUT),environment)
+OUT :=
 endif
 
 ENGINE := DEVICE DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS MAX_NUM_PREFILL_TOKENS MAX_MODEL_LEN \
@@ -72,7 +75,7 @@ bench: $(STAMP)  ## measure (MODE, OUT: a JSON file, PORT: of a running stack; A
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
-	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu_check $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
 test: $(STAMP)  ## run the tests (ARGS: for pytest)
 	$(BIN)/python -m pytest $(ARGS)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from bench.engine_stats import EngineStats
 from bench.errors import BenchError
@@ -24,19 +26,33 @@ from scheduler_svc.step_encoding import encode_step
 from shared.config import SettingsError, WorkerSettings, load_settings
 from worker_svc import step as worker_step
 from worker_svc.errors import StartError
-from worker_svc.model_runner import ModelRunner, PendingStep
+from worker_svc.model_runner import ModelRunner, StepResult
 
 _EPOCH = 1
 
 
-class InProcessExecutor:
-    """Runs steps on a `ModelRunner` of this process, through the same columns as over gRPC."""
+class Pending(Protocol):
+    """A step that the device may still be working on, as `PendingStep` is."""
 
-    def __init__(self, runner: ModelRunner, limits: worker_step.StepLimits) -> None:
+    def wait(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """Runs steps, as `ModelRunner` does."""
+
+    def configure(self, epoch: int, num_blocks: int) -> None: ...
+
+    def launch(self, step: worker_step.Step) -> Pending: ...
+
+
+class InProcessExecutor:
+    """Runs steps on a `Runner` of this process, through the same columns as over gRPC."""
+
+    def __init__(self, runner: Runner, limits: worker_step.StepLimits) -> None:
         self._runner = runner
         self._limits = limits
         self._last: worker_step.Step | None = None
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[Pending] = deque()
         self._step_id = 0
 
     async def send(self, step: Step) -> None:
@@ -59,32 +75,21 @@ class InProcessExecutor:
         self._runner.configure(_EPOCH, self._limits.num_blocks)
 
 
-class InProcessEngine:
-    """An engine with the limits of the server that `model` describes.
+class RunnerEngine:
+    """An engine whose runner is loaded and configured for the blocks of `model`.
 
-    Raises:
-        BenchError: the server runs on more ranks than a process can hold, or the model directory
-            cannot be loaded.
+    Args:
+        model: whose limits it has.
+        max_num_prefill_tokens: beside decodes.
     """
 
-    def __init__(self, directory: str, model: ModelInfo) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        model: ModelInfo,
+        max_num_prefill_tokens: int = Limits.max_num_prefill_tokens,
+    ) -> None:
         capacity = model.capacity
-        if capacity.tensor_parallel_size > 1:
-            raise BenchError("--in-process: runs one rank; compare it with a stack of TP=1")
-        flags = {
-            "--model": directory,
-            "--max-num-seqs": capacity.max_num_seqs,
-            "--max-num-batched-tokens": capacity.max_num_batched_tokens,
-            "--max-model-len": model.max_model_len,
-            "--kv-blocks": capacity.num_blocks,
-            "--block-size": capacity.block_size,
-        }
-        args = [str(part) for pair in flags.items() for part in pair]
-        try:
-            runner = ModelRunner(load_settings(WorkerSettings, args))
-        except (SettingsError, StartError) as error:
-            raise BenchError(f"--in-process: {error}") from error
-        runner.configure(_EPOCH, capacity.num_blocks)
         limits = worker_step.StepLimits(
             vocab_size=model.vocab_size,
             num_blocks=capacity.num_blocks,
@@ -99,6 +104,7 @@ class InProcessEngine:
                 max_num_batched_tokens=capacity.max_num_batched_tokens,
                 max_model_len=model.max_model_len,
                 max_waiting=capacity.max_waiting,
+                max_num_prefill_tokens=max_num_prefill_tokens,
                 vocab_size=model.vocab_size,
             ),
             BlockManager(capacity.num_blocks, capacity.block_size),
@@ -109,13 +115,20 @@ class InProcessEngine:
         self._done = asyncio.Event()
         self._received: Received = lambda tokens: None
 
-    async def run(self, warm_up: Request, requests: list[Request], received: Received) -> Run:
-        """Runs `warm_up`, then measures `requests`, as `run_stack` does."""
+    async def run(
+        self,
+        warm_up: Request,
+        requests: list[Request],
+        received: Received,
+        begin: Callable[[], None] = lambda: None,
+    ) -> Run:
+        """Runs `warm_up`, then, after `begin`, measures `requests`, as `run_stack` does."""
         loop = asyncio.create_task(self._engine.run())
         try:
             await self._run_all([warm_up])
             before = EngineStats.of(self._scheduler.stats)
             self._received = received
+            begin()
             traces = await self._run_all(requests)
         finally:
             loop.cancel()
@@ -145,3 +158,32 @@ class InProcessEngine:
                 self._unfinished -= 1
         if not self._unfinished:
             self._done.set()
+
+
+class InProcessEngine(RunnerEngine):
+    """One that loads the model, with the limits of the server that `model` describes.
+
+    Raises:
+        BenchError: the server runs on more ranks than a process can hold, or the model directory
+            cannot be loaded.
+    """
+
+    def __init__(self, directory: str, model: ModelInfo) -> None:
+        capacity = model.capacity
+        if capacity.tensor_parallel_size > 1:
+            raise BenchError("--in-process: runs one rank; compare it with a stack of TP=1")
+        flags = {
+            "--model": directory,
+            "--max-num-seqs": capacity.max_num_seqs,
+            "--max-num-batched-tokens": capacity.max_num_batched_tokens,
+            "--max-model-len": model.max_model_len,
+            "--kv-blocks": capacity.num_blocks,
+            "--block-size": capacity.block_size,
+        }
+        args = [str(part) for pair in flags.items() for part in pair]
+        try:
+            runner = ModelRunner(load_settings(WorkerSettings, args))
+        except (SettingsError, StartError) as error:
+            raise BenchError(f"--in-process: {error}") from error
+        runner.configure(_EPOCH, capacity.num_blocks)
+        super().__init__(runner, model)

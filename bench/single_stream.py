@@ -18,13 +18,15 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class SingleStream:
-    """Medians of three; None where it was not measured."""
+    """Medians; None where it was not measured."""
 
     single_stream_tokens_per_s: float | None  # after the first token
     ttft_1024_s: float | None
 
 
-async def measure_single_stream(llm: AsyncLLM, model: ModelInfo) -> SingleStream:
+async def measure_single_stream(
+    llm: AsyncLLM, model: ModelInfo, repeats: int = REPEATS
+) -> SingleStream:
     """
     Raises:
         BenchError: the model is too short for the long prompt.
@@ -36,7 +38,7 @@ async def measure_single_stream(llm: AsyncLLM, model: ModelInfo) -> SingleStream
             f"{model.max_model_len}"
         )
     rates, ttfts = [], []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         trace = await run_request(llm, _request(model, STREAM_PROMPT, STREAM_TOKENS))
         (first, at_first), (last, _) = trace.arrivals[0], trace.arrivals[-1]
         rates.append((trace.output_tokens - at_first) / (last - first))

@@ -1,4 +1,5 @@
-"""Triton's kernels run in its interpreter in tests, on CPU tensors: there is no GPU."""
+"""Triton's kernels run in its interpreter in tests, on CPU tensors, unless TEST_DEVICE is
+cuda: then `tests.worker_svc.device` puts tensors on a GPU, and the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -8,31 +9,48 @@ from typing import Any
 
 import pytest
 
-# Triton reads it when it is imported, which torch does too: before anything else, therefore.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 
-from triton.runtime import interpreter
+if not ON_GPU:
+    # Triton reads it when it is imported, which torch does too: before anything else, therefore.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-_patch_tensor = interpreter._patch_lang_tensor
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        """Lets the bounds of a `range` come from memory: Triton 3.6 calls `int` on an array of one
+        element, which NumPy 2.4 refuses (triton-lang/triton#9171, fixed in later releases)."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
 
 
-def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-    """Lets the bounds of a `range` come from memory: Triton 3.6 calls `int` on an array of one
-    element, which NumPy 2.4 refuses (triton-lang/triton#9171, fixed in later releases)."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+def pytest_configure() -> None:
+    """A run that was meant for a GPU must not pass without one."""
+    device = os.environ.get("TEST_DEVICE", "cpu")
+    if device not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"TEST_DEVICE: cpu or cuda, not {device}")
+    if not ON_GPU:
+        return
+    import torch
+    import triton
 
-
-interpreter._patch_lang_tensor = _patch_tensor_and_index
+    if triton.knobs.runtime.interpret:
+        raise pytest.UsageError("TEST_DEVICE is cuda, but TRITON_INTERPRET is set")
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("TEST_DEVICE is cuda, but torch finds no CUDA device")
 
 
 # With `-n 2 --dist loadgroup` these run one after another, beside the others: stacks of processes
 # that are harmed, with time limits of their own.
-_HARMED = {"chaos", "faults", "fuzz"}
+_HARMED = [Path(__file__).parent / name for name in ("chaos", "faults", "fuzz")]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in _HARMED:
+        if any(item.path.is_relative_to(folder) for folder in _HARMED):
             item.add_marker(pytest.mark.xdist_group("harmed"))

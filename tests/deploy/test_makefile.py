@@ -43,6 +43,19 @@ def test_variables_may_come_from_the_environment_except_the_shells_own_host() ->
     assert last_command("up", "HOST=::1", HOST="my-laptop")[4:] == ["--host", "::1"]
 
 
+def test_out_must_be_given_to_make(tmp_path: Path) -> None:
+    """Some shells export one, which may be any directory."""
+    for target in ("gpu-check", "bench", "chaos"):
+        assert "--out" not in last_command(target, OUT=str(tmp_path))
+        assert last_command(target, "OUT=a b", OUT=str(tmp_path))[-2:] == ["--out", "a b"]
+
+
+def test_gpu_check() -> None:
+    words = last_command("gpu-check", "OUT=results", "ARGS=prove --seed 7")
+    assert words[1:] == ["-m", "bench.gpu", "--out", "results", "prove", "--seed", "7"]
+    assert last_command("gpu-check", "GPU_PYTHON=python3") == ["python3", "-m", "bench.gpu"]
+
+
 def test_chat_and_bench() -> None:
     chat = last_command("chat", "PORT=6000")
     assert chat[1:] == ["-m", "frontend.client.chat", "--address", "127.0.0.1:6000"]

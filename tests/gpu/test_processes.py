@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frontend.client import AsyncLLM, SamplingParams
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from shared.process import CANNOT_START
 from tests.stack import ROOT, WAIT_S, RealStack, running_stack
 from tests.worker_svc.device import DEVICE, gpu_only
 from tests.worker_svc.harness import Batch, limits, save_model
@@ -55,9 +56,17 @@ def test_what_is_imported_before_a_fork_leaves_the_device_to_it(tmp_path: Path) 
 
 
 class Worker:
-    """One rank, as a process, and a client of it."""
+    """One rank, as a process that has a fault once `trigger` exists, and a client of it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, fault: str, directory: Path) -> None:
+        self.trigger, self.log = directory / "trigger", directory / "log"
+        address = f"unix:{directory}/worker.sock"
+        command = [sys.executable, "-m", "tests.gpu.faulty_worker", fault, str(self.trigger)]
+        command += ["--model", str(directory / "model"), "--device", DEVICE.type]
+        command += ["--worker-addresses", address, "--max-num-seqs", "8"]
+        save_model(directory / "model")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         self._channel = grpc.insecure_channel(address)
         self.stub = WorkerServiceStub(self._channel)
 
@@ -84,40 +93,48 @@ class Worker:
         steps = [batch.request([(0, ids)]) for ids in ([3, 14, 15, 92], [-1], [-1])]
         return [answer.token_ids for answer in self.stub.Execute(iter(steps), timeout=60)]
 
-    def close(self) -> None:
+    def end(self) -> int:
+        """-> the exit status."""
         self._channel.close()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(WAIT_S)
 
 
 @contextmanager
-def losing_worker(model: Path, directory: Path, trigger: Path) -> Iterator[Worker]:
-    address = f"unix:{directory}/worker.sock"
-    command = [sys.executable, "-m", "tests.gpu.losing_worker", str(trigger), "--model", str(model)]
-    command += ["--device", DEVICE.type, "--worker-addresses", address, "--max-num-seqs", "8"]
-    process = subprocess.Popen(command, cwd=ROOT)
-    worker = Worker(address)
+def faulty_worker(fault: str, directory: Path) -> Iterator[Worker]:
+    worker = Worker(fault, directory)
     try:
         yield worker
     finally:
-        worker.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0
+        worker.end()
+        print(worker.log.read_text())
 
 
 def test_an_illegal_access_ends_the_worker_and_its_successor_serves(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    trigger = tmp_path / "trigger"
-    with losing_worker(tmp_path / "model", tmp_path, trigger) as worker:
+    with faulty_worker("lose", tmp_path) as worker:
         first = worker.wait_serving()
         worker.configure(1)
         tokens = worker.run(1)
         assert len(tokens) == 3
         worker.configure(2)
-        trigger.touch()
+        worker.trigger.touch()
         with pytest.raises(grpc.RpcError):
             worker.run(2)
         assert worker.wait_serving() != first
         worker.configure(3)
         assert worker.run(3) == tokens
+        assert worker.end() == 0
+
+
+def test_a_failed_capture_ends_the_worker_with_its_reason(tmp_path: Path) -> None:
+    """For good: a successor would fail likewise."""
+    with faulty_worker("capture", tmp_path) as worker:
+        worker.trigger.touch()
+        worker.wait_serving()
+        with pytest.raises(grpc.RpcError):
+            worker.configure(1)
+        assert worker.process.wait(WAIT_S) == CANNOT_START
+        assert "a step of 8 sequences cannot be captured" in worker.log.read_text()
 
 
 @gpu_only  # tests/faults does it on a CPU, and far more

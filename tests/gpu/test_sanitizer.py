@@ -15,7 +15,8 @@ LIMIT_S = 200
 FOUND = 99
 # Prompts and decodes in graphs, padded and not, on the smallest model, by Triton's kernels.
 TEST = (
-    "tests/worker_svc/gpu_path/test_model.py::test_padded_steps_on_static_buffers_equal_eager_ones"
+    "tests/worker_svc/gpu_path/test_graphs.py"
+    "::test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size"
 )
 
 

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shared.config import WorkerSettings
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
+from tests.worker_svc.device import DEVICE
 from worker_svc.step import Step, StepLimits, decode_step
 
 TINY: dict[str, Any] = {
@@ -29,7 +30,12 @@ TINY: dict[str, Any] = {
 
 
 def save_model(
-    path: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", **overrides: Any
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    std: float = 0.08,
+    **overrides: Any,
 ) -> Qwen3ForCausalLM:
     """Writes a random Qwen3 to `path` and returns it, ready to be asked for its logits."""
     torch.manual_seed(0)
@@ -42,13 +48,13 @@ def save_model(
             elif name.endswith("bias"):
                 parameter.normal_(std=0.2)
             else:
-                parameter.normal_(std=0.08)
+                parameter.normal_(std=std)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
 
 def worker_settings(model: Path, **overrides: Any) -> WorkerSettings:
-    return WorkerSettings(model=str(model), device="cpu", threads=1, **overrides)
+    return WorkerSettings(model=str(model), device=DEVICE.type, threads=1, **overrides)
 
 
 def i4(values: Sequence[int]) -> bytes:

@@ -27,12 +27,10 @@ class InterpretedPlatform(CpuPlatform):
         self,
         settings: WorkerSettings,
         capability: tuple[int, int] = (9, 0),
-        captures: bool = True,
     ) -> None:
         super().__init__(settings)
-        self.captures = captures
+        self.captures = not settings.enforce_eager
         self._capability = capability
-        self.captured: list[Callable[[], None]] = []
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
         return checkpoint if setting == "auto" else getattr(torch, setting)
@@ -41,7 +39,6 @@ class InterpretedPlatform(CpuPlatform):
         size = None if settings.block_size == "auto" else settings.block_size
         return choose_backend(settings.attention, shape, size, self._capability, NUM_SMS)
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
         run()  # as the warm-ups before a capture do
-        self.captured.append(run)
         return run

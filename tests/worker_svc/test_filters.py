@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
@@ -13,16 +14,28 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.worker_svc.device import (
+    DEVICE,
+    ON_GPU,
+    ROWS,
+    VOCAB_SIZES,
+    by_device,
+    cpu_only,
+    generator,
+)
 from tests.worker_svc.thread_ranks import OPS, on_ranks
 from worker_svc.distributed import TensorParallel
 from worker_svc.filters import Limit, keep_likely
-from worker_svc.kernels import cpu_ops, triton_ops
+from worker_svc.kernels import triton_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.layers.ops import Ops
 from worker_svc.sampler import Sampler
 from worker_svc.uniforms import uniforms
 
 EPS = 1e-6  # of probability: what is this near to a boundary may be on either side of it
+LOGIT_EPS = 1e-5  # likewise of min_p, relative: its boundary is rounded as a logit
+# There need be no numba beside a GPU.
+DEVICE_OPS: Any = triton_ops if ON_GPU else import_module("worker_svc.kernels.cpu_ops")
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,10 @@ class Params:
 def limit(params: list[Params], name: str, off: float, dtype: torch.dtype) -> Limit:
     rows = [row for row, each in enumerate(params) if getattr(each, name) != off]
     values = [getattr(params[row], name) for row in rows]
-    return Limit(torch.tensor(rows, dtype=torch.int32), torch.tensor(values, dtype=dtype))
+    return Limit(
+        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        torch.tensor(values, dtype=dtype, device=DEVICE),
+    )
 
 
 def filter_shard(
@@ -50,20 +66,21 @@ def filter_shard(
 ) -> torch.Tensor:
     """The part of whole logits [F, vocab] that is this rank's, filtered; padding is NaN, and
     stays."""
-    local = logits.new_full((len(logits), vocab.shard_size), torch.nan)
+    size = len(logits), vocab.shard_size
+    local = torch.full(size, torch.nan, device=DEVICE)
     part = local[:, : vocab.num_tokens]
     part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
-    temperatures = torch.tensor([each.temperature for each in params])
+    temperatures = torch.tensor([each.temperature for each in params], device=DEVICE)
     top_k = limit(params, "top_k", 0, torch.int32)
     top_p = limit(params, "top_p", 1, torch.float32)
     min_p = limit(params, "min_p", 0, torch.float32)
     keep_likely(local, vocab, temperatures, top_k, top_p, min_p, tp, ops)
     assert local[:, vocab.num_tokens :].isnan().all()
-    return part
+    return part.to(logits.device)
 
 
 def filtered(
-    logits: torch.Tensor, params: list[Params], ranks: int = 1, ops: Ops = cpu_ops
+    logits: torch.Tensor, params: list[Params], ranks: int = 1, ops: Ops = DEVICE_OPS
 ) -> torch.Tensor:
     """[F, vocab], put together from ranks."""
     if ranks == 1:
@@ -101,7 +118,9 @@ def warped(row: torch.Tensor, params: Params, nudge: float) -> torch.Tensor:
     return kept
 
 
-def assert_as_transformers(logits: torch.Tensor, params: list[Params], ops: Ops = cpu_ops) -> None:
+def assert_as_transformers(
+    logits: torch.Tensor, params: list[Params], ops: Ops = DEVICE_OPS
+) -> None:
     actual = filtered(logits, params, ops=ops)
     for row, (before, after, each) in enumerate(zip(logits, actual, params, strict=True)):
         kept = after > -torch.inf
@@ -158,6 +177,7 @@ def test_the_vocabulary_of_qwen3() -> None:
     assert_as_transformers(random_logits(len(params), vocab, seed=7), params)
 
 
+@cpu_only
 def test_the_kernels_of_a_gpu_keep_the_same() -> None:
     vocab = 301
     logits, params = random_logits(12, vocab, seed=5), random_params(12, vocab, seed=5)
@@ -165,6 +185,52 @@ def test_the_kernels_of_a_gpu_keep_the_same() -> None:
     assert torch.equal(filtered(logits, params), filtered(logits, params, ops=triton_ops))
 
 
+def on_wrong_side(logits: torch.Tensor, kept: torch.Tensor, params: Params) -> int:
+    """Tokens that are kept and should not be, or the other way round, by the only filter of
+    `params`, which all rows have; in float64, for vocabularies for which transformers is slow."""
+    ordered = logits.sort(dim=1, descending=True).values
+
+    def outside(min_kept: torch.Tensor, max_kept: torch.Tensor) -> int:
+        """Beyond so many tokens [rows], and those that are equal to the last of them."""
+        strict, lax = (ordered.gather(1, n[:, None] - 1) for n in (min_kept, max_kept))
+        return int(((logits >= strict) & ~kept).sum() + (kept & (logits < lax)).sum())
+
+    if params.top_k:
+        ks = torch.full((len(logits),), params.top_k, device=logits.device)
+        return outside(ks, ks)
+    weights = (ordered.double() / params.temperature).softmax(dim=1)
+    if params.top_p < 1:
+        before = weights.cumsum(dim=1) - weights
+        return outside(*((before < params.top_p + off).sum(dim=1) for off in (-EPS, EPS)))
+    threshold = params.min_p * weights[:, :1]
+    bounds = threshold * (1 + LOGIT_EPS), threshold * (1 - LOGIT_EPS)
+    return outside(*((weights >= bound).sum(dim=1) for bound in bounds))
+
+
+@pytest.mark.parametrize("ops", by_device(cpu=[DEVICE_OPS, triton_ops], gpu=[triton_ops]))
+@pytest.mark.parametrize("rows", by_device(cpu=[1, 5], gpu=ROWS))
+@pytest.mark.parametrize("vocab", by_device(cpu=[301], gpu=VOCAB_SIZES))
+def test_filters_by_their_definition(vocab: int, rows: int, ops: Ops) -> None:
+    """Each by itself, all at once as one after another, and the same tokens wherever in the
+    vocabulary they are. In every other row many logits are equal."""
+    random = generator(seed=vocab + rows)
+    logits = 3 * torch.randn(rows, vocab, generator=random, device=random.device)
+    logits[1::2] = logits[1::2].bfloat16().float()
+    for top_k, top_p, min_p in ((20, 0.95, 0.05), (vocab // 3, 0.5, 1e-3)):
+        top_p, min_p = (float(np.float32(value)) for value in (top_p, min_p))
+        left = logits
+        for each in (Params(top_k=top_k), Params(top_p=top_p), Params(min_p=min_p)):
+            one = replace(each, temperature=float(np.float32(0.6)))
+            after = filtered(left, [one] * rows, ops=ops)
+            assert on_wrong_side(left, after > -torch.inf, one) == 0, one
+            left = after
+        every = replace(one, top_k=top_k, top_p=top_p)
+        assert torch.equal(filtered(logits, [every] * rows, ops=ops), left)
+        moved = filtered(logits.roll(vocab // 3, 1), [every] * rows, ops=ops)
+        assert torch.equal(moved, left.roll(vocab // 3, 1))
+
+
+@cpu_only
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("vocab", [40, 1000])
 def test_the_number_of_ranks_changes_nothing(ranks: int, vocab: int) -> None:
@@ -210,6 +276,7 @@ def test_without_filters_nothing_is_asked_of_the_device() -> None:
     assert torch.equal(after, logits)
 
 
+@cpu_only
 @pytest.mark.parametrize(
     "params",
     [
@@ -232,7 +299,7 @@ def test_distribution_of_sampled_tokens(params: Params) -> None:
     seeds = np.arange(draws, dtype=np.uint64) // 100
     random = torch.from_numpy(uniforms(seeds, np.arange(draws, dtype=np.int32) % 100))
     temperatures = torch.full((draws,), params.temperature)
-    tokens = Sampler(vocab, TensorParallel(), cpu_ops)(rows, temperatures, random)
+    tokens = Sampler(vocab, TensorParallel(), DEVICE_OPS)(rows, temperatures, random)
 
     kept = warped(logits[0], params, 0)
     scores = (logits[0].double() / params.temperature).masked_fill(~kept, -torch.inf)

@@ -65,7 +65,8 @@ def prompts(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list[int
 def oracle_logits(model: Qwen3ForCausalLM, tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocab]"""
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0].float()
+        ids = torch.tensor([tokens], device=model.device)
+        logits: torch.Tensor = model(ids).logits[0].float()
     return logits
 
 

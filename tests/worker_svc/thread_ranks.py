@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels import cpu_ops
 from worker_svc.layers.embedding import VocabPartition
 
 Result = TypeVar("Result")
@@ -40,6 +39,8 @@ class _OneAtATime:
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        from worker_svc.kernels import cpu_ops  # needs numba, which a GPU does without
+
         def run(*args: object) -> Any:
             with self._lock:
                 return getattr(cpu_ops, name)(*args)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from worker_svc.kernels.cpu_attention import decode_attention, write_cache
 from worker_svc.kernels.views import bits
 
+pytestmark = pytest.mark.launches_nothing
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 24), (8, 1, 40), (16, 8, 128)])

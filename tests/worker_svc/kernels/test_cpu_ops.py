@@ -9,6 +9,8 @@ from worker_svc.kernels.cpu_ops import OneDnnWeight, PanelWeight, embed
 from worker_svc.kernels.embedding import embed_reference
 from worker_svc.layers.ops import PackedWeight, PlainWeight
 
+pytestmark = pytest.mark.launches_nothing
+
 KINDS: list[tuple[Callable[[torch.Tensor], PackedWeight], torch.dtype]] = [
     (PlainWeight, torch.float32),
     (PlainWeight, torch.bfloat16),

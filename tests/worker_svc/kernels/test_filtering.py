@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from worker_svc.kernels import cpu_filtering, filtering, filtering_reference
+from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba, reference
+from worker_svc.kernels import filtering, filtering_reference
 from worker_svc.kernels.filtering_reference import (
     BINS,
     LARGEST_WEIGHT,
@@ -22,13 +25,28 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 ROWS = torch.tensor([4, 0, 3, 2], dtype=torch.int32)
 
-both = pytest.mark.parametrize("ops", [filtering, cpu_filtering], ids=lambda ops: ops.__name__)
+
+def run(function: Callable[..., None], *arguments: Any) -> torch.Tensor:
+    """The last of the arguments as `function`, given copies on DEVICE, leaves it."""
+    return run_all(function, *arguments)[-1]
+
+
+def run_all(function: Callable[..., None], *arguments: Any) -> list[torch.Tensor]:
+    tensors = [x.to(DEVICE, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
+    function(*tensors)
+    return [x.cpu() for x in tensors if isinstance(x, torch.Tensor)]
+
+
+both = pytest.mark.parametrize(
+    "ops", [filtering, *of_numba("cpu_filtering")], ids=lambda ops: ops.__name__
+)
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the rows of a small vocabulary are several programs."""
-    monkeypatch.setattr(filtering, "TILE", 256)
+    if not ON_GPU:
+        monkeypatch.setattr(filtering, "TILE", 256)
 
 
 def int64(*values: int) -> torch.Tensor:
@@ -50,6 +68,8 @@ def random_logits(vocab: int, seed: int) -> torch.Tensor:
     return whole
 
 
+@cpu_only
+@pytest.mark.launches_nothing
 def test_keys_are_in_the_order_of_logits() -> None:
     ordered = [-torch.inf, -LARGEST, -2.5, -1.0, -SMALLEST, 0.0, SMALLEST, 1.0, LARGEST, torch.inf]
     keys = keys_of(torch.tensor(ordered))
@@ -75,7 +95,7 @@ def ranges(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @both
 @pytest.mark.parametrize("vocab", [40, 1001])
 def test_counts(vocab: int, ops: ModuleType) -> None:
-    """Of the definition, token by token; they are added to what there is."""
+    """By the definition, token by token; they are added to what there is."""
     logits = random_logits(vocab, seed=vocab)
     for low, shifts in ranges(logits):
         expected = torch.full((4, BINS), 7, dtype=torch.int64)
@@ -85,27 +105,26 @@ def test_counts(vocab: int, ops: ModuleType) -> None:
                     number = int((keys_of(logit) - low[g]) >> shifts[g])
                     if number < BINS:
                         expected[g, number] += 1
+        seven = torch.full((4, BINS), 7, dtype=torch.int64)
         for function in (ops.count_by_key, count_by_key_reference):
-            bins = torch.full((4, BINS), 7, dtype=torch.int64)
-            function(logits, ROWS, vocab, low, shifts, bins)
-            assert torch.equal(bins, expected)
+            assert torch.equal(run(function, logits, ROWS, vocab, low, shifts, seven), expected)
 
 
 @both
 def test_weights(ops: ModuleType) -> None:
-    """As torch's exp has them, up to what is to be expected of exp; exact where that is 1 or 0."""
+    """Those of torch's exp, up to what is to be expected of exp; exact where that is 1 or 0."""
     vocab = 1001
     logits = random_logits(vocab, seed=2)
     logits[4, 13] = 0.0  # it was NaN
     maxima = logits[:, :vocab].amax(1)[ROWS]
     scales = torch.tensor([1.0, 1e30, 1e-29, 0.5])
     for low, shifts in ranges(logits):
-        expected, counts, bins = (torch.zeros(4, BINS, dtype=torch.int64) for _ in range(3))
+        expected, counts, zeros = (torch.zeros(4, BINS, dtype=torch.int64) for _ in range(3))
         weigh_by_key_reference(logits, ROWS, vocab, maxima, scales, low, shifts, expected)
         count_by_key_reference(logits, ROWS, vocab, low, shifts, counts)
-        ops.weigh_by_key(logits, ROWS, vocab, maxima, scales, low, shifts, bins)
+        bins = run(ops.weigh_by_key, logits, ROWS, vocab, maxima, scales, low, shifts, zeros)
         difference = (bins - expected).abs().double()
-        assert (difference <= 1e-6 * expected + counts).all()
+        assert (difference <= by_device(cpu=1e-6, gpu=3e-6) * expected + counts).all()
         assert (bins[1] % int(LARGEST_WEIGHT) == 0).all()  # so cold that only the largest count
 
 
@@ -117,9 +136,8 @@ def test_a_logit_weighs_the_same_in_any_column(ops: ModuleType) -> None:
     maxima, scales = values.amax().view(1), torch.tensor([1.4])
 
     def weigh(logits: torch.Tensor, num_tokens: int) -> int:
-        bins = torch.zeros(1, BINS, dtype=torch.int64)
-        ops.weigh_by_key(logits[None], rows, num_tokens, maxima, scales, low, shifts, bins)
-        return int(bins.sum())
+        arguments = logits[None], rows, num_tokens, maxima, scales, low, shifts
+        return int(run(ops.weigh_by_key, *arguments, torch.zeros(1, BINS).long()).sum())
 
     alone = [weigh(value.expand(1), 1) for value in values]
     for columns in (50, 300, 1001):
@@ -145,7 +163,9 @@ PICKED = [
 ]
 
 
-@pytest.mark.parametrize("ops", [filtering, cpu_filtering, filtering_reference])
+@pytest.mark.parametrize(
+    "ops", [filtering, *of_numba("cpu_filtering"), reference(filtering_reference)]
+)
 def test_picked_bins(ops: ModuleType) -> None:
     bins = torch.zeros(len(PICKED), BINS, dtype=torch.int64)
     for row, (weights, *_) in enumerate(PICKED):
@@ -157,12 +177,13 @@ def test_picked_bins(ops: ModuleType) -> None:
     low = torch.arange(len(PICKED)) * 1000
     begins = [n << max(shift, 0) for n, shift in zip(numbers, shifts, strict=True)]
     expected = (low + int64(*begins)).tolist(), next_shifts, next_above
-    state = low, int64(*shifts), int64(*above)
+    state = [low, int64(*shifts), int64(*above)]
     pick = pick_bins_reference if ops is filtering_reference else ops.pick_bins
-    pick(bins, int64(*targets), *state)
+    _, _, *state = run_all(pick, bins, int64(*targets), *state)
     assert tuple(column.tolist() for column in state) == expected
 
 
+@pytest.mark.launches_nothing
 def test_nothing_to_search_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in ("_count_by_key_kernel", "_weigh_by_key_kernel", "_pick_bins_kernel"):
         monkeypatch.setattr(filtering, kernel, None)

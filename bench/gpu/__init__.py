@@ -1,0 +1,1 @@
+"""`make gpu-check`: proves and measures the worker on this machine's GPU. See docs/gpu-check.md."""

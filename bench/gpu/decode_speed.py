@@ -1,0 +1,130 @@
+"""Decode attention: bytes of keys and values per second, against the memory's bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.ceilings import bandwidth
+from bench.gpu.records import Report
+from bench.gpu.setup import BACKENDS, Heads, Setup
+from bench.gpu.steps import blocks_needed, make_step, on_device, snapshot
+from worker_svc.attention.paged import PagedBackend
+from worker_svc.kernels.decode_attention import decode_attention, decode_workspace
+from worker_svc.kernels.paged_attention import Tiling
+from worker_svc.step_tensors import StepTensors
+
+TARGET = 0.85  # of the bandwidth, at the largest batch
+MAX_LAYERS = 64
+
+
+@dataclass(frozen=True)
+class Load:
+    """Decodes in as many layers as exceed the L2 cache."""
+
+    setup: Setup
+    backend: PagedBackend[Any]
+    contexts: Sequence[int]
+    caches: list[torch.Tensor]
+    q: torch.Tensor
+    tensors: StepTensors
+    metadata: Any
+
+    def rate(self, attend: Callable[[torch.Tensor], object]) -> float:
+        """GB/s of keys and values, where `attend` takes a layer's cache."""
+        seconds = self.setup.timer.in_graph([partial(attend, cache) for cache in self.caches])
+        shape = self.backend.shape
+        size = sum(self.contexts) * shape.cache_bytes_per_token / shape.num_layers
+        return size / seconds / 1e9
+
+    def attend(self, cache: torch.Tensor) -> torch.Tensor:
+        return self.backend.attend(self.q, cache, self.metadata)
+
+    def kernel(self, splits: int, tiling: Tiling | None = None) -> Callable[[torch.Tensor], object]:
+        """Ours, by itself."""
+        shape, tensors = self.backend.shape, self.tensors
+        size = len(self.contexts), shape.num_heads, shape.head_dim
+        workspace = decode_workspace(*size, splits, self.q.device)
+        out = torch.empty_like(self.q)
+
+        def attend(cache: torch.Tensor) -> None:
+            decode_attention(
+                self.q,
+                cache,
+                tensors.attention,
+                tensors.query_starts,
+                tensors.context_lens,
+                tensors.block_table,
+                tensors.table_offsets,
+                shape.scale,
+                splits,
+                workspace,
+                out,
+                tiling,
+            )
+
+        return attend
+
+
+def make_load(
+    setup: Setup,
+    name: str,
+    heads: Heads,
+    contexts: Sequence[int],
+    block_size: int | str = "auto",
+) -> Load:
+    rows = len(contexts)
+    size = sum(contexts) * heads.kv_heads * heads.head_dim * 2 * setup.dtype.itemsize
+    layers = min(max(math.ceil(setup.sizes.rotated_bytes / size), 2), MAX_LAYERS)
+    backend = setup.backend(name, heads, layers=layers, block_size=block_size)
+    step = make_step([1] * rows, contexts, backend.block_size, vocab=2)
+    tensors = on_device(step, backend.column(step), setup.device)
+    generator = setup.generator(name)
+    caches = backend.allocate(blocks_needed(contexts, backend.block_size))
+    q = torch.randn(rows, heads.heads, heads.head_dim, device=setup.device, generator=generator)
+    return Load(
+        setup,
+        backend,
+        contexts,
+        caches=[cache.normal_(generator=generator) for cache in caches],
+        q=q.to(setup.dtype),
+        tensors=tensors,
+        metadata=backend.plan(step, tensors, max(contexts)),
+    )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def measure_equal_lengths(setup: Setup, report: Report, name: str) -> None:
+    sizes = setup.sizes
+    for label, heads in sizes.heads:
+        for context in sizes.contexts:
+            for rows in sizes.batches:
+                load = make_load(setup, name, heads, [context] * rows)
+                report.figure(
+                    f"decode attention, {name}, {label}, {rows} x {context}",
+                    load.rate(load.attend),
+                    "GB/s",
+                    bandwidth(setup, report),
+                    TARGET if rows == max(sizes.batches) else None,
+                )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def measure_mixed_lengths(setup: Setup, report: Report, name: str) -> None:
+    """The contexts of the reference workload, halfway."""
+    contexts = snapshot(setup.sizes.workload)
+    for label, heads in setup.sizes.heads:
+        load = make_load(setup, name, heads, contexts)
+        report.figure(
+            f"decode attention, {name}, {label}, {len(contexts)} mixed",
+            load.rate(load.attend),
+            "GB/s",
+            bandwidth(setup, report),
+            TARGET,
+        )

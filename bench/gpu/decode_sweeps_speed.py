@@ -1,0 +1,70 @@
+"""Decode attention with other tilings, splits and block sizes than the kernel's own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from bench.gpu.decode_speed import make_load
+from bench.gpu.records import Report
+from bench.gpu.setup import Setup
+from bench.gpu.steps import snapshot
+from bench.gpu.sweeps import DEFAULT, compare, tiling_name, tried
+from worker_svc.kernels.paged_attention import Tiling
+
+TILINGS = (
+    Tiling(32, 4, 3),
+    Tiling(32, 4, 5),
+    Tiling(64, 4, 2),
+    Tiling(64, 4, 3),
+    Tiling(64, 4, 4),
+    Tiling(64, 8, 3),
+    Tiling(128, 4, 2),
+    Tiling(128, 4, 3),
+    Tiling(128, 8, 3),
+)
+SPLITS = (1, 2, 4, 8, 16, 32)
+
+
+def measure_tilings(setup: Setup, report: Report) -> None:
+    """At the workload's lengths, and of the first heads at one for all."""
+    sizes = setup.sizes
+    mixed = snapshot(sizes.workload)
+    cases = [(label, heads, "mixed", mixed) for label, heads in sizes.heads]
+    equal = [sizes.contexts[0]] * max(sizes.batches)
+    cases.append((*sizes.heads[0], f"x {equal[0]}", equal))
+    for label, heads, lengths, contexts in cases:
+        load = make_load(setup, "triton", heads, contexts)
+        splits = load.metadata.splits
+        tilings = {DEFAULT: None, **{tiling_name(each): each for each in TILINGS[: sizes.swept]}}
+        rates = {
+            name: tried(partial(load.rate, load.kernel(splits, tiling)))
+            for name, tiling in tilings.items()
+        }
+        compare(report, f"tilings, {label}, {len(contexts)} {lengths}", rates, DEFAULT)
+
+
+def measure_splits(setup: Setup, report: Report) -> None:
+    sizes = setup.sizes
+    label, heads = sizes.heads[0]
+    cases = [[context] * rows for context in sizes.contexts for rows in sizes.batches]
+    for contexts in [*cases, snapshot(sizes.workload)]:
+        load = make_load(setup, "triton", heads, contexts)
+        rows, chosen = len(contexts), load.metadata.splits
+        # More programs than this only combine more.
+        counts = sorted(
+            {chosen, *(n for n in SPLITS[: sizes.swept] if n * rows <= 32 * max(32, rows))}
+        )
+        rates = {str(n): tried(partial(load.rate, load.kernel(n))) for n in counts}
+        lengths = f"x {contexts[0]}" if len(set(contexts)) == 1 else "mixed"
+        compare(report, f"splits, {label}, {rows} {lengths}", rates, str(chosen))
+
+
+def measure_block_sizes(setup: Setup, report: Report) -> None:
+    label, heads = setup.sizes.heads[0]
+    contexts = snapshot(setup.sizes.workload)
+    rates: dict[str, float | str] = {}
+    for block_size in setup.sizes.block_sizes:
+        load = make_load(setup, "triton", heads, contexts, block_size)
+        rates[str(block_size)] = load.rate(load.attend)
+    chosen = make_load(setup, "triton", heads, [1]).backend.block_size
+    compare(report, f"block sizes, {label}, {len(contexts)} mixed", rates, str(chosen))

@@ -1,0 +1,116 @@
+"""The cost of sampling features in a step in which all sequences ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from bench.gpu.ceilings import bandwidth
+from bench.gpu.records import Report
+from bench.gpu.setup import Setup
+from worker_svc.distributed import TensorParallel
+from worker_svc.filters import Limit, keep_likely
+from worker_svc.kernels import triton_ops
+from worker_svc.layers.embedding import VocabPartition
+
+BLOCK_SIZE = 64
+FILTERS = {
+    "top_k 20": (20, 1.0),
+    "top_p 0.95": (0, 0.95),
+    "top_k 20, top_p 0.95": (20, 0.95),
+}
+
+
+class Batch:
+    """The logits of the largest batch, and a token of each of its sequences.
+
+    A figure is compared with one pass over the logits in float32, read and written.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.generator = setup.generator("features")
+        self.rows = max(setup.sizes.batches)
+        self.vocab = VocabPartition(setup.sizes.vocab_size, 0, 1)
+        size = self.rows, self.vocab.shard_size
+        self.logits = 3 * torch.randn(size, generator=self.generator, device=setup.device)
+        self.every = torch.arange(self.rows, dtype=torch.int32, device=setup.device)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.vocab.start, self.vocab.num_tokens
+
+    def integers(self, below: int, *size: int) -> torch.Tensor:
+        device = self.setup.device
+        return torch.randint(below, size, generator=self.generator, device=device).int()
+
+    def figure(self, report: Report, name: str, seconds: float) -> None:
+        one_pass = 1e-3 * 2 * self.logits.nbytes / bandwidth(self.setup, report)  # us, of GB/s
+        report.figure(f"{name}, batch {self.rows}", 1e6 * seconds, "us", one_pass)
+
+
+@pytest.fixture(scope="module")
+def batch(setup: Setup) -> Batch:
+    return Batch(setup)
+
+
+def measure_history(batch: Batch, report: Report) -> None:
+    """Contexts have one length, and tokens that repeat, half of them the prompt's."""
+    context, in_graph = batch.setup.sizes.contexts[0], batch.setup.timer.in_graph
+    blocks = -(-context // BLOCK_SIZE)
+    tokens = batch.integers(batch.vocab.vocab_size, batch.rows * blocks * BLOCK_SIZE) // 9 * 9
+    offsets = torch.arange(batch.rows + 1, dtype=torch.int32, device=tokens.device) * blocks
+    contexts = torch.full_like(batch.every, context)
+    store = partial(triton_ops.store_tokens, tokens, batch.every, batch.every, batch.every)
+    report.figure(f"store_tokens, batch {batch.rows}", 1e6 * in_graph([store]), "us")
+    penalize = partial(
+        triton_ops.penalize,
+        batch.logits.clone(),
+        *batch.part,
+        tokens,
+        BLOCK_SIZE,
+        torch.arange(batch.rows * blocks, dtype=torch.int32, device=tokens.device),
+        offsets,
+        batch.every,
+        contexts,
+        contexts // 2,
+        *(torch.full((batch.rows,), value, device=tokens.device) for value in (1.1, 0.1, 0.1)),
+    )
+    batch.figure(report, "penalize", in_graph([penalize]))
+
+
+def measure_masks(batch: Batch, report: Report) -> None:
+    masks = batch.integers(2**31 - 1, batch.rows, -(-batch.vocab.vocab_size // 32))
+    run = partial(triton_ops.apply_masks, batch.logits.clone(), *batch.part, batch.every, masks)
+    batch.figure(report, "apply_masks", batch.setup.timer.in_graph([run]))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def measure_filters(batch: Batch, report: Report, name: str) -> None:
+    """The logits are whole each time; launch by launch, as they are served."""
+    work = batch.logits.clone()
+    copied = batch.setup.timer.eager(lambda: work.copy_(batch.logits))
+    seconds = batch.setup.timer.eager(_filtering(batch, work, *FILTERS[name]))
+    batch.figure(report, name, seconds - copied)
+
+
+def _filtering(batch: Batch, work: torch.Tensor, top_k: int, top_p: float) -> Callable[[], None]:
+    def limit(value: float, given: bool, dtype: torch.dtype) -> Limit:
+        rows = batch.every if given else batch.every[:0]
+        return Limit(rows, torch.full((len(rows),), value, dtype=dtype, device=rows.device))
+
+    limits = (
+        limit(top_k, top_k > 0, torch.int32),
+        limit(top_p, top_p < 1, torch.float32),
+        limit(0, False, torch.float32),
+    )
+    temperatures = torch.ones(batch.rows, device=work.device)
+
+    def run() -> None:
+        work.copy_(batch.logits)
+        keep_likely(work, batch.vocab, temperatures, *limits, TensorParallel(), triton_ops)
+
+    return run

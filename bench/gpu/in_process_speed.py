@@ -1,0 +1,139 @@
+"""The reference workload with scheduler and model in one process: which backend, and how many
+prompt tokens in a step, serve it fastest."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.records import Report
+from bench.gpu.serving import BEST, cache_blocks, figures, model_info, variables
+from bench.gpu.setup import BACKENDS, Setup
+from bench.gpu.timing import Timer
+from bench.in_process import RunnerEngine
+from bench.run import Run
+from bench.workload import reference_workload, warm_up_request
+from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
+from worker_svc.step import Step
+
+FIGURE = "in process"
+
+
+class StepLog:
+    """A model runner that notes of each kind of step how many there are and what they take."""
+
+    def __init__(self, runner: ModelRunner, timer: Timer) -> None:
+        self.runner = runner
+        self._timer = timer
+        self.clear()
+
+    def configure(self, epoch: int, num_blocks: int) -> None:
+        self.runner.configure(epoch, num_blocks)
+
+    def clear(self) -> None:
+        self._kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def launch(self, step: Step) -> LoggedStep:
+        kind = "mixed"
+        if step.decodes_only:
+            kind = "decodes"
+        elif (step.query_lens > 1).all():
+            kind = "prompts"
+        begin, before = self._timer.mark(), time.thread_time()
+        pending = self.runner.launch(step)
+        launched = time.thread_time() - before
+        self._marks.append((kind, begin, self._timer.mark()))
+        found = self._kinds[kind]
+        found["steps"] += 1
+        found["rows"] += step.num_seqs
+        found["tokens"] += step.num_tokens
+        found["launch_cpu_s"] += launched
+        return LoggedStep(pending, found)
+
+    def kinds(self) -> dict[str, dict[str, float]]:
+        """All steps are over. The GPU's time is that of the steps' own clocks, and idle is what
+        lies between the end of one on the stream and the beginning of the next."""
+        for (_, _, end), (kind, begin, _) in zip(self._marks, self._marks[1:], strict=False):
+            self._kinds[kind]["idle_s"] += max(self._timer.between(end, begin), 0.0)
+        return {kind: dict(found) for kind, found in self._kinds.items()}
+
+
+class LoggedStep:
+    def __init__(self, pending: PendingStep, found: dict[str, float]) -> None:
+        self._pending = pending
+        self._found = found
+
+    def ready(self) -> bool:
+        return self._pending.ready()
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        self._found["gpu_s"] += result.seconds
+        return result
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def measure_budgets(setup: Setup, report: Report, name: str) -> None:
+    """With one loaded model: to the worker, the budget is only the largest step."""
+    sizes = setup.sizes
+    setup.backend(name, sizes.heads[0][1])  # skips, before a model is loaded
+    budget_s = sizes.in_process_s / len(sizes.prefill_budgets)
+    budget_s /= sum(map(setup.has_backend, BACKENDS))
+    settings = setup.settings(
+        attention=name,
+        max_num_seqs=sizes.workload.num_seqs,
+        max_num_batched_tokens=max(sizes.prefill_budgets),
+        max_model_len=sizes.max_model_len,
+    )
+    log = StepLog(ModelRunner(settings, setup.platform(settings)), setup.timer)
+    blocks = cache_blocks(setup, log.runner.info)
+    log.runner.configure(1, blocks)
+    served = {"attention": name, "kv_blocks": blocks, "block_size": log.runner.info.block_size}
+    for budget in sizes.prefill_budgets:
+        serving = variables(setup, budget) | served
+        case = f"{name}, {budget} prompt tokens"
+        rates: list[float] = []
+        started = time.monotonic()
+        while len(rates) < sizes.rounds:
+            began = time.monotonic()
+            run = _round(setup, log, serving)
+            rates.append(run.metrics.output_tokens_per_s)
+            report.detail(f"{case}, round {len(rates)}", figures(run) | {"kinds": log.kinds()})
+            now = time.monotonic()
+            if (now - started) + (now - began) > budget_s:
+                break
+        report.figure(f"{FIGURE}, {case}", statistics.median(rates), "tokens/s")
+        report.detail(f"serving, {case}", serving)
+    del log
+    gc.collect()
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()  # for the next one's
+
+
+def measure_best(setup: Setup, report: Report) -> None:
+    cases = [f"{name}, {n} prompt tokens" for name in BACKENDS for n in setup.sizes.prefill_budgets]
+    rates = {case: rate for case in cases if (rate := report.value(f"{FIGURE}, {case}"))}
+    best = max(rates, key=lambda case: rates[case])
+    report.figure(FIGURE, rates[best], "tokens/s")
+    report.note(best)
+    report.detail(BEST, report.value(f"serving, {best}"))
+
+
+def _round(setup: Setup, log: StepLog, serving: dict[str, Any]) -> Run:
+    """With an empty prefix cache."""
+    vocab_size = log.runner.info.vocab_size
+    shape = setup.sizes.workload
+    engine = RunnerEngine(
+        log, model_info(setup, vocab_size, serving), serving["max_num_prefill_tokens"]
+    )
+    requests = reference_workload(shape, vocab_size)
+    warm_up = warm_up_request(shape, vocab_size)
+    return asyncio.run(engine.run(warm_up, requests, lambda tokens: None, log.clear))

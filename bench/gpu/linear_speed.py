@@ -1,0 +1,41 @@
+"""The model's matrix products, against what memory and tensor cores allow."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.gpu.ceilings import bandwidth, matmul_rate
+from bench.gpu.records import Report
+from bench.gpu.setup import Product, Setup, Sizes
+
+MAX_LAYERS = 64
+
+
+@pytest.mark.parametrize("product", Sizes().products, ids=lambda product: product.name)
+def measure_product(setup: Setup, report: Report, product: Product) -> None:
+    """Layer after layer, so that no weight is in the cache yet."""
+    sizes = setup.sizes
+    if setup.rehearse:
+        product = sizes.products[0]._replace(name=product.name)
+    generator = setup.generator(product.name)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=setup.device, generator=generator).to(setup.dtype)
+
+    _, rows, columns = product
+    size = rows * columns * setup.dtype.itemsize
+    layers = min(max(math.ceil(sizes.rotated_bytes / size), 1), MAX_LAYERS)
+    weights = [random(rows, columns) for _ in range(layers)]
+    for tokens in sizes.product_tokens:
+        x = random(tokens, columns)
+        seconds = setup.timer.in_graph([partial(F.linear, x, weight) for weight in weights])
+        moved = size + tokens * (rows + columns) * setup.dtype.itemsize
+        by_bytes = moved / bandwidth(setup, report) / 1e9
+        by_flops = 2 * tokens * rows * columns / matmul_rate(setup, report) / 1e12
+        name = f"{product.name} {rows} x {columns}, {tokens} tokens"
+        report.figure(name, 1e6 * seconds, "us", 1e6 * max(by_bytes, by_flops))

@@ -1,0 +1,48 @@
+"""The reference workload with nano-vLLM (github.com/GeeeekExplorer/nano-vllm), as its bench.py runs
+it: `python -m bench.gpu.peer CHECKOUT MODEL ROUNDS` prints the output tokens/s of each round.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bench.workload import TEMPERATURE, Request, Shape, reference_workload
+
+
+def round_of(requests: Sequence[Request], number: int, vocab_size: int) -> list[Request]:
+    """The same lengths and other ids: nothing is found in the cache of the round before."""
+    return [
+        replace(request, prompt=[(token + number) % vocab_size for token in request.prompt])
+        for request in requests
+    ]
+
+
+def main(checkout: str, model: str, rounds: int) -> None:
+    sys.path.append(checkout)  # last: it has a module `bench` too
+    nanovllm = importlib.import_module("nanovllm")
+    llm = nanovllm.LLM(model, enforce_eager=False, max_model_len=4096)
+    vocab_size = llm.model_runner.config.hf_config.vocab_size
+    requests = reference_workload(Shape(), vocab_size)
+    params = [
+        nanovllm.SamplingParams(
+            temperature=TEMPERATURE, ignore_eos=True, max_tokens=request.output_len
+        )
+        for request in requests
+    ]
+    llm.generate(["Benchmark: "], nanovllm.SamplingParams())
+    rates = []
+    for number in range(rounds):
+        prompts = [request.prompt for request in round_of(requests, number, vocab_size)]
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        rates.append(sum(each.max_tokens for each in params) / (time.perf_counter() - started))
+    print(json.dumps(rates))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

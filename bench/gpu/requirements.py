@@ -1,0 +1,79 @@
+"""Which packages the check needs, in which versions; with the standard library alone."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from bench.gpu.modules import ROOT
+
+PROJECT = "nano-vllm-grpc"
+EXTRAS = ("worker", "frontend", "scheduler", "stack")
+TESTS = ("pytest", "packaging")  # the first from the extra for development
+# What the check does not import: grammars, plots, the chat, and what only a CPU's worker needs.
+UNUSED = ("xgrammar", "matplotlib", "prompt-toolkit", "numba")
+
+
+def requirements() -> dict[str, list[str]]:
+    """By package, what its version must satisfy: of the extras, and of the generated stubs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    needed: dict[str, list[str]] = {}
+
+    def add(lines: Sequence[str]) -> None:
+        for line in lines:
+            name, brackets, specifiers = _split(line)
+            if name == PROJECT:
+                for extra in brackets:
+                    add(extras[extra])
+            elif name not in UNUSED:
+                wanted = needed.setdefault(name, [])
+                wanted += [each for each in specifiers if each not in wanted]
+
+    add(project["dependencies"])
+    add([f"{PROJECT}[{','.join(EXTRAS)}]"])
+    # Newer ones than those of the tests' other plugins do too.
+    add([re.sub(",?<[^,;]*", "", line) for line in extras["dev"] if _split(line)[0] in TESTS])
+    add([*TESTS, *_stubs_need()])
+    return needed
+
+
+def satisfies(installed: str, specifier: str) -> bool:
+    """Whether a version is what `>=2.8` or `~=3.1` asks for."""
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # reported as missing; for this it does not take it
+        operator, wanted = re.match(r"([<>=~!]*)(.*)", specifier).groups()  # type: ignore[union-attr]
+        return operator not in (">=", "~=") or numbers(installed) >= numbers(wanted)
+    return SpecifierSet(specifier).contains(installed, prereleases=True)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _split(line: str) -> tuple[str, list[str], list[str]]:
+    """`name[a,b]>=1,<2` -> the name, what is in brackets, what the version must satisfy."""
+    match = re.match(r"([\w.-]+)\s*(?:\[([^\]]*)\])?\s*([^;]*)", line)
+    assert match is not None
+    name, brackets, specifiers = match.groups(default="")
+    return name, re.findall(r"[\w-]+", brackets), re.findall(r"[^\s,]+", specifiers)
+
+
+def _stubs_need() -> Iterator[str]:
+    """The runtimes in the versions that the generated code asks for when it is imported."""
+    for path in sorted((ROOT / "shared" / "pb").glob("*_pb2*.py")):
+        text = path.read_text(encoding="utf-8")
+        if match := re.search(r"^# Protobuf Python Version: (\S+)", text, re.MULTILINE):
+            yield f"protobuf>={match[1]}"
+        if match := re.search(r"^GRPC_GENERATED_VERSION = '(\S+)'", text, re.MULTILINE):
+            yield f"grpcio>={match[1]}"

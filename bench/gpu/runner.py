@@ -1,0 +1,184 @@
+"""Runs a module in a process of its own, and again after a test that took the process with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from bench.gpu.records import Journal, Outcome, Records
+
+# For importing torch and collecting, and for ending after the last test.
+START_LIMIT_S = 90.0
+TEST_LIMIT_S = 120.0
+LOG_LINES = 40
+# Has a process that hangs say where (`plugin`), and how long it is given for that.
+STACKS_SIGNAL = signal.SIGUSR1
+_STACKS_S = 0.3
+# Exit statuses: passed, a test failed, and what `plugin` says when the GPU is lost to a process.
+EXIT_DEVICE_LOST = 70
+_WELL = (0, 1, EXIT_DEVICE_LOST)
+_PIPE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A module's command, and how long it may take.
+
+    A test that says nothing else (`pytest.mark.timeout`) has `test_limit_s`.
+    """
+
+    name: str  # in the journal
+    command: Sequence[str]
+    limit_s: float
+    environment: Mapping[str, str]
+    journal_file: int
+    start_limit_s: float = START_LIMIT_S
+    test_limit_s: float = TEST_LIMIT_S
+
+
+class ModuleRun:
+    """A plan that is being carried out: `poll` again and again.
+
+    Args:
+        log: descriptor of the file for what processes print.
+        deadline: of `time.monotonic`, if that is sooner than the plan's own limit.
+    """
+
+    def __init__(self, plan: Plan, journal: Journal, log: int, deadline: float) -> None:
+        self.plan = plan
+        self.started = time.monotonic()
+        self._journal = journal
+        self._log = log
+        self._deadline = min(deadline, self.started + plan.limit_s)
+        self._process: subprocess.Popen[bytes]
+        self._progress: tuple[int, int]
+        self._ended_before: int
+        self._start()
+
+    @property
+    def records(self) -> Records:
+        return self._journal.of(self.plan.name)
+
+    def poll(self) -> bool:
+        """Whether it is over, and all its tests have records."""
+        self._drain()
+        ended = _has_ended(self._process)
+        records, now = self.records, time.monotonic()
+        if ended:
+            self._close()
+        elif now > self._deadline:
+            self.stop("out of time", f"{now - self.started:.0f} s of the module")
+            return True
+        elif (progress := (len(records.tests), records.ended)) != self._progress:
+            self._progress, self._since = progress, now
+            return False
+        elif now - self._since > self._limit_s:
+            self._end_current("out of time", f"{now - self._since:.0f} s")
+        else:
+            return False
+        records = self.records
+        if records.left and records.ended > self._ended_before:
+            self._start()
+            return False
+        self._end_left("crashed", "the process did not get to it")
+        return True
+
+    def stop(self, outcome: Outcome, reason: str) -> None:
+        """Ends the process, and what has not ended."""
+        self._end_current(outcome, reason)
+        self._end_left(outcome, f"{reason}: it had not begun")
+
+    def _start(self) -> None:
+        records = self.records
+        self._progress, self._ended_before = (len(records.tests), records.ended), records.ended
+        self._since = time.monotonic()
+        self._tail: deque[bytes] = deque(maxlen=LOG_LINES)
+        self._unfinished = b""  # line
+        self._process = subprocess.Popen(
+            self.plan.command,
+            env=self.plan.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(self.plan.journal_file,),
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+
+    @property
+    def _limit_s(self) -> float:
+        running = self.records.running
+        if running is None:  # it is importing, or at its end
+            return self.plan.start_limit_s
+        return running.limit_s or self.plan.test_limit_s
+
+    def _close(self) -> None:
+        """After the process has ended by itself."""
+        self._kill()
+        records, status = self.records, self._process.returncode
+        if status in _WELL and records.planned and not records.running:
+            return
+        reason = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+        self._record("crashed", reason)
+
+    def _end_current(self, outcome: Outcome, reason: str) -> None:
+        before = self.records.running
+        if not _has_ended(self._process):
+            self._process.send_signal(STACKS_SIGNAL)
+            time.sleep(_STACKS_S)
+        self._kill()
+        if before is None or self.records.running:  # else it has just ended
+            self._record(outcome, reason)
+
+    def _record(self, outcome: Outcome, reason: str) -> None:
+        """Ends the test that was running, or else what is before and after the tests."""
+        records = self.records
+        if records.running:
+            name = records.running.name
+        elif not records.planned:
+            name = "start"
+        elif not records.left:
+            name = "exit"
+        else:
+            return  # between two tests
+        tail = b"\n".join(self._tail).decode(errors="replace")
+        seconds = time.monotonic() - self._since
+        self._journal.end(self.plan.name, name, outcome, f"{reason}\n{tail}".rstrip(), seconds)
+
+    def _end_left(self, outcome: Outcome, reason: str) -> None:
+        for test in self.records.left:
+            self._journal.end(self.plan.name, test, outcome, reason, 0.0)
+
+    def _kill(self) -> None:
+        """With what it started. Its id is its own until it is waited for."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._drain(b"\n")
+        self._output.close()
+
+    def _drain(self, last: bytes = b"") -> None:
+        """Moves what it has printed to the log, where the lines of several processes mix."""
+        data = self._unfinished
+        with suppress(BlockingIOError):
+            while read := os.read(self._output.fileno(), _PIPE_BYTES):
+                data += read
+        *lines, self._unfinished = (data + last).split(b"\n") if data else [b""]
+        self._tail.extend(lines)
+        tagged = b"".join(b"%s: %s\n" % (self.plan.name.encode(), line) for line in lines)
+        with suppress(OSError):  # a full disk costs the log, not the results
+            os.write(self._log, tagged)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Leaves it to be waited for."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, flags) is not None

@@ -1,0 +1,54 @@
+"""How the reference workload is served: alike through the stack and in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from bench.gpu.setup import Setup
+from bench.run import Run
+from frontend.client import EngineCapacity, ModelInfo, SamplingParams
+from worker_svc.model_runner import RunnerInfo
+
+BEST = "best setting"  # a detail: variables of `make up`
+MAX_WAITING = 4096
+# Of the GPU's memory, where that is less than the cache of the workload.
+CACHE_SHARE = 0.6
+
+
+def variables(setup: Setup, budget: int) -> dict[str, Any]:
+    """Those of `make up`, for so many prompt tokens in a step, beside decodes or not."""
+    settings = setup.settings()
+    return {
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_num_seqs": setup.sizes.workload.num_seqs,
+        "max_num_batched_tokens": budget,
+        "max_num_prefill_tokens": budget,
+        "max_model_len": setup.sizes.max_model_len,
+        "max_waiting": MAX_WAITING,
+    }
+
+
+def cache_blocks(setup: Setup, info: RunnerInfo) -> int:
+    wanted = setup.sizes.cache_tokens // info.block_size
+    return min(wanted, int(info.num_blocks * CACHE_SHARE))
+
+
+def model_info(setup: Setup, vocab_size: int, serving: dict[str, Any]) -> ModelInfo:
+    """The facts that a stack with these variables would report."""
+    capacity = EngineCapacity(
+        num_blocks=serving["kv_blocks"],
+        block_size=serving["block_size"],
+        max_num_seqs=serving["max_num_seqs"],
+        max_num_batched_tokens=serving["max_num_batched_tokens"],
+        max_waiting=serving["max_waiting"],
+        tensor_parallel_size=1,
+    )
+    longest = serving["max_model_len"]
+    return ModelInfo(setup.model.name, longest, vocab_size, [], SamplingParams(), capacity)
+
+
+def figures(run: Run) -> dict[str, Any]:
+    stats = dataclasses.asdict(run.stats) if run.stats else {}
+    return dataclasses.asdict(run.metrics) | stats

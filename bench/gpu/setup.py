@@ -1,0 +1,202 @@
+"""Where measurements run, and on what sizes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from bench.gpu.timing import CudaTimer, StubTimer, Timer
+from bench.workload import Shape
+from shared.config import WorkerSettings
+from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.choice import BACKENDS as BACKENDS
+from worker_svc.attention.paged import PagedBackend
+from worker_svc.errors import StartError
+from worker_svc.platforms.base import Platform
+
+
+class Heads(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Product(NamedTuple):
+    """A linear layer: x [T, columns] times a weight [rows, columns], transposed."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The defaults are those of a GPU, and of Qwen3-0.6B."""
+
+    copied_bytes: int = 2**30
+    rotated_bytes: int = 2**29  # several times the L2 cache
+    heads: tuple[tuple[str, Heads], ...] = (("0.6B", Heads(16, 8, 128)), ("8B", Heads(32, 8, 128)))
+    batches: tuple[int, ...] = (1, 64, 256)
+    contexts: tuple[int, ...] = (600, 4096)
+    block_sizes: tuple[int, ...] = (16, 64, 256)
+    vocab_size: int = 151_936
+    matmul: int = 8192
+    products: tuple[Product, ...] = (
+        Product("qkv", 4096, 1024),
+        Product("o", 1024, 2048),
+        Product("gate_up", 6144, 1024),
+        Product("down", 1024, 3072),
+        Product("head", 151_936, 1024),
+    )
+    product_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 1024)
+    prompts: tuple[tuple[int, int, int], ...] = (  # sequences, their queries, their context
+        (1, 4096, 4096),
+        (8, 1024, 1024),
+        (1, 2048, 8192),
+    )
+    prompt_steps: tuple[tuple[int, int], ...] = ((2, 1024), (8, 1024))  # sequences, tokens
+    max_model_len: int = 4096
+    repeats: int = 30
+    few: int = 3  # steps to warm up, and to look at with a profiler
+    # The reference workload.
+    workload: Shape = field(default_factory=Shape)
+    cache_tokens: int = 5 * 2**16  # more than the workload has in all
+    prefill_budgets: tuple[int, ...] = (1024, 4096, 16_384)  # tokens of a step
+    swept: int = 16  # constants of each kind, at most
+    in_process_s: float = 100.0  # for all backends and budgets together
+    rounds: int = 3  # at most
+    stream_repeats: int = 5
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return max(*self.prefill_budgets, *(rows * tokens for rows, tokens in self.prompt_steps))
+
+
+_SHORT = Shape(num_seqs=3, min_input=4, max_input=9, min_output=3, max_output=6)
+# The same kernels, once: they are compiled by dtypes, heads and batches, not for lengths.
+COMPILING = replace(
+    Sizes(),
+    contexts=(64, 128),
+    repeats=1,
+    workload=replace(Shape(), min_input=10, max_input=40, min_output=4, max_output=8),
+    cache_tokens=2**16,
+    rounds=1,
+)
+REHEARSAL = Sizes(
+    copied_bytes=2**12,
+    rotated_bytes=1,
+    heads=(("tiny", Heads(4, 2, 16)),),
+    batches=(1, 2),
+    contexts=(9,),
+    block_sizes=(16, 5),
+    vocab_size=301,
+    matmul=16,
+    products=(Product("qkv", 8, 4), Product("head", 301, 4)),
+    product_tokens=(1, 3),
+    prompts=((1, 9, 9), (2, 3, 12)),
+    prompt_steps=((1, 6),),
+    max_model_len=1100,
+    repeats=1,
+    few=1,
+    workload=_SHORT,
+    cache_tokens=2048,
+    prefill_budgets=(16, 64),
+    swept=1,
+    in_process_s=0.0,
+    rounds=2,
+    stream_repeats=1,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    device: torch.device
+    dtype: torch.dtype
+    platform: Callable[[WorkerSettings], Platform]
+    timer: Timer
+    model: Path
+    peer: Path | None  # a checkout of nano-vLLM
+    trace: Path | None  # where to write one
+    seed: int
+    sizes: Sizes = Sizes()
+    rehearse: bool = False
+
+    def settings(self, **settings: Any) -> WorkerSettings:
+        """Settings for this model, device and dtype."""
+        names: dict[str, Any] = {
+            "model": str(self.model),
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        try:
+            return WorkerSettings(**names, **settings)
+        except ValidationError as error:
+            pytest.skip(str(error))
+
+    def backend(
+        self, name: str, heads: Heads, *, layers: int = 1, block_size: int | str = "auto"
+    ) -> PagedBackend[Any]:
+        """Skips the test if it is not installed, or not for this GPU."""
+        settings = self.settings(attention=name, block_size=block_size)
+        shape = AttentionShape(layers, *heads, self.dtype, self.device)
+        try:
+            backend = self.platform(settings).attention_backend(settings, shape)
+        except StartError as error:
+            pytest.skip(str(error))
+        assert isinstance(backend, PagedBackend)
+        return backend
+
+    def has_backend(self, name: str) -> bool:
+        try:
+            self.backend(name, self.sizes.heads[0][1])
+        except pytest.skip.Exception:
+            return False
+        return True
+
+    def generator(self, part: str) -> torch.Generator:
+        """Random numbers on the device, a part's own."""
+        return torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {part}".encode()))
+
+
+def make_setup(
+    *,
+    model: str,
+    seed: int,
+    peer: str | None = None,
+    trace: str | None = None,
+    rehearse: bool = False,
+    compile_only: bool = False,
+) -> Setup:
+    """
+    Args:
+        rehearse: on a CPU, in Triton's interpreter.
+        compile_only: runs everything once, in small where that compiles the same kernels.
+    """
+    if rehearse:
+        import tests.conftest  # noqa: F401 - repairs Triton's interpreter
+        from tests.worker_svc.interpreted import InterpretedPlatform
+
+        platform: Callable[[WorkerSettings], Platform] = InterpretedPlatform
+    else:
+        from worker_svc.platforms.cuda import CudaPlatform
+
+        platform = CudaPlatform
+    return Setup(
+        device=torch.device("cpu") if rehearse else torch.device("cuda", 0),
+        dtype=torch.float32 if rehearse else torch.bfloat16,
+        platform=platform,
+        timer=StubTimer() if rehearse or compile_only else CudaTimer(),
+        model=Path(model),
+        peer=Path(peer) if peer else None,
+        trace=Path(trace) if trace and not compile_only else None,
+        seed=seed,
+        sizes=REHEARSAL if rehearse else COMPILING if compile_only else Sizes(),
+        rehearse=rehearse,
+    )

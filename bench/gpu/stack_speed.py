@@ -1,0 +1,85 @@
+"""The reference workload and one stream through the three services, and with nano-vLLM."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from bench.gpu.client import Orders
+from bench.gpu.in_process_speed import FIGURE as IN_PROCESS
+from bench.gpu.records import Report
+from bench.gpu.serving import BEST, variables
+from bench.gpu.setup import Setup
+from frontend.client import PrivateStack
+
+TARGET = 28_000.0  # output tokens/s
+SINGLE_STREAM_TARGET = 1_000.0  # tokens/s
+SPLIT_TARGET = 0.97
+PEER_TARGET = 1.5
+PEER_ROUNDS = 2
+PEER_LIMIT_S = 100.0
+
+
+def measure_stack(setup: Setup, report: Report) -> None:
+    """With the setting that is the best in process."""
+    serving = dict(report.value(BEST) or variables(setup, max(setup.sizes.prefill_budgets)))
+    if setup.rehearse:
+        serving.pop("attention", None)  # it is a GPU's
+    report.detail("setting", serving)
+    rates, found = [], {}
+    for found in _client(setup, serving):
+        report.detail(f"round {found['round']}" if "round" in found else "one stream", found)
+        if "round" in found:
+            rates.append(found["output_tokens_per_s"])
+    rate = statistics.median(rates)
+    report.figure("stack", rate, "tokens/s", TARGET, 1.0)
+    if in_process := report.value(IN_PROCESS):
+        report.figure("stack / in process", rate, "tokens/s", in_process, SPLIT_TARGET)
+    single = found["single_stream_tokens_per_s"]
+    report.figure("one stream", single, "tokens/s", SINGLE_STREAM_TARGET, 1.0)
+
+
+def measure_peer(setup: Setup, report: Report) -> None:
+    """On the same GPU, with the same lengths, as its bench.py does."""
+    if setup.peer is None:
+        pytest.skip("no checkout of nano-vLLM, see --peer")
+    command = [sys.executable, "-m", "bench.gpu.peer", str(setup.peer), str(setup.model)]
+    try:
+        done = subprocess.run(
+            [*command, str(PEER_ROUNDS)], capture_output=True, text=True, timeout=PEER_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"nano-vLLM took over {PEER_LIMIT_S:.0f} s")
+    if done.returncode:
+        report.detail("stderr", done.stderr[-4000:])
+        pytest.skip(f"nano-vLLM failed: {done.stderr.strip().splitlines()[-1:]}")
+    rates = json.loads(done.stdout.splitlines()[-1])
+    report.detail("rounds", rates)
+    rate = statistics.median(rates)
+    report.figure("nano-vLLM", rate, "tokens/s")
+    if stack := report.value("stack"):
+        report.figure("stack / nano-vLLM", stack, "tokens/s", rate, PEER_TARGET)
+
+
+def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The lines that the client of a private stack prints."""
+    sizes = setup.sizes
+    with tempfile.TemporaryDirectory() as directory:
+        address = f"unix:{directory}/scheduler.sock"
+        with PrivateStack(setup.model, scheduler_address=address, **serving) as stack:
+            orders = Orders(
+                stack.address, address, asdict(sizes.workload), sizes.rounds, sizes.stream_repeats
+            )
+            command = [sys.executable, "-m", "bench.gpu.client", json.dumps(asdict(orders))]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+                assert client.stdout is not None
+                yield from map(json.loads, client.stdout)
+            assert client.returncode == 0, "the client failed: see the log"

@@ -1,0 +1,168 @@
+"""Whole steps of Qwen3-0.6B: how near they come to what the GPU allows, and what takes time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.ceilings import bandwidth, matmul_rate
+from bench.gpu.prompt_speed import attention_flops
+from bench.gpu.records import Report
+from bench.gpu.setup import Heads, Setup
+from bench.gpu.steps import blocks_needed, make_step, snapshot
+from tools.make_model import tensor_shapes
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step import Step
+
+TOP_KERNELS = 12
+# Of a trace's events: what runs on the GPU; "cpu_op" in a rehearsal.
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+Lengths = tuple[list[int], list[int]]  # queries and contexts of a step's sequences
+
+
+class Loaded:
+    """The model with a cache for the largest step."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        sizes = setup.sizes
+        settings = setup.settings(
+            max_num_seqs=max(*sizes.batches, sizes.workload.num_seqs),
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+        )
+        self.runner = ModelRunner(settings, setup.platform(settings))
+        self.config: dict[str, Any] = json.loads((setup.model / "config.json").read_text())
+        self.cases = dict(self._cases())
+        size = self.runner.info.block_size
+        blocks = max(blocks_needed(contexts, size) for _, contexts in self.cases.values())
+        self.runner.configure(1, blocks)
+        for cache in self.runner._caches:  # products of zeros take less power, and are faster
+            cache.normal_(generator=setup.generator("caches"))
+
+    def step(self, case: str) -> Step:
+        info = self.runner.info
+        return make_step(*self.cases[case], info.block_size, info.vocab_size)
+
+    def least_ms(self, case: str, report: Report) -> float:
+        """That the step takes at the bandwidth, or at the rate of the matrix product."""
+        config, itemsize = self.config, self.setup.dtype.itemsize
+        layers: int = config["num_hidden_layers"]
+        kv_heads: int = config["num_key_value_heads"]
+        heads = Heads(config["num_attention_heads"], kv_heads, config["head_dim"])
+        shapes = tensor_shapes(config)
+        head = math.prod(shapes.pop("model.embed_tokens.weight"))
+        shapes.pop("lm_head.weight", None)  # as large
+        body = sum(map(math.prod, shapes.values()))
+        queries, contexts = self.cases[case]
+        per_token = 2 * layers * kv_heads * heads.head_dim * itemsize
+        moved = (body + head) * itemsize + sum(contexts) * per_token
+        flops = 2.0 * (body * sum(queries) + head * len(queries))
+        flops += layers * sum(map(attention_flops, [heads] * len(queries), queries, contexts))
+        by_bytes = moved / bandwidth(self.setup, report) / 1e6
+        return max(by_bytes, flops / matmul_rate(self.setup, report) / 1e9)
+
+    def _cases(self) -> Sequence[tuple[str, Lengths]]:
+        sizes = self.setup.sizes
+        context, mixed = sizes.contexts[0], snapshot(sizes.workload)
+        rows, tokens = len(mixed) - 1, sizes.prompt_steps[0][1]
+        return [
+            *((f"{rows} x {context}", ([1] * rows, [context] * rows)) for rows in sizes.batches),
+            (f"{len(mixed)} mixed", ([1] * len(mixed), mixed)),
+            (f"{rows} + {tokens} of a prompt", ([1] * rows + [tokens], [*mixed[:-1], tokens])),
+            *(
+                (f"{n} x {tokens} tokens", ([tokens] * n, [tokens] * n))
+                for n, tokens in sizes.prompt_steps
+            ),
+        ]
+
+
+@pytest.fixture(scope="module")
+def loaded(setup: Setup) -> Loaded:
+    return Loaded(setup)
+
+
+# By number, since the names need the sizes: see `Loaded`.
+@pytest.mark.parametrize("number", range(7))
+def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> None:
+    """Launched one ahead, as the service does; then under a profiler, for the kernels' times
+    alone."""
+    names = list(loaded.cases)
+    if number >= len(names):
+        pytest.skip("there are fewer steps")
+    case, runner = names[number], loaded.runner
+    step = loaded.step(case)
+    few = setup.sizes.few
+    for _ in range(few):
+        runner.run(step)
+    pending, launches, seconds = deque([runner.launch(step)]), [], []
+    started = time.perf_counter()
+    for _ in range(setup.sizes.repeats):
+        before = time.thread_time()
+        pending.append(runner.launch(step))
+        launches.append(time.thread_time() - before)
+        seconds.append(pending.popleft().wait().seconds)
+    each_ms = 1e3 * (time.perf_counter() - started) / len(seconds)
+    pending.pop().wait()
+    events = [event for event in trace(setup, loaded, [case]) if _counts(setup, event)]
+    times: Counter[str] = Counter()
+    for event in events:
+        times[event["name"]] += event["dur"] / few
+    kernels_ms = times.total() / 1e3
+    least_ms = loaded.least_ms(case, report)
+    report.figure(f"step, {case}: on the GPU", 1e3 * statistics.median(seconds), "ms", least_ms)
+    report.figure(f"step, {case}: its kernels", kernels_ms, "ms", least_ms)
+    report.figure(f"step, {case}: back to back", each_ms, "ms", kernels_ms)
+    report.figure(f"step, {case}: launch on the CPU", 1e6 * statistics.median(launches), "us")
+    report.figure(f"step, {case}: launches", len(events) / few, "kernels")
+    report.detail(f"{case}: us of a step", dict(times.most_common(TOP_KERNELS)))
+    total = times.total() or 1.0
+    top = ", ".join(f"{100 * us / total:.0f} % {name[:40]}" for name, us in times.most_common(3))
+    report.note(f"{case}: {top} ({runner.info.attention_backend})")
+
+
+def measure_trace(setup: Setup, loaded: Loaded) -> None:
+    """Some decodes and some mixed steps, to look at."""
+    if setup.trace is None:
+        pytest.skip("only kernels are compiled")
+    cases = [
+        next(name for name in loaded.cases if name.endswith(end)) for end in ("mixed", "prompt")
+    ]
+    text = json.dumps({"traceEvents": trace(setup, loaded, cases)})
+    with gzip.open(setup.trace, "wt") as file:
+        file.write(text)
+
+
+def trace(setup: Setup, loaded: Loaded, cases: Sequence[str]) -> list[dict[str, Any]]:
+    """Events of a few steps of each case, in Chrome's format."""
+    activities = [ProfilerActivity.CPU]
+    if setup.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    steps = [loaded.step(case) for case in cases]
+    with profile(activities=activities) as found:
+        for step in steps:
+            pending = [loaded.runner.launch(step) for _ in range(setup.sizes.few)]
+            for each in pending:
+                each.wait()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trace.json")
+        found.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def _counts(setup: Setup, event: dict[str, Any]) -> bool:
+    kinds = ("cpu_op",) if setup.rehearse else _ON_GPU
+    return event.get("cat") in kinds and event.get("ph") == "X"

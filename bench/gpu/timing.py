@@ -1,0 +1,96 @@
+"""Seconds on the GPU, by its events."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Run = Callable[[], object]
+
+ROUNDS = 7
+REPLAY_S = 0.004  # of a graph: long beside the resolution of events
+MAX_CALLS = 400
+
+
+class Timer(Protocol):
+    def in_graph(self, runs: Sequence[Run]) -> float:
+        """Seconds of one of `runs`, which do the same on different memory, from a CUDA graph in
+        which they take turns: without the CPU's time, as decodes are served. Median."""
+        ...
+
+    def eager(self, run: Run) -> float:
+        """Seconds of `run`, launch by launch. Median."""
+        ...
+
+    def mark(self) -> Any:
+        """A moment on the current stream."""
+        ...
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Seconds from one mark to a later one, once that has passed."""
+        ...
+
+
+class CudaTimer:
+    def in_graph(self, runs: Sequence[Run]) -> float:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            runs[0]()  # compiles
+            estimate = self._elapsed(runs[-1])
+        torch.cuda.current_stream().wait_stream(side)
+        calls = min(max(math.ceil(REPLAY_S / max(estimate, 1e-6)), len(runs)), MAX_CALLS)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in range(calls):
+                runs[call % len(runs)]()
+        graph.replay()
+        return statistics.median(self._elapsed(graph.replay) for _ in range(ROUNDS)) / calls
+
+    def eager(self, run: Run) -> float:
+        run()
+        run()
+        return statistics.median(self._elapsed(run) for _ in range(ROUNDS))
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1000
+
+    def _elapsed(self, run: Run) -> float:
+        begin = self.mark()
+        run()
+        return self.between(begin, self.mark())
+
+
+class StubTimer:
+    """Runs everything once and measures nothing."""
+
+    def in_graph(self, runs: Sequence[Run]) -> float:
+        for run in runs:
+            run()
+        return self._ended()
+
+    def eager(self, run: Run) -> float:
+        run()
+        return self._ended()
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+    def _ended(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a kernel's error is this run's
+        return 1e-3

@@ -1,1 +1,0 @@
-"""`make gpu-check`: proves and measures the worker on a GPU. What it does: docs/gpu-check.md."""

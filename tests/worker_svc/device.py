@@ -1,0 +1,61 @@
+"""Where the tests of the worker's kernels run: in Triton's interpreter on small CPU tensors, or on
+a GPU, with the sizes of real models, if TEST_DEVICE is cuda."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+
+ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+T = TypeVar("T")
+
+
+def by_device(*, cpu: T, gpu: T) -> T:
+    return gpu if ON_GPU else cpu
+
+
+def generator(seed: int) -> torch.Generator:
+    """Random numbers on DEVICE: `torch.randn(..., generator=g, device=g.device)`."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+class Heads(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+
+
+QWEN_0_6B = Heads(16, 8, 128)
+QWEN_8B = Heads(32, 8, 128)
+ODD = Heads(6, 2, 80)
+# Sizes on a GPU, first of rows between matrix products; the odd one is no multiple of 16.
+WIDTHS = [1024, 4096, 1003]
+TOKENS = [1, 3, 256, 1000, 4096]
+VOCAB_SIZES = [151_936, 32_003]
+ROWS = [1, 7, 256]
+
+cpu_only = pytest.mark.skipif(ON_GPU, reason="what it checks is the same on a CPU")
+gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+
+def reference(implementation: Any) -> Any:
+    """A parameter of a kernel's test that is no kernel."""
+    return pytest.param(implementation, marks=[pytest.mark.launches_nothing, cpu_only])
+
+
+def of_numba(module: str, function: str | None = None) -> list[Any]:
+    """Parameters of a kernel's test: what a CPU has instead of the kernel. There need be no numba
+    beside a GPU."""
+    if ON_GPU:
+        return []
+    found = import_module(f"worker_svc.kernels.{module}")
+    return [reference(getattr(found, function) if function else found)]

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.worker_svc.device import ON_GPU
+from tests.worker_svc.gpu_path.small_model import (
+    MAX_NUM_SEQS,
+    NUM_BLOCKS,
+    SMALL,
+    VOCAB,
+    decode,
+    make_runner,
+)
+from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
+from tests.worker_svc.platforms import Uncaptured
+from worker_svc.model_runner import ModelRunner
+
+
+@pytest.fixture(scope="session")
+def small_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    save_model(path, **SMALL)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokens(small_dir: Path) -> list[list[int]]:
+    """The ones that `decode` gives on the CPU's path: other kernels, other layouts, the same random
+    numbers. On a GPU, which rounds more, from the same kernels launched one by one."""
+    if ON_GPU:
+        return decode(*make_runner(small_dir, Uncaptured, block_size=16))
+    runner = ModelRunner(worker_settings(small_dir, max_num_seqs=MAX_NUM_SEQS))
+    runner.configure(1, NUM_BLOCKS)
+    return decode(runner, Batch(limits(vocab_size=VOCAB, num_blocks=NUM_BLOCKS)))

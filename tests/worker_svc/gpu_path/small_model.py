@@ -1,0 +1,138 @@
+"""Small models, and what they are asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.worker_svc.device import QWEN_0_6B, Heads, by_device
+from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
+from tests.worker_svc.platforms import GpuPlatform
+from tests.worker_svc.test_model_runner import prompts
+from worker_svc.model_runner import ModelRunner, StepResult
+
+VOCAB = 150
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 96,
+}
+# On a GPU with matrices of the size of a model's.
+LARGER: dict[str, Any] = by_device(
+    cpu=SMALL,
+    gpu={
+        "vocab_size": 32_003,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 1100,
+        "std": 0.02,
+    },
+)
+LARGER_HEADS = by_device(cpu=Heads(2, 1, 16), gpu=QWEN_0_6B)
+LARGER_DTYPE = by_device(cpu=torch.float32, gpu=torch.bfloat16)
+NUM_BLOCKS = 24
+MAX_NUM_SEQS = 4  # graphs of 1, 2 and 4
+
+
+def make_runner(
+    path: Path,
+    platform: type[GpuPlatform] = GpuPlatform,
+    *,
+    captures: bool = True,
+    num_blocks: int = NUM_BLOCKS,
+    **overrides: Any,
+) -> tuple[ModelRunner, Batch]:
+    values = {
+        "attention": "triton",
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": 16,
+        "enforce_eager": not captures,
+        "kv_blocks": 1,  # others use the GPU's memory at the same time
+    }
+    settings = worker_settings(path, **{**values, **overrides})
+    runner = ModelRunner(settings, platform(settings))
+    runner.configure(1, num_blocks)
+    assert bool(runner._graphs) == captures
+    return runner, make_batch(runner, num_blocks)
+
+
+def make_batch(runner: ModelRunner, num_blocks: int) -> Batch:
+    return Batch(
+        limits(
+            vocab_size=runner.info.vocab_size,
+            num_blocks=num_blocks,
+            block_size=runner.info.block_size,
+            max_num_batched_tokens=2**20,
+            max_model_len=runner.info.max_model_len,
+            max_num_seqs=runner._settings.max_num_seqs,
+        )
+    )
+
+
+def decode(runner: ModelRunner, batch: Batch) -> list[list[int]]:
+    """Prompts, then decodes of sequences that come and go, fed with what the step before sampled;
+    all launched one after another, and only then waited for."""
+    texts = prompts(batch.limits.vocab_size, [3, 18, 1])
+    temperatures, seeds = [0.0, 0.9, 1.3], [5, 6, 7]
+    steps: list[tuple[list[int], list[list[int]]]] = [
+        ([0, 1, 2], texts),
+        ([0, 1, 2], [[-1], [-2], [-3]]),
+        ([2, 0], [[-3], [-1]]),
+        ([0], [[-2]]),
+        ([0, 1], [[-1], [7]]),  # one that was away, with a known token
+    ]
+    pending = []
+    for seqs, ids in steps:
+        step = batch.step(
+            list(zip(seqs, ids, strict=True)),
+            temperatures=[temperatures[seq] for seq in seqs],
+            seeds=[seeds[seq] for seq in seqs],
+        )
+        pending.append(runner.launch(step))
+    return [step.wait()[0].tolist() for step in pending]
+
+
+def decode_with_features(runner: ModelRunner, batch: Batch) -> list[StepResult]:
+    """The same sequences: prompts that are scored, then decodes that share steps with plain ones,
+    the last of them in a copied block."""
+    vocab = batch.limits.vocab_size
+    texts = prompts(vocab, [3, 18, 1])
+    heavy = Asked(repetition=1.4, presence=0.3, frequency=0.4, top_k=30, top_p=0.9, min_p=0.01)
+    first = replace(heavy, prompt_len=3, logprobs=0)
+    second = Asked(bias={7: 3.0, 8: -np.inf}, allowed=range(0, vocab, 2), logprobs=3)
+    steps: list[tuple[list[int], list[list[int]], dict[int, Asked]]] = [
+        ([0, 1, 2], texts, {0: first, 1: second}),
+        ([0, 1, 2], [[-1], [-2], [-3]], {0: first, 1: second}),
+        ([2, 0], [[-3], [-1]], {1: first}),
+        ([0], [[-2]], {0: first}),
+        ([3, 1], [[-1], [7]], {0: first}),
+    ]
+    pending = []
+    for index, (seqs, ids, asked) in enumerate(steps):
+        copies = []
+        if index == 4:
+            copies = [(batch.tables[0][0], batch.free.pop())]
+            batch.tables[3], batch.contexts[3] = [copies[0][1]], batch.contexts[0]
+        step = batch.step(
+            list(zip(seqs, ids, strict=True)),
+            temperatures=[0.9] * len(seqs),
+            seeds=[5 + seq for seq in seqs],
+            copies=copies,
+            features=asked,
+            targets={1: texts[1][1:]} if index == 0 else None,
+            num_prompt_logprobs=2,
+        )
+        pending.append(runner.launch(step))
+    return [step.wait() for step in pending]

@@ -1,0 +1,157 @@
+"""Attention backends, through the interface that the model uses, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker_svc.device import (
+    DEVICE,
+    ODD,
+    ON_GPU,
+    QWEN_0_6B,
+    QWEN_8B,
+    Heads,
+    by_device,
+    generator,
+)
+from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
+from tests.worker_svc.harness import Batch, limits
+from tests.worker_svc.kernels.precision import poisoned_memory, relative_error, row_bound
+from tests.worker_svc.platforms import make_backend
+from worker_svc.attention.choice import BACKENDS
+from worker_svc.kernels.kv_store import store_kv
+from worker_svc.kernels.paged_attention import attention_reference
+from worker_svc.step import Step
+from worker_svc.step_tensors import StepTensors, columns, padded, upload
+
+LONGEST = by_device(cpu=40, gpu=4096)
+# What libraries say of heads or dtypes that they were not built for.
+UNSUPPORTED = ("only support", "not support", "head dimension")
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand-ins on a CPU."""
+    if ON_GPU:
+        yield
+        return
+    install_flash_attn(monkeypatch)
+    ops = FlashAttention3Ops()
+    yield
+    ops.close()
+
+
+class Case(NamedTuple):
+    query_lens: list[int]
+    context_lens: list[int]
+    num_padding: int = 0
+
+
+def make_cases() -> dict[str, Case]:
+    rng = np.random.default_rng(0)
+    short = LONGEST // 8
+    rows = by_device(cpu=3, gpu=129)
+    ones, contexts = [1] * rows, [1, LONGEST, *rng.integers(1, LONGEST, size=rows - 2).tolist()]
+    prompts = [1, 2, 65, short, 2 * short]
+    cached = [0, *rng.integers(1, short, size=4).tolist()]
+    chunks = [sum(pair) for pair in zip(prompts, cached, strict=True)]
+    return {
+        "decodes": Case(ones, contexts),
+        "padded decodes": Case(ones, contexts, num_padding=3),
+        "prompts": Case(prompts, prompts),
+        "chunks": Case(prompts, chunks),
+        "chunks and decodes": Case(ones[:9] + prompts, contexts[:9] + chunks),
+    }
+
+
+CASES = make_cases()
+
+
+def make_step(case: Case, block_size: int) -> tuple[Step, np.ndarray, int]:
+    """-> a step, the slots of all that its sequences have in the cache, and the cache's blocks."""
+    num_blocks = sum(-(-context // block_size) for context in case.context_lens) + 1
+    batch = Batch(
+        limits(
+            vocab_size=1,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=len(case.query_lens),
+            max_num_batched_tokens=sum(case.context_lens),
+            max_model_len=max(case.context_lens),
+        )
+    )
+    lengths = list(enumerate(zip(case.query_lens, case.context_lens, strict=True)))
+    cached = [(seq, [0] * (context - new)) for seq, (new, context) in lengths if context > new]
+    steps = [batch.step(cached)] if cached else []
+    steps.append(batch.step([(seq, [0] * new) for seq, (new, _) in lengths]))
+    slots = np.concatenate([step.slot_mapping for step in steps])
+    step = steps[-1]
+    if case.num_padding:
+        step = padded(step, step.num_seqs + case.num_padding)
+    return step, slots, num_blocks
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "dtype", by_device(cpu=[torch.float32], gpu=[torch.bfloat16, torch.float16]), ids=str
+)
+@pytest.mark.parametrize(
+    "heads", by_device(cpu=[Heads(4, 2, 16)], gpu=[QWEN_0_6B, QWEN_8B, ODD]), ids=str
+)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_equals_the_reference(
+    name: str,
+    heads: Heads,
+    dtype: torch.dtype,
+    case: Case,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Slots that no sequence has written hold NaN for our kernels. Others' may load them and give
+    them the weight 0, for which a cache is zeros at first, and then what others have left."""
+    backend = make_backend(name, heads, dtype)
+    step, slots, num_blocks = make_step(case, backend.block_size)
+    tensors = StepTensors(*upload(columns(step, backend.column(step)), DEVICE, pinned=False))
+    random = generator(seed=len(slots))
+
+    def normal(rows: int, count: int) -> torch.Tensor:
+        size = rows, count, heads.head_dim
+        return torch.randn(size, generator=random, device=random.device).to(dtype)
+
+    # Queries twice as large as usual: weights that differ much make a wrong maximum visible.
+    q = 2 * normal(len(step.positions), heads.heads)
+    k, v = normal(len(slots), heads.kv_heads), normal(len(slots), heads.kv_heads)
+    cache = backend.allocate(num_blocks)[0]
+    assert not cache.any()
+
+    def error(unwritten: float) -> float:
+        cache.fill_(unwritten)
+        store_kv(k, v, torch.from_numpy(slots).to(DEVICE), cache)
+        metadata = backend.plan(step, tensors, max(LONGEST, int(step.context_lens.max())))
+        try:
+            with poisoned_memory():
+                out = backend.attend(q, cache, metadata).view(q.shape)
+        except RuntimeError as failure:
+            if name != "triton" and any(text in str(failure) for text in UNSUPPORTED):
+                pytest.skip(f"{name} does not take {heads}, {dtype}: {failure}")
+            raise
+        exact = attention_reference(
+            q,
+            cache,
+            tensors.query_starts.diff(),
+            tensors.context_lens,
+            tensors.block_table,
+            tensors.table_offsets,
+            backend.shape.scale,
+        )
+        return relative_error(out, exact)
+
+    with_nan = error(torch.nan)
+    record_property("error where unwritten slots are NaN", with_nan)
+    found = with_nan if name == "triton" else error(100.0)
+    print(f"relative error {found:.1e}, where unwritten slots are NaN {with_nan:.1e}")
+    assert found <= 2 * row_bound(dtype)

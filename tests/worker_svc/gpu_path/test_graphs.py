@@ -1,0 +1,236 @@
+"""CUDA graphs, or the padded steps that they are made of, against the same steps launched kernel by
+kernel: equal in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import DistBackendError
+
+from tests.worker_svc.device import by_device, cpu_only, gpu_only
+from tests.worker_svc.gpu_path.small_model import (
+    LARGER,
+    LARGER_DTYPE,
+    LARGER_HEADS,
+    NUM_BLOCKS,
+    decode,
+    decode_with_features,
+    make_batch,
+    make_runner,
+)
+from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.kernels.precision import assert_identical
+from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
+from tests.worker_svc.test_model_runner import prompts
+from worker_svc.attention.choice import BACKENDS
+from worker_svc.cuda_graph import graph_sizes
+from worker_svc.distributed import SupersededError
+from worker_svc.errors import CaptureError, DeviceLostError
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step import Step
+
+ROWS = by_device(cpu=[3], gpu=[1, 3, 8, 13, 100])
+LONGEST_PROMPT = by_device(cpu=20, gpu=70)
+DECODES = by_device(cpu=3, gpu=16)
+
+
+@dataclass(frozen=True)
+class Pair:
+    captured: ModelRunner
+    uncaptured: ModelRunner
+    num_blocks: int
+    unwritten: float  # what the caches hold before a run
+
+
+@pytest.fixture(scope="module")
+def larger_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("larger")
+    save_model(path, dtype=LARGER_DTYPE, **LARGER)
+    return path
+
+
+@pytest.fixture(scope="module", params=by_device(cpu=["triton"], gpu=BACKENDS))
+def pair(request: pytest.FixtureRequest, larger_dir: Path) -> Pair:
+    name = request.param
+    size = make_backend(name, LARGER_HEADS, LARGER_DTYPE).block_size  # skips what is not there
+    blocks = max(ROWS) * -(-(LONGEST_PROMPT + DECODES) // size) + 8
+    captured, uncaptured = (
+        make_runner(
+            larger_dir,
+            platform,
+            num_blocks=blocks,
+            attention=name,
+            max_num_seqs=max(ROWS),
+            max_num_batched_tokens=max(ROWS) * LONGEST_PROMPT,
+            max_model_len=LONGEST_PROMPT + DECODES,
+        )[0]
+        for platform in (GpuPlatform, Uncaptured)
+    )
+    # Others' kernels may load what was never written: see test_backends.
+    return Pair(captured, uncaptured, blocks, torch.nan if name == "triton" else 0.0)
+
+
+def make_steps(pair: Pair, rows: int) -> list[Step]:
+    """Prompts, then decodes of the tokens that the step before sampled, which the host need not
+    know, in another order in each step. Half of the sequences are greedy."""
+    batch = make_batch(pair.captured, pair.num_blocks)
+    rng = np.random.default_rng(rows)
+    texts = prompts(batch.limits.vocab_size, rng.integers(1, LONGEST_PROMPT + 1, rows).tolist())
+    order = list(range(rows))
+    chunks = list(enumerate(texts))
+    steps = []
+    for _ in range(1 + DECODES):
+        temperatures = [0.8 * (seq % 2) for seq in order]
+        seeds = [rows + seq for seq in order]
+        steps.append(batch.step(chunks, temperatures=temperatures, seeds=seeds))
+        before, order = order, rng.permutation(rows).tolist()
+        chunks = [(seq, [-1 - before.index(seq)]) for seq in order]
+    return steps
+
+
+def run(
+    runner: ModelRunner, steps: Sequence[Step], ahead: int, unwritten: float
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """With so many steps launched beyond the one whose tokens are waited for -> the tokens of each
+    step, and the caches."""
+    for cache in runner._caches:
+        cache.fill_(unwritten)
+    pending, tokens = [], []
+    for step in steps:
+        pending.append(runner.launch(step))
+        if len(pending) > ahead:
+            tokens.append(pending.pop(0).wait().token_ids.tolist())
+    tokens += [each.wait().token_ids.tolist() for each in pending]
+    return tokens, [cache.clone() for cache in runner._caches]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_graphs_equal_uncaptured_steps(pair: Pair, rows: int) -> None:
+    """Waiting after each step, with one launched ahead, and with all at once. Padding and plans are
+    the same with and without graphs: other numbers of rows may round differently."""
+    steps = make_steps(pair, rows)
+    tokens, caches = run(pair.uncaptured, steps, 0, pair.unwritten)
+    for ahead in (0, 1, len(steps)):
+        found, found_caches = run(pair.captured, steps, ahead, pair.unwritten)
+        assert found == tokens, f"{ahead} ahead"
+        for actual, expected in zip(found_caches, caches, strict=True):
+            assert_identical(actual, expected)
+
+
+@gpu_only  # on a CPU they are those of other kernels: test_model
+def test_features_are_the_same_beside_graphs(pair: Pair) -> None:
+    found, expected = (
+        decode_with_features(runner, make_batch(runner, pair.num_blocks))
+        for runner in (pair.captured, pair.uncaptured)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.logprob_ids.tolist() == theirs.logprob_ids.tolist()
+        assert ours.logprob_values.tolist() == theirs.logprob_values.tolist()
+
+
+def test_graphs_leave_their_logits_in_one_buffer(small_dir: Path) -> None:
+    """Kept in each graph's own memory, they would take it many times."""
+    runner, batch = make_runner(small_dir, block_size=16)
+    assert runner._graphs
+    addresses = set()
+    for rows in (1, 2, 4):
+        step = batch.step([(seq, [seq]) for seq in range(rows)])
+        with torch.inference_mode():
+            _, logits = runner._graphs.replay(step)
+        assert logits.shape[0] == rows
+        addresses.add(logits.data_ptr())
+    assert len(addresses) == 1
+
+
+def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(
+    small_dir: Path, tokens: list[list[int]]
+) -> None:
+    runner, _ = make_runner(small_dir, block_size=16)
+    graphs = runner._graphs
+    runner.configure(2, NUM_BLOCKS)
+    assert runner._graphs is graphs
+    for epoch, num_blocks in ((3, NUM_BLOCKS + 1), (4, NUM_BLOCKS)):
+        runner.configure(epoch, num_blocks)
+        assert runner._graphs is not graphs
+        assert decode(runner, make_batch(runner, NUM_BLOCKS)) == tokens
+
+
+def failing(cause: Exception) -> Callable[..., Callable[[], None]]:
+    """A capture that fails as torch's do: ending it fails, too."""
+
+    def capture(*_: object) -> Callable[[], None]:
+        try:
+            raise cause
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    return capture
+
+
+@cpu_only  # torch's allocator is never the same after one: tests/gpu/test_processes
+def test_a_failed_capture_is_said_and_nothing_counts_as_configured(
+    small_dir: Path, tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same number of blocks again is configured again, not taken for done."""
+    settings = worker_settings(
+        small_dir, attention="triton", max_num_seqs=4, block_size=16, kv_blocks=1
+    )
+    runner = ModelRunner(settings, GpuPlatform(settings))
+    with monkeypatch.context() as patched:
+        patched.setattr(GpuPlatform, "capture", failing(RuntimeError("not permitted")))
+        with pytest.raises(CaptureError, match=r"a step of 4 sequences cannot be captured"):
+            runner.configure(1, NUM_BLOCKS)
+    runner.configure(2, NUM_BLOCKS)
+    assert runner._graphs
+    assert decode(runner, make_batch(runner, NUM_BLOCKS)) == tokens
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("cause", "ends_as", "reason"),
+    [
+        (RuntimeError("operation not permitted"), CaptureError, "operation not permitted"),
+        (torch.OutOfMemoryError("CUDA out of memory"), CaptureError, "CUDA out of memory"),
+        (DistBackendError("NCCL error"), DeviceLostError, "NCCL error"),
+        (torch.AcceleratorError("CUDA error: misaligned address"), DeviceLostError, "misaligned"),
+    ],
+)
+def test_how_a_failed_capture_ends(
+    small_dir: Path,
+    cause: RuntimeError,
+    ends_as: type[Exception],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the cause, not with what ending the capture said of it; and a lost rank or device is no
+    reason not to start again."""
+    settings = worker_settings(small_dir, attention="triton", max_num_seqs=4, kv_blocks=1)
+    runner = ModelRunner(settings, GpuPlatform(settings))
+    monkeypatch.setattr(GpuPlatform, "capture", failing(cause))
+    with pytest.raises(ends_as, match=reason):
+        runner.configure(1, NUM_BLOCKS)
+
+
+@cpu_only
+def test_nobody_waits_for_graphs_of_an_epoch_that_is_over(small_dir: Path) -> None:
+    settings = worker_settings(small_dir, attention="triton", max_num_seqs=4, kv_blocks=1)
+    runner = ModelRunner(settings, GpuPlatform(settings))
+    asked = iter((False, False, True))  # before each of three sizes
+    with pytest.raises(SupersededError):
+        runner.configure(1, NUM_BLOCKS, superseded=lambda: next(asked))
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 9, 16, 100, 256, 257, 600, 1024])
+def test_graph_sizes(limit: int) -> None:
+    sizes = graph_sizes(limit)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == limit
+    for seqs in range(1, limit + 1):
+        size = next(size for size in sizes if size >= seqs)
+        assert size - seqs < max(2, 16, seqs / 8 + 1)

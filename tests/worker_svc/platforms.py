@@ -1,0 +1,44 @@
+"""The GPU's path of a worker on DEVICE: on a GPU itself, or on CPU tensors in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker_svc.device import DEVICE, ON_GPU, Heads
+from tests.worker_svc.harness import worker_settings
+from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.paged import PagedBackend
+from worker_svc.errors import StartError
+
+if ON_GPU:
+    from worker_svc.platforms.cuda import CudaPlatform as GpuPlatform
+else:
+    from tests.worker_svc.interpreted import InterpretedPlatform as GpuPlatform
+
+
+class Uncaptured(GpuPlatform):
+    """Steps are padded to static buffers as for graphs, and launched kernel by kernel."""
+
+    def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
+        return run
+
+
+def make_backend(name: str, heads: Heads, dtype: torch.dtype) -> PagedBackend[Any]:
+    """Skips the test if a library is not installed, not for this GPU, or was not built for these
+    heads or this dtype."""
+    settings = worker_settings(Path(), attention=name)
+    shape = AttentionShape(1, *heads, dtype, DEVICE)
+    try:
+        backend = GpuPlatform(settings).attention_backend(settings, shape)
+    except StartError as error:
+        if name == "triton":
+            raise
+        pytest.skip(str(error))
+    assert backend.name == name
+    assert isinstance(backend, PagedBackend)
+    return backend
