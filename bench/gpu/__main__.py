@@ -34,6 +34,8 @@ from bench.gpu.summary import summary
 PHASES = ("prove", "measure")
 DEFAULT_PEER = Path(".peers/nano-vllm")
 TEST_DEVICE = "TEST_DEVICE"  # of tests that run on a CPU otherwise
+# They make references' float32 products less exact.
+ROUGH_PRODUCTS = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 REHEARSED_MODEL = ["--shape", "tiny", "--set", "num_hidden_layers=1"]
 SIDE_BY_SIDE = 6  # modules that prove: a GPU has memory for as many
 FAILED, NOTHING_RUN = 1, 2
@@ -133,8 +135,9 @@ def environment(module: Module, *, rehearse: bool) -> dict[str, str]:
     found = dict(os.environ) | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TEARDOWN_CUPTI": "0",  # else a process's second profile may be empty
     }
-    for name in ("PYTEST_ADDOPTS", TEST_DEVICE):
+    for name in ("PYTEST_ADDOPTS", TEST_DEVICE, *ROUGH_PRODUCTS):
         found.pop(name, None)
     if rehearse:
         found["TRITON_INTERPRET"] = "1"

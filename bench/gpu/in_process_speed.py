@@ -8,13 +8,14 @@ import gc
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu.records import Report
-from bench.gpu.serving import BEST, cache_blocks, figures, model_info, variables
+from bench.gpu.serving import cache_blocks, figures, model_info, variables
 from bench.gpu.setup import BACKENDS, Setup
 from bench.gpu.timing import Timer
 from bench.in_process import RunnerEngine
@@ -80,51 +81,78 @@ class LoggedStep:
         return result
 
 
+@pytest.fixture
+def freed(setup: Setup) -> Iterator[None]:
+    """Leaves the GPU's memory to the next model, whatever becomes of this one."""
+    yield
+    gc.collect()
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("freed")
 @pytest.mark.parametrize("name", BACKENDS)
 def measure_budgets(setup: Setup, report: Report, name: str) -> None:
-    """With one loaded model: to the worker, the budget is only the largest step."""
+    """With one loaded model: to the worker, the budget is only the largest step. As many budgets,
+    and rounds of each, as the backend's share of the time allows, one at least."""
     sizes = setup.sizes
     setup.backend(name, sizes.heads[0][1])  # skips, before a model is loaded
-    budget_s = sizes.in_process_s / len(sizes.prefill_budgets)
-    budget_s /= sum(map(setup.has_backend, BACKENDS))
+    share_s = sizes.in_process_s / sum(map(setup.has_backend, BACKENDS))
     settings = setup.settings(
         attention=name,
         max_num_seqs=sizes.workload.num_seqs,
         max_num_batched_tokens=max(sizes.prefill_budgets),
         max_model_len=sizes.max_model_len,
     )
+    started = time.monotonic()
     log = StepLog(ModelRunner(settings, setup.platform(settings)), setup.timer)
     blocks = cache_blocks(setup, log.runner.info)
     log.runner.configure(1, blocks)
     served = {"attention": name, "kv_blocks": blocks, "block_size": log.runner.info.block_size}
-    for budget in sizes.prefill_budgets:
+    rates: dict[int, list[float]] = {budget: [] for budget in sizes.prefill_budgets}
+    round_s = 0.0
+    for budget in in_turn(rates, sizes.rounds):
+        began = time.monotonic()
+        if any(rates.values()) and began - started + round_s > share_s and not setup.rehearse:
+            break
         serving = variables(setup, budget) | served
-        case = f"{name}, {budget} prompt tokens"
-        rates: list[float] = []
-        started = time.monotonic()
-        while len(rates) < sizes.rounds:
-            began = time.monotonic()
-            run = _round(setup, log, serving)
-            rates.append(run.metrics.output_tokens_per_s)
-            report.detail(f"{case}, round {len(rates)}", figures(run) | {"kinds": log.kinds()})
-            now = time.monotonic()
-            if (now - started) + (now - began) > budget_s:
-                break
-        report.figure(f"{FIGURE}, {case}", statistics.median(rates), "tokens/s")
+        run = _round(setup, log, serving)
+        rates[budget].append(run.metrics.output_tokens_per_s)
+        case = _case(name, budget)
+        kinds = {"kinds": log.kinds()}
+        report.detail(f"{case}, round {len(rates[budget])}", figures(run) | kinds)
         report.detail(f"serving, {case}", serving)
-    del log
-    gc.collect()
-    if setup.device.type == "cuda":
-        torch.cuda.empty_cache()  # for the next one's
+        round_s = time.monotonic() - began
+    for budget, found in rates.items():
+        if found:
+            rate = statistics.median(found)
+            report.figure(f"{FIGURE}, {_case(name, budget)}", rate, "tokens/s")
+        else:
+            report.note(f"{budget} prompt tokens: no time left")
+
+
+def in_turn(budgets: Iterable[int], rounds: int) -> Iterator[int]:
+    """Each budget once, then each again: what time does not allow are repetitions."""
+    for _ in range(rounds):
+        yield from budgets
 
 
 def measure_best(setup: Setup, report: Report) -> None:
-    cases = [f"{name}, {n} prompt tokens" for name in BACKENDS for n in setup.sizes.prefill_budgets]
-    rates = {case: rate for case in cases if (rate := report.value(f"{FIGURE}, {case}"))}
-    best = max(rates, key=lambda case: rates[case])
-    report.figure(FIGURE, rates[best], "tokens/s")
+    best = best_case(setup, report)
+    assert best, "nothing was measured"
+    report.figure(FIGURE, report.value(f"{FIGURE}, {best}"), "tokens/s")
     report.note(best)
-    report.detail(BEST, report.value(f"serving, {best}"))
+
+
+def best_case(setup: Setup, report: Report) -> str | None:
+    """The backend and budget that served fastest, of those that were measured."""
+    cases = [_case(name, budget) for name in BACKENDS for budget in setup.sizes.prefill_budgets]
+    rates = {case: rate for case in cases if (rate := report.value(f"{FIGURE}, {case}"))}
+    return max(rates, key=lambda case: rates[case]) if rates else None
+
+
+def _case(name: str, budget: int) -> str:
+    return f"{name}, {budget} prompt tokens"
 
 
 def _round(setup: Setup, log: StepLog, serving: dict[str, Any]) -> Run:

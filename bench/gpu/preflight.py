@@ -163,6 +163,9 @@ def _gpu(found: Facts) -> Iterator[str]:
         if found.packages.get("torch"):
             yield "torch cannot be imported: python -c 'import torch' says why"
         return
+    if "slow" in torch:
+        yield f"importing torch took over {TORCH_LIMIT_S:.0f} s: try again, now that it was read"
+        return
     if "triton" not in torch["modules"]:
         yield "triton cannot be imported: pip install triton, in the version that torch asks for"
     if torch["cuda"] is None:
@@ -193,7 +196,9 @@ def _torch() -> dict[str, Any]:
             command, capture_output=True, text=True, timeout=TORCH_LIMIT_S, env=environment
         )
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
+    except subprocess.TimeoutExpired:
+        return {"slow": True}
+    except (ValueError, IndexError):
         return {}
     return found
 

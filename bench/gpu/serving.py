@@ -10,7 +10,6 @@ from bench.run import Run
 from frontend.client import EngineCapacity, ModelInfo, SamplingParams
 from worker_svc.model_runner import RunnerInfo
 
-BEST = "best setting"  # a detail: variables of `make up`
 MAX_WAITING = 4096
 # Of the GPU's memory, where that is less than the cache of the workload.
 CACHE_SHARE = 0.6

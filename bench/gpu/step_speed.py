@@ -117,6 +117,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
     each_ms = 1e3 * (time.perf_counter() - started) / len(seconds)
     pending.pop().wait()
     events = [event for event in trace(setup, loaded, [case]) if _counts(setup, event)]
+    assert events, "the profiler saw nothing of the device"
     times: Counter[str] = Counter()
     for event in events:
         times[event["name"]] += event["dur"] / few

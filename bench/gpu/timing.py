@@ -37,8 +37,11 @@ class Timer(Protocol):
 
 
 class CudaTimer:
+    def __init__(self) -> None:
+        self._side = torch.cuda.Stream()  # one: cuBLAS keeps a workspace for each
+
     def in_graph(self, runs: Sequence[Run]) -> float:
-        side = torch.cuda.Stream()
+        side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             runs[0]()  # compiles
@@ -46,7 +49,7 @@ class CudaTimer:
         torch.cuda.current_stream().wait_stream(side)
         calls = min(max(math.ceil(REPLAY_S / max(estimate, 1e-6)), len(runs)), MAX_CALLS)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             for call in range(calls):
                 runs[call % len(runs)]()
         graph.replay()

@@ -582,7 +582,7 @@ def test_measurements_run(tmp_path: Path, tiny_model: Path) -> None:
     assert sum(kind["rows"] for kind in kinds.values()) >= sum(each.output_len for each in SMALL)
     wanted = {"steps", "rows", "tokens", "launch_cpu_s", "gpu_s"}
     assert all(wanted <= kind.keys() for kind in kinds.values())
-    assert details["best setting"]["attention"] == "triton"
+    assert details["serving, triton, 16 prompt tokens"]["attention"] == "triton"
     assert {test.message for test in tests if "fa3" in test.name} > set()
     with gzip.open(tmp_path / "trace.json.gz", "rt") as trace:
         assert json.load(trace)["traceEvents"]

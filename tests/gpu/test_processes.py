@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_BLOCKS = 64
 STREAMS = 32
-TOKENS = 200
+TOKENS = 1500
 
 FORK = """
 import os, sys, torch
@@ -64,6 +64,7 @@ class Worker:
         command = [sys.executable, "-m", "tests.gpu.faulty_worker", fault, str(self.trigger)]
         command += ["--model", str(directory / "model"), "--device", DEVICE.type]
         command += ["--worker-addresses", address, "--max-num-seqs", "8"]
+        command += ["--kv-blocks", str(NUM_BLOCKS)]
         save_model(directory / "model")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -167,4 +168,5 @@ async def streams_through_a_kill(stack: RealStack) -> list[int]:
         for begun in all_begun:
             await begun.wait()
         stack.kill("worker")
+        assert not any(stream.done() for stream in streams)
         return await asyncio.gather(*streams)

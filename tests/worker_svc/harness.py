@@ -40,7 +40,9 @@ def save_model(
     """Writes a random Qwen3 to `path` and returns it, ready to be asked for its logits."""
     torch.manual_seed(0)
     config = Qwen3Config(**{**TINY, **overrides})
-    model = Qwen3ForCausalLM(config).to(dtype).eval()
+    model = Qwen3ForCausalLM(config).eval()
+    for parameter in model.parameters():  # not the rotary frequencies, which stay float32
+        parameter.data = parameter.data.to(dtype)
     with torch.no_grad():  # defaults are 1 and 0, which would hide a norm or a bias left out
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -34,6 +34,9 @@ from worker_svc.errors import CaptureError, DeviceLostError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step import Step
 
+# The first test of a model on a GPU compiles its kernels.
+pytestmark = pytest.mark.timeout(240)
+
 ROWS = by_device(cpu=[3], gpu=[1, 3, 8, 13, 100])
 LONGEST_PROMPT = by_device(cpu=20, gpu=70)
 DECODES = by_device(cpu=3, gpu=16)

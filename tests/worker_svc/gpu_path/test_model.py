@@ -32,6 +32,9 @@ from tests.worker_svc.test_model_runner import oracle_logits, prompts
 from worker_svc.attention.choice import BACKENDS
 from worker_svc.model_runner import ModelRunner
 
+# The first test of a model on a GPU compiles its kernels.
+pytestmark = pytest.mark.timeout(240)
+
 # Lengths of texts, and steps: of each sequence the number of its next tokens.
 LENGTHS, STEPS = by_device(
     # Prompts whole and in chunks, decodes, and all of them in one step.

@@ -144,6 +144,17 @@ def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{name} TP {ranks}", partial(_all, launches)
 
 
+def small_vocabulary_launches(vocab_size: int) -> None:
+    """Chunks of one token or two, as tests have them."""
+    vocab = VocabPartition(vocab_size, 0, 1)
+    floats = partial(empty, dtype=torch.float32)
+    logits, temperatures = floats(TOKENS, vocab.shard_size), floats(TOKENS)
+    chunks = logits, vocab.chunk_size, vocab.num_tokens
+    chunk_statistics(*chunks, temperatures)
+    sums, uniforms = floats(TOKENS, vocab.num_chunks), empty(TOKENS, dtype=torch.float64)
+    select_tokens(*chunks, sums, sums, 0, temperatures, uniforms)
+
+
 def _all(launches: list[Callable[[], object]]) -> None:
     for launch in launches:
         launch()
@@ -154,4 +165,6 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     for shape in SHAPES
     for name, launch in launches(shape, dtype)
-] + [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]
+]
+CASES += [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]
+CASES += [Case(f"vocabulary of {n}", partial(small_vocabulary_launches, n)) for n in (2, 7)]
