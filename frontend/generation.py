@@ -68,7 +68,7 @@ class CompletionReader:
         return len(stream.tokens) > self.builder.num_tokens or stream.ended
 
     def next_delta(self) -> Delta:
-        """What came since the last one, or the beginning of it; the last one sets `ending`.
+        """The tokens since the last delta, or the first of them; the last delta sets `ending`.
 
         Raises:
             ServiceError: the request failed.

@@ -96,7 +96,7 @@ def add_prompt_logprobs(
     rows: Sequence[LogprobRow],
     table: Mapping[int, bytes],
 ) -> None:
-    """Of a long prompt these take a second: to be run on a thread."""
+    """Takes a second for a long prompt: to be run on a thread."""
     for piece in in_pieces(rows, _ROWS_AT_ONCE):
         response.prompt_logprobs.extend(logprobs(piece, table))
 

@@ -63,7 +63,7 @@ class StopStringMatcher:
         return "" if self._include else held.decode()
 
     def _found(self, unsettled: bytes, end: int) -> tuple[str, Match]:
-        """What `feed` returns for the stop string that ends at byte `end`."""
+        """The answer of `feed` for the stop string that ends at byte `end`."""
         stop = next(each for each in self._longest_first if unsettled.endswith(each, 0, end))
         fed = unsettled[len(self._begun) : end].decode()
         self._begun = b""

@@ -246,7 +246,7 @@ class WorkerClient:
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
-    """What holds for all ranks; block counts, lengths and limits are the smallest of any.
+    """The ranks as one group: block counts, lengths and limits are the smallest of any.
 
     Raises:
         WorkerMismatchError: ranks are out of order or missing, or loaded different things.

@@ -110,8 +110,8 @@ class DecodeGraphs:
 
 
 def _failed_capture(error: RuntimeError, size: int, superseded: bool) -> Exception:
-    """What ends the process. torch's allocator is never the same after a failed capture: also where
-    another rank or the device is to blame, and the successor may succeed."""
+    """The error that ends the process: torch's allocator does not recover from a failed capture. If
+    another rank or the device is to blame, a successor may succeed."""
     causes = list(chain(error))
     if superseded or is_device_lost(error) or any(isinstance(e, DistError) for e in causes):
         return DeviceLostError(f"a capture was broken off: {causes[-1]}")

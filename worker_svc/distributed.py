@@ -170,7 +170,7 @@ def _keep_to_interface_towards(host: str, port: int) -> None:
 
 
 def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -> Result:
-    """What `use` makes of the first address of `host` for which it raises no OSError.
+    """Tries `use` on each address of `host`: its result for the first without an OSError.
 
     Raises:
         RuntimeError: it has none such.

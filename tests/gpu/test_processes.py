@@ -48,7 +48,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_what_is_imported_before_a_fork_leaves_the_device_to_it(tmp_path: Path) -> None:
-    """As the processes of a worker are made; a second fork as its successor."""
+    """A worker forks its processes like this, the second one as a successor."""
     save_model(tmp_path)
     command = [sys.executable, "-c", FORK, DEVICE.type, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""What runs before a worker says that it serves."""
+"""Steps that run before a worker says that it serves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_graphs_decodes_of_every_size_have_run(
     ("asked", "max_num_seqs", "expected"), [("auto", 8, 640), ("auto", 700, 700), (50, 8, 50)]
 )
 def test_tokens_of_a_step(tiny_dir: Path, asked: object, max_num_seqs: int, expected: int) -> None:
-    """What suits the platform, at least a token for each sequence, unless it is said."""
+    """Unless a setting says, as many as suit the platform, at least one for each sequence."""
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": asked}
     settings = worker_settings(tiny_dir, **limits)
     assert (

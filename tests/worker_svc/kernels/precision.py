@@ -58,7 +58,7 @@ def assert_identical(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """What `torch.empty` returns is filled with NaN, and with the largest integer. On a GPU only
+    """Fills what `torch.empty` returns with NaN, and with the largest integer. On a GPU only
     for launches of kernels: some of torch's own operations then refuse to run."""
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,0 +1,169 @@
+"""A rehearsal of what is measured on a GPU: on a CPU and in small."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu import __main__ as program
+from bench.gpu import decode_speed, prompt_speed, stack_speed
+from bench.gpu.modules import MODULES, ROOT
+from bench.gpu.records import Journal, Report
+from bench.gpu.runner import ModuleRun
+from bench.gpu.setup import REHEARSAL, Heads, Setup, make_setup
+from bench.gpu.steps import snapshot
+from bench.workload import Shape, reference_workload
+from tools.make_model import make_model
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / "tiny"
+    return make_model(path, "tiny", {"num_hidden_layers": 1})
+
+
+def tiny_setup(model: Path, **options: Any) -> Setup:
+    return make_setup(model=str(model), seed=1, rehearse=True, **options)
+
+
+def test_measurements_run(tmp_path: Path, tiny_model: Path) -> None:
+    """All that need no stack, in one process: torch is imported once."""
+    options = Namespace(rehearse=True, seed=1, peer=None, out=tmp_path)
+    file = os.open(tmp_path / "journal", os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    modules = [module for module in MODULES if module.measures and module.name != "stack"]
+    plan = program.make_plan(modules[0], file, False, options, tiny_model)
+    command = [*plan.command, *(str(ROOT / module.path) for module in modules[1:])]
+    plan = replace(plan, command=command, limit_s=110, test_limit_s=60)
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    running = ModuleRun(plan, Journal(file), log, time.monotonic() + 110)
+    while not running.poll():
+        time.sleep(0.05)
+
+    tests = running.records.tests.values()
+    assert [(test.name, test.message) for test in tests if test.failed] == []
+    names = [figure.name for test in tests for figure in test.figures]
+    assert len(names) == len(set(names))
+    assert set(names) >= {
+        "bandwidth",
+        "matrix product",
+        "decode attention, triton, tiny, 1 x 9",
+        "decode attention, triton, tiny, 2 x 9",
+        "decode attention, triton, tiny, 3 mixed",
+        "prompt attention, triton, tiny, 2 x 3 of 12",
+        "step, 2 x 9: on the GPU",
+        "step, 3 mixed: back to back",
+        "step, 2 + 6 of a prompt: its kernels",
+        "step, 1 x 6 tokens: launches",
+        "in process, triton, 64 prompt tokens",
+        "in process",
+        "penalize, batch 2",
+        "top_k 20, top_p 0.95, batch 2",
+    }
+    details = {name: value for test in tests for name, value in test.details.items()}
+    assert set(details["ways to move bytes, GB/s"]) > {"copy, in a graph", "copy, on the stream"}
+    kinds = details["triton, 16 prompt tokens, round 1"]["kinds"]
+    assert sum(kind["rows"] for kind in kinds.values()) >= sum(each.output_len for each in SMALL)
+    wanted = {"steps", "rows", "tokens", "launch_cpu_s", "gpu_s"}
+    assert all(wanted <= kind.keys() for kind in kinds.values())
+    assert details["serving, triton, 16 prompt tokens"]["attention"] == "triton"
+    assert {test.message for test in tests if "fa3" in test.name} > set()
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as trace:
+        assert json.load(trace)["traceEvents"]
+
+
+SMALL = reference_workload(REHEARSAL.workload, 100)
+
+
+def test_rates_are_of_the_bytes_and_operations(tiny_model: Path) -> None:
+    heads = Heads(4, 2, 16)
+    load = decode_speed.make_load(tiny_setup(tiny_model), "triton", heads, [20, 7])
+    size = (20 + 7) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, head_dim, bytes
+    assert load.rate(lambda cache: None) == pytest.approx(size / 1e-3 / 1e9)
+    pairs = 7 + 8 + 9  # that the last three of nine see
+    assert prompt_speed.attention_flops(heads, 3, 9) == 2 * 2 * 4 * 16 * pairs
+
+
+def test_the_workload_halfway() -> None:
+    contexts = snapshot(Shape())
+    assert contexts == snapshot(Shape())
+    requests = reference_workload(Shape(), 1)
+    assert all(
+        len(request.prompt) < context <= len(request.prompt) + request.output_len
+        for request, context in zip(requests, contexts, strict=True)
+    )
+    assert 750 < sum(contexts) / len(contexts) < 950
+
+
+def test_the_stack_is_measured(tmp_path: Path) -> None:
+    """The program itself, through a real stack."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "bench.gpu", "measure", "--rehearse", "--only", "stack"),
+            *("--out", tmp_path / "out" / "gpu.json"),
+        ],
+        env=os.environ | {"NANO_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-4:]
+    assert last[0] == "1 passed, 1 skipped"
+    assert [line[:10] for line in last[1:3]] == ["stack     ", "one stream"]
+    assert "a rehearsal: no figure means anything" in last[-1]
+    content = json.loads((tmp_path / "out" / "measure.json").read_text())
+    assert content["rehearsal"] is True
+    tests = content["modules"]["stack"]["tests"]
+    stack, peer = tests.values()
+    assert peer["message"] == "no checkout of nano-vLLM, see --peer"
+    rounds = [stack["details"][f"round {number}"] for number in range(2)]
+    assert [each["cached_prompt_tokens"] for each in rounds] == [0, 0]
+    for process in ("client", "frontend", "scheduler_svc", "worker_svc"):
+        used = [found["cpu_s"][process] for found in (*rounds, stack["details"]["one stream"])]
+        assert min(used) >= 0
+        assert sum(used) > 0
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_the_peer_runs_the_same_workload(tmp_path: Path, tiny_model: Path) -> None:
+    """A package that stands in for it, beside a module `bench` as it has one."""
+    (tmp_path / "bench.py").write_text("raise AssertionError")
+    (tmp_path / "nanovllm.py").write_text(STAND_IN)
+    journal = Journal(os.memfd_create("journal"))
+    report = Report(journal, "stack", "peer")
+    report.figure("stack", 300.0, "tokens/s")
+    stack_speed.measure_peer(tiny_setup(tiny_model, peer=str(tmp_path)), report)
+    found = journal.of("stack").tests["peer"]
+    assert len(found.details["rounds"]) == 2
+    assert found.figures[-1].name == "stack / nano-vLLM"
+    assert found.figures[-1].against == report.value("nano-vLLM")
+
+
+STAND_IN = """
+from collections import namedtuple
+from types import SimpleNamespace
+fields = "temperature max_tokens ignore_eos"
+SamplingParams = namedtuple("SamplingParams", fields, defaults=[1, 64, 0])
+class LLM:
+    def __init__(self, model, enforce_eager, max_model_len):
+        config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=1536))
+        self.model_runner = SimpleNamespace(config=config)
+        self.calls = []
+    def generate(self, prompts, params, use_tqdm=True):
+        self.calls.append(prompts)
+        if len(self.calls) == 1:
+            return
+        assert len(prompts) == 256 and sum(each.max_tokens for each in params) == 133966
+        assert all(each.ignore_eos and each.temperature == 0.6 for each in params)
+        assert prompts not in self.calls[:-1]
+"""
