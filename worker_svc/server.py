@@ -107,7 +107,7 @@ class WorkerService(WorkerServiceServicer):
     def check(self) -> None:
         """
         Raises:
-            StartError: an epoch could not be configured, nor could any later one.
+            StartError: the first epoch could not be configured, nor could any later one.
         """
         if self._start_error:
             raise self._start_error
@@ -155,8 +155,12 @@ class WorkerService(WorkerServiceServicer):
                 self._thread, self._configure, runner, request.epoch, request.num_blocks
             )
         except StartError as error:
-            self._start_error = error
-            self._stop()
+            if request.epoch > 1:  # it has been possible before: a successor may find it so again
+                log.error("epoch cannot be configured", reason=str(error))
+                os._exit(EXIT_DEVICE_LOST)
+            else:
+                self._start_error = error
+                self._stop()
             raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
         except RuntimeError as error:
             log.error("configure failed", epoch=request.epoch, exc_info=error)

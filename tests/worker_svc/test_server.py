@@ -344,6 +344,24 @@ async def test_a_failed_capture_ends_the_start(
         worker.service.check()
 
 
+async def test_a_capture_that_fails_later_is_left_to_a_successor(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes may have taken the memory for a while."""
+    exits: list[int] = []
+    monkeypatch.setattr(worker_server.os, "_exit", exits.append)
+    await worker.configure(1)
+
+    def configure(*_: Any) -> None:
+        raise CaptureError("CUDA graphs: a step of 8 sequences cannot be captured")
+
+    monkeypatch.setattr(ModelRunner, "configure", configure)
+    with pytest.raises(aio.AioRpcError):
+        await worker.configure(2)
+    assert exits == [worker_server.EXIT_DEVICE_LOST]
+    worker.service.check()
+
+
 async def test_a_malformed_step_ends_the_stream_only(worker: Worker) -> None:
     batch = await worker.configure(1)
     good = batch.request([(0, [1, 2])])
