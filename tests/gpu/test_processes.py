@@ -13,13 +13,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.client import AsyncLLM, SamplingParams
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from shared.process import CANNOT_START
-from tests.stack import ROOT, WAIT_S, RealStack, running_stack
+from tests.stack import ROOT, WAIT_S, RealStack, running_stack, wait_service_serving
 from tests.worker_svc.device import DEVICE, gpu_only
 from tests.worker_svc.harness import Batch, limits, save_model
 
@@ -73,11 +72,7 @@ class Worker:
 
     def wait_serving(self) -> str:
         """-> the incarnation that is."""
-        watch = health_pb2_grpc.HealthStub(self._channel).Watch(
-            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=WAIT_S
-        )
-        next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
-        watch.cancel()
+        wait_service_serving(self._channel)
         return str(self.stub.GetInfo(GetInfoRequest(), wait_for_ready=True).incarnation)
 
     def configure(self, epoch: int) -> None:

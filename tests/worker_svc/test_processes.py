@@ -17,11 +17,10 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.stack import WAIT_S
+from tests.stack import wait_service_serving
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
 from worker_svc.distributed import JOIN_TIMEOUT
 
@@ -73,11 +72,7 @@ class Ranks:
     def _dial(self, rank: int) -> WorkerServiceStub:
         """A client of a rank that has loaded."""
         channel = self._channels.enter_context(grpc.insecure_channel(self._addresses[rank]))
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=WAIT_S
-        )
-        next(a for a in watch if a.status == health_pb2.HealthCheckResponse.SERVING)
-        watch.cancel()
+        wait_service_serving(channel)
         return WorkerServiceStub(channel)
 
     def restart(self, rank: int) -> None:
