@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import grpc
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.errors import SupervisorGoneError
 from deploy.health import CHANNEL_OPTIONS, SERVING
@@ -197,25 +196,6 @@ def wait_for(ask: Callable[[], Answer | None], what: str, timeout_s: float = WAI
             raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(_POLL_S)
     return answer
-
-
-def wait_service_serving(channel: grpc.Channel) -> None:
-    """Returns once the service at the other end is SERVING: also one that has just died, on whose
-    connection a call may still be made, and a successor of it."""
-    stub = health_pb2_grpc.HealthStub(channel)
-
-    def serving() -> bool:
-        try:
-            answer = stub.Check(
-                health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=WAIT_S
-            )
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                return False
-            raise
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    wait_for(serving, "the service to be SERVING")
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,11 +14,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from deploy.health import SERVING, check_health
 from frontend.client import AsyncLLM, SamplingParams
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from shared.process import CANNOT_START
-from tests.stack import ROOT, WAIT_S, RealStack, running_stack, wait_service_serving
+from tests.stack import ROOT, WAIT_S, RealStack, running_stack, wait_for
 from tests.worker_svc.device import DEVICE, gpu_only
 from tests.worker_svc.harness import Batch, limits, save_model
 
@@ -59,7 +60,7 @@ class Worker:
 
     def __init__(self, fault: str, directory: Path) -> None:
         self.trigger, self.log = directory / "trigger", directory / "log"
-        address = f"unix:{directory}/worker.sock"
+        self._address = address = f"unix:{directory}/worker.sock"
         command = [sys.executable, "-m", "tests.gpu.faulty_worker", fault, str(self.trigger)]
         command += ["--model", str(directory / "model"), "--device", DEVICE.type]
         command += ["--worker-addresses", address, "--max-num-seqs", "8"]
@@ -72,7 +73,7 @@ class Worker:
 
     def wait_serving(self) -> str:
         """-> the incarnation that is."""
-        wait_service_serving(self._channel)
+        wait_for(lambda: check_health(self._address) == SERVING, "the worker to be SERVING")
         return str(self.stub.GetInfo(GetInfoRequest(), wait_for_ready=True).incarnation)
 
     def configure(self, epoch: int) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 import psutil
 import pytest
 
+from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.stack import wait_service_serving
+from tests.stack import wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
 from worker_svc.distributed import JOIN_TIMEOUT
 
@@ -71,9 +72,11 @@ class Ranks:
 
     def _dial(self, rank: int) -> WorkerServiceStub:
         """A client of a rank that has loaded."""
-        channel = self._channels.enter_context(grpc.insecure_channel(self._addresses[rank]))
-        wait_service_serving(channel)
-        return WorkerServiceStub(channel)
+        address = self._addresses[rank]
+        wait_for(lambda: check_health(address) == SERVING, f"rank {rank} to be SERVING")
+        # With a connection of its own: an earlier one may be that of a process that has just died.
+        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return WorkerServiceStub(self._channels.enter_context(channel))
 
     def restart(self, rank: int) -> None:
         self.processes[rank] = self._spawn(rank)

@@ -1,4 +1,4 @@
-"""What comes before anything starts: the preflight, and the command line."""
+"""The preflight and the command line: all that comes before anything starts."""
 
 from __future__ import annotations
 
