@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -81,6 +82,7 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
         or none of the last few, was ever ready: where a signal killed it, 128 and its number.
     """
     pid, tries, told_to_end = 0, 1, False
+    woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def pass_on(number: int, _: object) -> None:
         nonlocal told_to_end
@@ -93,13 +95,16 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
         with _blocked():
             pid = os.fork()
             _handle_signals(pass_on if pid else signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, _ignore if pid else signal.SIG_DFL)
+            signal.set_wakeup_fd(waking if pid else -1)
         if not pid:
-            os.close(reading)
+            for descriptor in (reading, woken, waking):
+                os.close(descriptor)
             end_with_parent(keeper)
             serve(partial(os.write, writing, b"."))
             return 0
         os.close(writing)
-        _, wait_status = os.waitpid(pid, 0)
+        wait_status = _wait_for(pid, woken)
         tries = _TRIES if os.read(reading, 1) else tries - 1
         os.close(reading)
         status = os.waitstatus_to_exitcode(wait_status)
@@ -108,6 +113,24 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
                 return status if status >= 0 else 128 - status
             _handle_signals(signal.SIG_DFL)  # until there is another fork to pass them on to
         log.error("died, and a fork takes its place", pid=pid, exit_status=status)
+
+
+def _wait_for(pid: int, woken: int) -> int:
+    """The wait status of a child, once it has ended.
+
+    Signals are handled meanwhile: each is a byte in the pipe `woken`. A `waitpid` that blocks would
+    sleep through one that arrives just before it.
+    """
+    while True:
+        ended, wait_status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return wait_status
+        select.select([woken], [], [])
+        os.read(woken, 4096)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A handler, since Python notices no signal that has none."""
 
 
 def _handle_signals(handler: Callable[[int, object], None] | signal.Handlers) -> None:

@@ -22,13 +22,13 @@ def serve(ready):
     with starts.open("a") as file:
         file.write(".")
     {body}
-
+{prelude}
 sys.exit(serve_with_successors(serve))
 """
 
 
-def program(starts: Path, body: str) -> list[str]:
-    return [sys.executable, "-c", _PROGRAM.format(body=body), str(starts)]
+def program(starts: Path, body: str, prelude: str = "") -> list[str]:
+    return [sys.executable, "-c", _PROGRAM.format(body=body, prelude=prelude), str(starts)]
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,48 @@ def test_forks_follow_one_that_served(tmp_path: Path, body: str, status: int, fo
     assert len(starts.read_text()) == forks
 
 
+def ends_on(sign: signal.Signals) -> str:
+    return (
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{sign.name}]); ready()\n"
+        f"    print('ready', flush=True); signal.sigwait([signal.{sign.name}]); os._exit(9)"
+    )
+
+
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(tmp_path: Path, sign: signal.Signals) -> None:
-    body = (
-        f"signal.signal(signal.{sign.name}, lambda *_: os._exit(9)); ready()\n"
-        "    print('ready', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen(program(tmp_path / "starts", body), stdout=subprocess.PIPE) as process:
+    command = program(tmp_path / "starts", ends_on(sign))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(sign)
-        assert process.wait(60) == 9
+        try:
+            assert process.wait(60) == 9
+        finally:
+            process.kill()
+
+
+def test_a_signal_that_interrupts_no_system_call_is_passed_on(tmp_path: Path) -> None:
+    """One that arrives just before the wait does not; nor does one that another thread gets."""
+    prelude = """
+import threading
+
+def signal_yourself():
+    sys.stdin.readline()
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=signal_yourself, daemon=True).start()
+"""
+    command = program(tmp_path / "starts", ends_on(signal.SIGTERM), prelude)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        try:
+            assert process.wait(60) == 9
+        finally:
+            process.kill()
 
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
