@@ -83,6 +83,8 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
     """
     pid, tries, told_to_end = 0, 1, False
     woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waking)
+    signal.signal(signal.SIGCHLD, _ignore)
 
     def pass_on(number: int, _: object) -> None:
         nonlocal told_to_end
@@ -95,9 +97,9 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
         with _blocked():
             pid = os.fork()
             _handle_signals(pass_on if pid else signal.SIG_DFL)
-            signal.signal(signal.SIGCHLD, _ignore if pid else signal.SIG_DFL)
-            signal.set_wakeup_fd(waking if pid else -1)
         if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (reading, woken, waking):
                 os.close(descriptor)
             end_with_parent(keeper)
