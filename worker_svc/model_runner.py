@@ -26,7 +26,7 @@ from worker_svc.platforms.base import PendingArrays, Platform, Stopwatch
 from worker_svc.platforms.choice import choose_platform
 from worker_svc.sampler import Sampler
 from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors, columns, upload
+from worker_svc.step_tensors import StepTensors, upload, upload_step
 from worker_svc.warm_up import plain_decodes, warm_up_steps
 from worker_svc.weights import WeightReader, model_fingerprint
 from worker_svc.wire import Float32s, Int32s
@@ -278,7 +278,8 @@ class ModelRunner:
         return PendingStep(step.samples, counts, stopwatch.fetch(results))
 
     def _to_device(self, step: Step) -> StepTensors:
-        return StepTensors(*self._upload(columns(step, self._backend.column(step))))
+        attention, platform = self._backend.column(step), self._platform
+        return upload_step(step, attention, platform.device, pinned=platform.pinned)
 
     def _warm_up(self) -> int:
         """Runs the largest prompts and decodes there can be, so that kernels are compiled and

@@ -88,6 +88,13 @@ def upload(
     return views(buffer, [array.size for array in arrays], dtypes)
 
 
+def upload_step(
+    step: Step, attention: Int32s, device: torch.device, *, pinned: bool = False
+) -> StepTensors:
+    """Its columns on the device; `attention` is the backend's."""
+    return StepTensors(*upload(columns(step, attention), device, pinned=pinned))
+
+
 def padded(step: Step, size: int) -> Step:
     """`step`, of decodes only, with sequences added up to `size` that write nowhere and see
     nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +13,13 @@ import torch
 from bench.gpu.ceilings import bandwidth
 from bench.gpu.records import Report
 from bench.gpu.setup import BACKENDS, Heads, Setup
-from bench.gpu.steps import blocks_needed, make_step, on_device, snapshot
+from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.kernels.decode_attention import decode_attention, decode_workspace
 from worker_svc.kernels.paged_attention import Tiling
-from worker_svc.step_tensors import StepTensors
+from worker_svc.step_tensors import StepTensors, upload_step
 
 TARGET = 0.85  # of the bandwidth, at the largest batch
-MAX_LAYERS = 64
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,10 @@ def make_load(
 ) -> Load:
     rows = len(contexts)
     size = sum(contexts) * heads.kv_heads * heads.head_dim * 2 * setup.dtype.itemsize
-    layers = min(max(math.ceil(setup.sizes.rotated_bytes / size), 2), MAX_LAYERS)
+    layers = setup.sizes.layers(size)
     backend = setup.backend(name, heads, layers=layers, block_size=block_size)
     step = make_step([1] * rows, contexts, backend.block_size, vocab=2)
-    tensors = on_device(step, backend.column(step), setup.device)
+    tensors = upload_step(step, backend.column(step), setup.device)
     generator = setup.generator(name)
     caches = backend.allocate(blocks_needed(contexts, backend.block_size))
     q = torch.randn(rows, heads.heads, heads.head_dim, device=setup.device, generator=generator)

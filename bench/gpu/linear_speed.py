@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -12,8 +11,6 @@ import torch.nn.functional as F
 from bench.gpu.ceilings import bandwidth, matmul_rate
 from bench.gpu.records import Report
 from bench.gpu.setup import Product, Setup, Sizes
-
-MAX_LAYERS = 64
 
 
 @pytest.mark.parametrize("product", Sizes().products, ids=lambda product: product.name)
@@ -29,8 +26,7 @@ def measure_product(setup: Setup, report: Report, product: Product) -> None:
 
     _, rows, columns = product
     size = rows * columns * setup.dtype.itemsize
-    layers = min(max(math.ceil(sizes.rotated_bytes / size), 1), MAX_LAYERS)
-    weights = [random(rows, columns) for _ in range(layers)]
+    weights = [random(rows, columns) for _ in range(sizes.layers(size))]
     for tokens in sizes.product_tokens:
         x = random(tokens, columns)
         seconds = setup.timer.in_graph([partial(F.linear, x, weight) for weight in weights])

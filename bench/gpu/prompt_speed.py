@@ -11,9 +11,10 @@ import torch
 from bench.gpu.ceilings import matmul_rate
 from bench.gpu.records import Report
 from bench.gpu.setup import BACKENDS, Heads, Setup
-from bench.gpu.steps import make_step, on_device
+from bench.gpu.steps import make_step
 from worker_svc.kernels.paged_attention import Tiling
 from worker_svc.kernels.prompt_attention import prompt_attention
+from worker_svc.step_tensors import upload_step
 
 
 def attention_flops(heads: Heads, queries: int, context: int) -> float:
@@ -39,7 +40,7 @@ class Prompts:
         size = (step.num_tokens, heads.heads, heads.head_dim)
         q = torch.randn(size, device=setup.device, generator=generator)
         self._q = q.to(setup.dtype)
-        self._tensors = on_device(step, backend.column(step), setup.device)
+        self._tensors = upload_step(step, backend.column(step), setup.device)
         self._metadata: Any = backend.plan(step, self._tensors, context)
 
     def rate(self, tiling: Tiling | None = None) -> float:

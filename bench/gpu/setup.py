@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from worker_svc.attention.choice import BACKENDS as BACKENDS
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import StartError
 from worker_svc.platforms.base import Platform
+
+MAX_LAYERS = 64
 
 
 class Heads(NamedTuple):
@@ -73,6 +76,10 @@ class Sizes:
     in_process_s: float = 130.0  # for all backends and budgets together
     rounds: int = 3  # at most
     stream_repeats: int = 5
+
+    def layers(self, size: int) -> int:
+        """How many of `size` bytes take turns, so that none is in the L2 cache when it is its."""
+        return min(max(math.ceil(self.rotated_bytes / size), 2), MAX_LAYERS)
 
     @property
     def max_num_batched_tokens(self) -> int:

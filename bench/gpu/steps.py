@@ -6,11 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
 from bench.workload import Shape, reference_workload
 from worker_svc.step import Int32s, Step
-from worker_svc.step_tensors import StepTensors, columns, pack, unpack
 
 
 class Sequences:
@@ -86,16 +84,6 @@ def snapshot(shape: Shape) -> list[int]:
     rng = random.Random(f"snapshot {shape.seed}")
     requests = reference_workload(shape, 1)
     return [len(each.prompt) + rng.randint(1, each.output_len) for each in requests]
-
-
-def on_device(step: Step, attention: Int32s, device: torch.device) -> StepTensors:
-    """
-    Args:
-        attention: a backend's column.
-    """
-    arrays = columns(step, attention)
-    buffer = pack(arrays, pinned=False).to(device)
-    return unpack(buffer, [len(array) for array in arrays])
 
 
 def _joined(parts: Sequence[Int32s]) -> Int32s:

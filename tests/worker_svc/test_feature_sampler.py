@@ -25,10 +25,11 @@ from worker_svc.feature_tensors import feature_tensors
 from worker_svc.kv_cache import TokenCache
 from worker_svc.sampler import Sampler
 from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors, columns, upload
+from worker_svc.step_tensors import StepTensors, upload, upload_step
 
 VOCAB = 301
-UPLOAD = partial(upload, device=torch.device("cpu"), pinned=False)
+CPU = torch.device("cpu")
+UPLOAD = partial(upload, device=CPU, pinned=False)
 INF = float("inf")
 
 
@@ -53,7 +54,7 @@ def history_of(step: Step) -> TokenCache:
 
 
 def on_device(step: Step) -> StepTensors:
-    return StepTensors(*UPLOAD(columns(step, step.query_lens[:0])))
+    return upload_step(step, step.query_lens[:0], CPU)
 
 
 def process(logits: torch.Tensor, step: Step, ranks: int = 1) -> torch.Tensor:

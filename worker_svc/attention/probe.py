@@ -15,7 +15,7 @@ from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
 from worker_svc.kernels.paged_attention import attention_reference
 from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors, columns, upload
+from worker_svc.step_tensors import upload_step
 
 CONTEXTS = (3, 2)  # tokens in the cache of the sequences it tries, a block each
 # Of the largest value. Wrong blocks or heads are off by all of it, rounding by a hundredth.
@@ -44,8 +44,7 @@ def find_obstacle(backend: PagedBackend[Any], *, decodes: bool) -> str:
 def _error(backend: PagedBackend[Any], query_lens: np.ndarray) -> float:
     shape, size = backend.shape, backend.block_size
     step = _step(query_lens, size)
-    arrays = columns(step, backend.column(step))
-    tensors = StepTensors(*upload(arrays, shape.device, pinned=False))
+    tensors = upload_step(step, backend.column(step), shape.device)
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:

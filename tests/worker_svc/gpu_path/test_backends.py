@@ -31,7 +31,7 @@ from worker_svc.attention.choice import BACKENDS, HOPPER
 from worker_svc.kernels.kv_store import store_kv
 from worker_svc.kernels.paged_attention import attention_reference
 from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors, columns, padded, upload
+from worker_svc.step_tensors import padded, upload_step
 
 # The first test of each backend compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
@@ -122,7 +122,7 @@ def test_equals_the_reference(
     them the weight 0, for which a cache is zeros at first, and then what others have left."""
     backend = make_backend(name, heads, dtype)
     step, slots, num_blocks = make_step(case, backend.block_size)
-    tensors = StepTensors(*upload(columns(step, backend.column(step)), DEVICE, pinned=False))
+    tensors = upload_step(step, backend.column(step), DEVICE)
     random = generator(seed=len(slots))
 
     def normal(rows: int, count: int) -> torch.Tensor:
