@@ -18,15 +18,16 @@ from bench.workload import TEMPERATURE, Request
 from frontend.client import ModelInfo
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.edge.step_encoding import encode_step
 from scheduler_svc.engine import Engine
+from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Output, Step
-from scheduler_svc.step_encoding import encode_step
 from shared.config import SettingsError, WorkerSettings, load_settings
-from worker_svc import step as worker_step
 from worker_svc.errors import StartError
 from worker_svc.model_runner import ModelRunner, StepResult
+from worker_svc.step import decode as worker_step
 
 _EPOCH = 1
 

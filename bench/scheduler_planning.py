@@ -16,10 +16,11 @@ from bench.errors import BenchError
 from bench.instant_worker import VOCAB_SIZE
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.edge.step_encoding import encode_step
+from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Step
-from scheduler_svc.step_encoding import encode_step
 
 _BLOCK_SIZE = 64
 _WAITING_PROMPT = 16  # tokens

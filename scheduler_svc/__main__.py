@@ -8,11 +8,11 @@ from pathlib import Path
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.edge.worker_client import WorkerClient, WorkerMismatchError
 from scheduler_svc.engine import Engine
-from scheduler_svc.grammar_compiler import Grammars
+from scheduler_svc.grammar.compiler import Grammars
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
-from scheduler_svc.worker_client import WorkerClient, WorkerMismatchError
 from shared.config import SchedulerSettings, settings_or_exit
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 
-from scheduler_svc.grammar import GrammarKind
-from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
+from scheduler_svc.grammar.matcher import GrammarKind
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import FinishCause, Sequence
 from scheduler_svc.waiting_queue import WaitingQueue
 
 MAX_N = 64

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from scheduler_svc.admission import Limits, refusal
-from scheduler_svc.beams import BeamGroup
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.forks import Followers, siblings
+from scheduler_svc.forks.beams import BeamGroup
+from scheduler_svc.forks.followers import Followers, siblings
 from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import Answer, End, Logprobs, Output, Row, Step, prompt_outputs

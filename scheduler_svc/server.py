@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import structlog
 from grpc import aio
 
+from scheduler_svc.edge.frontend_messages import read_sequence, step_output
 from scheduler_svc.engine import Engine
-from scheduler_svc.frontend_messages import read_sequence, step_output
 from scheduler_svc.step import Output
 from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2

@@ -19,8 +19,8 @@ from worker_svc.attention.base import Backend
 from worker_svc.distributed import SupersededError
 from worker_svc.errors import CaptureError, DeviceLostError, chain, is_device_lost
 from worker_svc.platforms.base import Platform
-from worker_svc.step import Step
-from worker_svc.step_tensors import ALIGNMENT, StepTensors, columns, pack, padded, unpack
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import ALIGNMENT, StepTensors, columns, pack, padded, unpack
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

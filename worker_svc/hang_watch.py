@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from worker_svc.step import Step
+from worker_svc.step.decode import Step
 
 log = structlog.get_logger(__name__)
 

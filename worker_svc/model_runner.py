@@ -17,19 +17,19 @@ from worker_svc.config import find_model_dir, load_model_config
 from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
-from worker_svc.feature_runner import FeatureRunner
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.logprobs import Logprobs, asked_for
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
 from worker_svc.platforms.base import PendingArrays, Platform, Stopwatch
 from worker_svc.platforms.choice import choose_platform
-from worker_svc.sampler import Sampler
-from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors, upload, upload_step
+from worker_svc.sampling.feature_runner import FeatureRunner
+from worker_svc.sampling.logprobs import Logprobs, asked_for
+from worker_svc.sampling.sampler import Sampler
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors, upload, upload_step
+from worker_svc.step.wire import Float32s, Int32s
 from worker_svc.warm_up import plain_decodes, warm_up_steps
 from worker_svc.weights import WeightReader, model_fingerprint
-from worker_svc.wire import Float32s, Int32s
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class ModelRunner:
         self._configured_blocks = num_blocks
 
     def launch(self, step: Step) -> PendingStep:
-        """Starts `step`, which has been checked (`worker_svc.step.decode_step`). On a GPU it
+        """Starts `step`, which has been checked (`worker_svc.step.decode.decode_step`). On a GPU it
         returns before the step, or even the one before it, is done."""
         with torch.inference_mode():
             stopwatch = self._platform.start()

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from worker_svc.logprobs import PIECE
-from worker_svc.step import Step
-from worker_svc.step_features import Features, PromptTargets
-from worker_svc.wire import Int32s
+from worker_svc.sampling.logprobs import PIECE
+from worker_svc.step.decode import Step
+from worker_svc.step.features import Features, PromptTargets
+from worker_svc.step.wire import Int32s
 
 # On a CPU a few tokens warm up: a full step of a large model takes minutes there.
 CPU_TOKENS = 8

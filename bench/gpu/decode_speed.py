@@ -15,9 +15,9 @@ from bench.gpu.records import Report
 from bench.gpu.setup import BACKENDS, Heads, Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.attention.paged import PagedBackend
-from worker_svc.kernels.decode_attention import decode_attention, decode_workspace
-from worker_svc.kernels.paged_attention import Tiling
-from worker_svc.step_tensors import StepTensors, upload_step
+from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
+from worker_svc.kernels.triton.paged_attention import Tiling
+from worker_svc.step.tensors import StepTensors, upload_step
 
 TARGET = 0.85  # of the bandwidth, at the largest batch
 

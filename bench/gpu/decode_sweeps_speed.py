@@ -9,7 +9,7 @@ from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.steps import snapshot
 from bench.gpu.sweeps import DEFAULT, compare, tiling_name, tried
-from worker_svc.kernels.paged_attention import Tiling
+from worker_svc.kernels.triton.paged_attention import Tiling
 
 TILINGS = (
     Tiling(32, 4, 3),

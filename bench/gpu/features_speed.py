@@ -12,9 +12,9 @@ from bench.gpu.ceilings import bandwidth
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from worker_svc.distributed import TensorParallel
-from worker_svc.filters import Limit, keep_likely
-from worker_svc.kernels import triton_ops
+from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.sampling.filters import Limit, keep_likely
 
 BLOCK_SIZE = 64
 FILTERS = {

@@ -22,7 +22,7 @@ from bench.in_process import RunnerEngine
 from bench.run import Run
 from bench.workload import reference_workload, warm_up_request
 from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
-from worker_svc.step import Step
+from worker_svc.step.decode import Step
 
 FIGURE = "in process"
 

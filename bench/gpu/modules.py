@@ -24,7 +24,7 @@ class Module:
         return Path(self.path).stem.removeprefix("test_").removesuffix("_speed")
 
 
-_KERNELS = "tests/worker_svc/kernels/test_"
+_KERNELS = "tests/worker_svc/kernels/triton/test_"
 
 # In the order of the tables. Measurements run in this order: bandwidth first, which others are
 # compared with, and last what only helps to choose constants.
@@ -40,7 +40,7 @@ MODULES = (
     Module(f"{_KERNELS}filtering.py", 240),
     Module(f"{_KERNELS}decode_attention.py", 400),
     Module(f"{_KERNELS}prompt_attention.py", 400),
-    Module("tests/worker_svc/test_filters.py", 240),
+    Module("tests/worker_svc/sampling/test_filters.py", 240),
     Module("tests/worker_svc/gpu_path/test_backends.py", 400),
     Module("tests/worker_svc/gpu_path/test_model.py", 400),
     Module("tests/worker_svc/gpu_path/test_graphs.py", 400),

@@ -12,9 +12,9 @@ from bench.gpu.ceilings import matmul_rate
 from bench.gpu.records import Report
 from bench.gpu.setup import BACKENDS, Heads, Setup
 from bench.gpu.steps import make_step
-from worker_svc.kernels.paged_attention import Tiling
-from worker_svc.kernels.prompt_attention import prompt_attention
-from worker_svc.step_tensors import upload_step
+from worker_svc.kernels.triton.paged_attention import Tiling
+from worker_svc.kernels.triton.prompt_attention import prompt_attention
+from worker_svc.step.tensors import upload_step
 
 
 def attention_flops(heads: Heads, queries: int, context: int) -> float:

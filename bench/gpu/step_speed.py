@@ -23,7 +23,7 @@ from bench.gpu.setup import Heads, Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from tools.make_model import tensor_shapes
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step import Step
+from worker_svc.step.decode import Step
 
 TOP_KERNELS = 12
 # Of a trace's events: what runs on the GPU; "cpu_op" in a rehearsal.

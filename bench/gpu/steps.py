@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bench.workload import Shape, reference_workload
-from worker_svc.step import Int32s, Step
+from worker_svc.step.decode import Int32s, Step
 
 
 class Sequences:

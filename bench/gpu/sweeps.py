@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from bench.gpu.records import Report
 from worker_svc.errors import is_device_lost
-from worker_svc.kernels.paged_attention import Tiling
+from worker_svc.kernels.triton.paged_attention import Tiling
 
 DEFAULT = "the kernel's own"
 

@@ -17,7 +17,7 @@ import numpy as np
 from grpc import aio
 
 import scheduler_svc.__main__ as scheduler_main
-from scheduler_svc.frontend_messages import read_sequence
+from scheduler_svc.edge.frontend_messages import read_sequence
 from shared.config import SchedulerSettings, load_settings
 from shared.errors import InvalidArgumentError
 from shared.interceptors import decode_message

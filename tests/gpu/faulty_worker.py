@@ -18,12 +18,12 @@ from tests.worker_svc.device import DEVICE, ON_GPU
 from worker_svc.__main__ import main
 from worker_svc.errors import CaptureError
 from worker_svc.model_runner import ModelRunner, PendingStep
-from worker_svc.step import Step
+from worker_svc.step.decode import Step
 
 if ON_GPU:
     import triton.language as tl
 
-    from worker_svc.kernels.launch import kernel
+    from worker_svc.kernels.triton.launch import kernel
 
     @kernel()
     def _stray_kernel(x: tl.tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.admission import sampling_problem
-from scheduler_svc.sequence import Grammar, SamplingParams
+from scheduler_svc.sampling import Grammar, SamplingParams
 from tests.oracle import VOCAB_SIZE
 
 NAN, INF = float("nan"), float("inf")

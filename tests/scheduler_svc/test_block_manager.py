@@ -6,7 +6,8 @@ import secrets
 import pytest
 
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import Sequence
 
 BLOCK = 4
 

@@ -8,8 +8,9 @@ from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.load import Load
 from scheduler_svc.rate import Rate
+from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, Status
+from scheduler_svc.sequence import FinishCause, Sequence, Status
 from scheduler_svc.step import Answer
 
 

@@ -20,10 +20,11 @@ from hypothesis.stateful import (
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.edge.step_encoding import encode_step, read_answer
+from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence
+from scheduler_svc.sequence import FinishCause, Sequence
 from scheduler_svc.step import Answer, Step
-from scheduler_svc.step_encoding import encode_step, read_answer
 from tests import sanitizer
 from tests.oracle import VOCAB_SIZE, completion, states
 from tests.sanitizer import Beside, Owner, Sanitizer

@@ -4,7 +4,8 @@ import random
 import secrets
 
 from scheduler_svc.lazy_heap import LazyHeap
-from scheduler_svc.sequence import SamplingParams, Sequence
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import Sequence
 from scheduler_svc.waiting_queue import OLDEST_EVERY, WaitingQueue
 
 

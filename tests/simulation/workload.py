@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.sequence import FinishCause, SamplingParams, Sequence, SequenceKey
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
 from tests.oracle import VOCAB_SIZE, completion, logprobs, states
 from tests.sanitizer import Owner
 from tests.simulation.knobs import Knobs

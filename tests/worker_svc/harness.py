@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from shared.config import WorkerSettings
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from tests.worker_svc.device import DEVICE
-from worker_svc.step import Step, StepLimits, decode_step
+from worker_svc.step.decode import Step, StepLimits, decode_step
 
 TINY: dict[str, Any] = {
     "vocab_size": 301,

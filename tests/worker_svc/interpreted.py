@@ -9,8 +9,8 @@ import torch
 from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
-from worker_svc.kernels import triton_ops
-from worker_svc.layers.ops import Ops
+from worker_svc.kernels.ops import Ops
+from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.platforms.cpu import CpuPlatform
 
 NUM_SMS = 1  # so that small batches are split, but in few parts: each is slow here

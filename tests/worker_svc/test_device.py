@@ -20,7 +20,7 @@ TESTS = """
 import pytest
 import torch
 
-from worker_svc.kernels.rms_norm import rms_norm
+from worker_svc.kernels.triton.rms_norm import rms_norm
 
 
 def launch():
@@ -77,13 +77,13 @@ def run_pytest(path: Path, **environment: str) -> subprocess.CompletedProcess[st
 def test_without_a_gpu_nothing_passes(environment: dict[str, str], reason: str) -> None:
     if "no CUDA" in reason and torch.cuda.is_available():
         pytest.skip("there is one")
-    done = run_pytest(ROOT / "tests/worker_svc/kernels/test_silu_mul.py", **environment)
+    done = run_pytest(ROOT / "tests/worker_svc/kernels/triton/test_silu_mul.py", **environment)
     assert done.returncode == USAGE_ERROR
     assert reason in done.stderr
 
 
 def test_kernel_tests_without_kernels_fail(tmp_path: Path) -> None:
-    hook = "from tests.worker_svc.kernels.conftest import pytest_pyfunc_call\n"
+    hook = "from tests.worker_svc.kernels.triton.conftest import pytest_pyfunc_call\n"
     (tmp_path / "conftest.py").write_text(hook)
     (tmp_path / "test_kernels.py").write_text(TESTS)
     done = run_pytest(tmp_path, TRITON_INTERPRET="1", COLUMNS="200")

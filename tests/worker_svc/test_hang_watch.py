@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimes, size_of
-from worker_svc.step import Step
+from worker_svc.step.decode import Step
 
 from .harness import Batch, limits
 

@@ -27,8 +27,8 @@ from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError
 from worker_svc.model_runner import ModelRunner, PendingStep
 from worker_svc.server import WorkerService
-from worker_svc.step import Step
-from worker_svc.wire import Int32s
+from worker_svc.step.decode import Step
+from worker_svc.step.wire import Int32s
 
 NUM_BLOCKS = 64
 

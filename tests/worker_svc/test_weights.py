@@ -103,7 +103,7 @@ import torch
 from worker_svc.attention.torch_backend import TorchBackend
 from worker_svc.config import load_model_config
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels import cpu_ops
+from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
 from worker_svc.weights import WeightReader
 torch.set_num_threads(1)

@@ -39,7 +39,7 @@ class _OneAtATime:
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        from worker_svc.kernels import cpu_ops  # needs numba, which a GPU does without
+        from worker_svc.kernels.cpu import ops as cpu_ops  # needs numba, which a GPU does without
 
         def run(*args: object) -> Any:
             with self._lock:

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from worker_svc.step import Int32s, Step
-from worker_svc.step_tensors import StepTensors
+from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.tensors import StepTensors
 
 Metadata = TypeVar("Metadata")
 

@@ -9,9 +9,9 @@ import torch
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.kernels.decode_attention import choose_splits
-from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors
+from worker_svc.kernels.triton.decode_attention import choose_splits
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn_interface"
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn"
 BLOCK_SIZE_MULTIPLE = 256  # of tokens: all that its paged kernels take

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from worker_svc.attention.base import AttentionBackend, QKNorm
-from worker_svc.kernels.qk_norm_rope import norm_rope_store
-from worker_svc.step import Int32s, Step
-from worker_svc.step_tensors import StepTensors
+from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
+from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.tensors import StepTensors
 
 
 @dataclass(frozen=True)

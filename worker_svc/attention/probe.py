@@ -13,9 +13,9 @@ import torch
 
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
-from worker_svc.kernels.paged_attention import attention_reference
-from worker_svc.step import Step
-from worker_svc.step_tensors import upload_step
+from worker_svc.kernels.triton.paged_attention import attention_reference
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import upload_step
 
 CONTEXTS = (3, 2)  # tokens in the cache of the sequences it tries, a block each
 # Of the largest value. Wrong blocks or heads are off by all of it, rounding by a hundredth.

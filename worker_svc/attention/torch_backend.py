@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
-from worker_svc.kernels.cpu_attention import decode_attention, write_cache
-from worker_svc.kernels.cpu_fused import norm_and_rotate
+from worker_svc.kernels import cpu_features
+from worker_svc.kernels.cpu.attention import decode_attention, write_cache
+from worker_svc.kernels.cpu.fused import norm_and_rotate
 from worker_svc.kernels.views import bits
-from worker_svc.platforms import cpu_features
-from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors
 
 Int64s = NDArray[np.int64]
 

@@ -9,12 +9,16 @@ import torch
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
-from worker_svc.kernels import decode_attention as decoding
-from worker_svc.kernels import prompt_attention as prompting
-from worker_svc.kernels.decode_attention import choose_splits, decode_attention, decode_workspace
-from worker_svc.kernels.prompt_attention import prompt_attention, query_tiles, tile_tokens
-from worker_svc.step import Int32s, Step
-from worker_svc.step_tensors import StepTensors
+from worker_svc.kernels.triton import decode_attention as decoding
+from worker_svc.kernels.triton import prompt_attention as prompting
+from worker_svc.kernels.triton.decode_attention import (
+    choose_splits,
+    decode_attention,
+    decode_workspace,
+)
+from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
+from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.tensors import StepTensors
 
 
 @dataclass(frozen=True)

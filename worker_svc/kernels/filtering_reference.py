@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.layers.ops import BIN_BITS
+from worker_svc.kernels.ops import BIN_BITS
 
 BINS = 2**BIN_BITS
 # Of the largest logit: weights of a vocabulary of 2²² tokens add up to less than 2⁶³.

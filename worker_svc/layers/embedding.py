@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.layers.ops import Ops, PlainWeight
+from worker_svc.kernels.ops import Ops, PlainWeight
 from worker_svc.weights import WeightReader
 
 

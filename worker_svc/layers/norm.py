@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.layers.ops import Ops
+from worker_svc.kernels.ops import Ops
 from worker_svc.weights import WeightReader
 
 

@@ -15,6 +15,7 @@ from worker_svc.attention.base import AttentionShape, Backend, QKNorm
 from worker_svc.config import ModelConfig
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -23,9 +24,8 @@ from worker_svc.layers.embedding import (
 )
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from worker_svc.layers.norm import RMSNorm
-from worker_svc.layers.ops import Ops
 from worker_svc.layers.rotary import rotary_table
-from worker_svc.step_tensors import StepTensors
+from worker_svc.step.tensors import StepTensors
 from worker_svc.weights import WeightReader
 
 

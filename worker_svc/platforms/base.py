@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
-from worker_svc.layers.ops import Ops
+from worker_svc.kernels.ops import Ops
 
 
 class PendingArrays(Protocol):

@@ -16,10 +16,10 @@ from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.torch_backend import TorchBackend
 from worker_svc.errors import ModelError, StartError
-from worker_svc.kernels import cpu_ops
-from worker_svc.layers.ops import Ops
+from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.cpu_features import num_cores
+from worker_svc.kernels.ops import Ops
 from worker_svc.platforms.base import Platform
-from worker_svc.platforms.cpu_features import num_cores
 
 DEFAULT_BLOCK_SIZE = 16
 # Of the memory that is free after the warm-up step. It belongs to others too: other ranks, the page

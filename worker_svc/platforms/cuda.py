@@ -16,9 +16,9 @@ from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.distributed import SupersededError
 from worker_svc.errors import ModelError, StartError
-from worker_svc.kernels import triton_ops
-from worker_svc.kernels.launch import Launcher
-from worker_svc.layers.ops import Ops
+from worker_svc.kernels.ops import Ops
+from worker_svc.kernels.triton import ops as triton_ops
+from worker_svc.kernels.triton.launch import Launcher
 from worker_svc.platforms.base import Platform
 from worker_svc.platforms.pinned_copies import PinnedCopies
 

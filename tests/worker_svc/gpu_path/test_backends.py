@@ -23,15 +23,15 @@ from tests.worker_svc.device import (
 )
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
 from tests.worker_svc.harness import Batch, limits, worker_settings
-from tests.worker_svc.kernels.precision import poisoned_memory, relative_error, row_bound
+from tests.worker_svc.kernels.triton.precision import poisoned_memory, relative_error, row_bound
 from tests.worker_svc.platforms import GpuPlatform, make_backend
 from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS, HOPPER
-from worker_svc.kernels.kv_store import store_kv
-from worker_svc.kernels.paged_attention import attention_reference
-from worker_svc.step import Step
-from worker_svc.step_tensors import padded, upload_step
+from worker_svc.kernels.triton.kv_store import store_kv
+from worker_svc.kernels.triton.paged_attention import attention_reference
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import padded, upload_step
 
 # The first test of each backend compiles its kernels.
 pytestmark = pytest.mark.timeout(240)

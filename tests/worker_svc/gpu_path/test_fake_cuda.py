@@ -18,15 +18,15 @@ from tools.make_model import BASE_CONFIG, SHAPES
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.config import ModelConfig, RopeConfig
 from worker_svc.distributed import TensorParallel
-from worker_svc.feature_runner import FeatureRunner
-from worker_svc.kernels import triton_ops
+from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
-from worker_svc.logprobs import PIECE
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.sampler import Sampler
-from worker_svc.step import Step
-from worker_svc.step_tensors import StepTensors, columns
+from worker_svc.sampling.feature_runner import FeatureRunner
+from worker_svc.sampling.logprobs import PIECE
+from worker_svc.sampling.sampler import Sampler
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors, columns
 from worker_svc.warm_up import NUM_LOGPROBS, warm_up_steps
 
 CUDA = torch.device("cuda", 0)

@@ -24,7 +24,7 @@ from tests.worker_svc.gpu_path.small_model import (
     make_runner,
 )
 from tests.worker_svc.harness import save_model, worker_settings
-from tests.worker_svc.kernels.precision import assert_identical
+from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.test_model_runner import prompts
 from worker_svc.attention.choice import BACKENDS
@@ -32,7 +32,7 @@ from worker_svc.cuda_graph import graph_sizes
 from worker_svc.distributed import SupersededError
 from worker_svc.errors import CaptureError, DeviceLostError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step import Step
+from worker_svc.step.decode import Step
 
 # The first test of a model on a GPU compiles its kernels.
 pytestmark = pytest.mark.timeout(240)

@@ -1,0 +1,120 @@
+"""The messages of `scheduler.proto` as sequences, and outputs as messages."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from scheduler_svc.sampling import Grammar, SamplingParams
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.step import End, Output
+from shared.errors import InvalidArgumentError
+from shared.pb import scheduler_pb2
+
+
+def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequence:
+    """The first of the submission's completions.
+
+    Raises:
+        InvalidArgumentError: a column is no array of its kind.
+    """
+    return Sequence(
+        (connection, submit.request),
+        _ids(submit.prompt_ids, "submit.prompt_ids"),
+        _sampling_params(submit.sampling),
+        generated_ids=_ids(submit.generated_ids, "submit.generated_ids"),
+        arrival=now,
+        deadline=now + submit.timeout_s if submit.timeout_s else None,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        resubmitted=submit.resubmitted,
+    )
+
+
+def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
+    grammar = sampling.grammar if sampling.HasField("grammar") else None
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        eos_token_ids=frozenset(sampling.eos_token_ids),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bias_ids=tuple(_ids(sampling.bias_ids, "submit.sampling.bias_ids")),
+        bias_values=tuple(_floats(sampling.bias_values, "submit.sampling.bias_values")),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=(
+            sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
+        ),
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
+        grammar=grammar and Grammar(grammar.kind, grammar.text),
+    )
+
+
+def _ids(column: bytes, field: str) -> array[int]:
+    if len(column) % 4:
+        raise InvalidArgumentError(field, f"{len(column)} bytes are no int32 array")
+    return array("i", column)
+
+
+def _floats(column: bytes, field: str) -> array[float]:
+    if len(column) % 4:
+        raise InvalidArgumentError(field, f"{len(column)} bytes are no float32 array")
+    return array("f", column)
+
+
+def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
+    tokens = [output for output in outputs if output.token is not None]
+    return scheduler_pb2.StepOutput(
+        requests=array("Q", [output.seq.key[1] for output in tokens]).tobytes(),
+        offsets=array("i", [output.offset for output in tokens]).tobytes(),
+        token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
+        started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
+        finished=[_finished(output) for output in outputs if output.finished is not None],
+        logprobs=[rows for output in outputs for rows in _logprobs(output)],
+    )
+
+
+def _started(seq: Sequence) -> scheduler_pb2.Started:
+    assert seq.first_scheduled is not None
+    return scheduler_pb2.Started(
+        request=seq.key[1],
+        cached_prompt_tokens=seq.num_cached_prompt_tokens,
+        queue_s=seq.first_scheduled - seq.arrival,
+    )
+
+
+def _finished(output: Output) -> scheduler_pb2.Finished:
+    assert output.finished is not None
+    finished = scheduler_pb2.Finished(
+        request=output.seq.key[1],
+        cause=scheduler_pb2.FinishCause.ValueType(output.finished),
+    )
+    if isinstance(output, End):
+        finished.message = output.message
+        finished.retry_after_s = output.retry_after_s
+        finished.score = output.score
+    return finished
+
+
+def _logprobs(output: Output) -> list[scheduler_pb2.LogprobRows]:
+    return [
+        scheduler_pb2.LogprobRows(
+            request=output.seq.key[1],
+            prompt=logprobs is output.prompt_logprobs,
+            first=output.offset,
+            width=logprobs.ids.shape[1],
+            token_ids=logprobs.ids.tobytes(),
+            values=logprobs.values.tobytes(),
+        )
+        for logprobs in (output.prompt_logprobs, output.logprobs)
+        if logprobs is not None
+    ]

@@ -1,0 +1,84 @@
+"""Steps as the columns of `worker.proto`, and their answers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.edge.step_features import MalformedAnswerError, encode_features, read_logprobs
+from scheduler_svc.step import Answer, Row, Step
+from shared.pb import worker_pb2
+
+__all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
+
+
+def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
+    """The columns of `worker.proto` for a step: T tokens of S sequences."""
+    rows, seqs = step.rows, [row.seq for row in step.rows]
+    starts = np.array([row.start for row in rows], np.int32)
+    query_lens = np.array([row.num_tokens for row in rows], np.int32)
+    context_lens = starts + query_lens
+    num_blocks = -(-context_lens // block_size)
+    tables = [seq.block_table for seq in seqs]
+    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has its later chunks' blocks too
+        tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
+    block_table = b"".join(tables)
+    table_offsets = _offsets(num_blocks)
+
+    # positions: start, start + 1, ... of each row, all rows in one go
+    first_tokens = _offsets(query_lens)[:-1]
+    positions = np.arange(query_lens.sum(), dtype=np.int32)
+    positions += np.repeat(starts - first_tokens, query_lens)
+    block_index, block_offset = np.divmod(positions, block_size)
+    block_index += np.repeat(table_offsets[:-1], query_lens)
+    slots = np.frombuffer(block_table, np.int32)[block_index] * block_size + block_offset
+
+    request = worker_pb2.StepRequest(
+        epoch=epoch,
+        step_id=step_id,
+        input_ids=array("i", chain.from_iterable(map(_input_ids, rows))).tobytes(),
+        positions=positions.tobytes(),
+        slot_mapping=slots.astype(np.int32).tobytes(),
+        query_lens=query_lens.tobytes(),
+        context_lens=context_lens.tobytes(),
+        block_table=block_table,
+        block_table_offsets=table_offsets.tobytes(),
+        samples=bytes([row.samples for row in rows]),
+        temperatures=array("f", [seq.params.temperature for seq in seqs]).tobytes(),
+        seeds=array("Q", [seq.params.seed for seq in seqs]).tobytes(),
+    )
+    if step.copies:
+        request.copies = array("i", chain.from_iterable(step.copies)).tobytes()
+    if step.asks:
+        encode_features(request, rows)
+    return request
+
+
+def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepResponse) -> Answer:
+    """Raises:
+    MalformedAnswerError: it is no answer to this step.
+    """
+    token_ids: list[int] = np.frombuffer(response.token_ids, "<i4").tolist()
+    if len(token_ids) != len(request.samples):
+        raise MalformedAnswerError(f"{len(token_ids)} tokens for {len(request.samples)} rows")
+    if not (request.HasField("features") or request.HasField("prompt_logprobs")):
+        return Answer(token_ids)
+    return Answer(token_ids, *read_logprobs(request, response))
+
+
+def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """int32[n+1]: where each of n parts begins, and the end of the last."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _input_ids(row: Row) -> Seq[int]:
+    """A token that the step before will sample is -1 - its row there."""
+    if row.previous_row is not None:
+        return (-1 - row.previous_row,)
+    return row.seq.tokens[row.start : row.start + row.num_tokens]

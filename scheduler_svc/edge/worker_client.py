@@ -1,0 +1,274 @@
+"""The workers of an engine, one per tensor-parallel rank, behind the `Executor` interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import grpc
+import structlog
+from grpc import aio
+
+from scheduler_svc.edge import execute_call
+from scheduler_svc.edge.execute_call import ExecuteCall, together
+from scheduler_svc.edge.step_encoding import MalformedAnswerError, encode_step, read_answer
+from scheduler_svc.engine import WorkersLostError
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.step import Answer, Row, Step
+from shared.channels import PLAINTEXT, Dialer
+from shared.pb import worker_pb2
+from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from shared.tls import FileError
+
+if TYPE_CHECKING:
+    from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+_RETRY_S = 0.2
+_INFO_TIMEOUT_S = 10.0
+# Workers that fail whatever they are asked are asked again after that, and twice that, ...
+_MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
+# Shares of `hang_timeout_s`: what is noticed at the second look, and then does not answer for so
+# long, is found within it.
+_LOOK_SHARE, _ANSWER_SHARE = 0.12, 0.7
+
+
+class WorkerMismatchError(Exception):
+    """The workers contradict each other or the settings: no retry can help."""
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """What all ranks agree on."""
+
+    num_blocks: int  # what the rank with the least memory can hold
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    max_num_batched_tokens: int  # of a step
+    epoch: int  # the highest that any rank has seen
+
+
+class WorkerClient:
+    """Connects to all ranks, configures them and runs steps on them.
+
+    Args:
+        addresses: gRPC addresses in order of rank.
+        max_num_seqs: of a step, passed on to the workers.
+        max_num_batched_tokens: likewise; None for what the workers say.
+        hang_timeout_s: a rank that answers nothing for so long is lost.
+        dialer: how to connect.
+
+    Raises:
+        FileError: a file of certificates cannot be used.
+    """
+
+    def __init__(
+        self,
+        addresses: Seq[str],
+        max_num_seqs: int,
+        max_num_batched_tokens: int | None,
+        hang_timeout_s: float,
+        dialer: Dialer = PLAINTEXT,
+    ) -> None:
+        self._addresses = addresses
+        self._dialer = dialer
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._hang_timeout_s = hang_timeout_s
+        self._stamp = dialer.stamp()
+        self._channels = [dialer.open(address) for address in addresses]
+        self._stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
+        self._calls: list[ExecuteCall] = []
+        self._num_blocks = 0
+        self._block_size = 0
+        self._epoch = 0
+        self._step_id = 0
+        self._num_answers = 0
+        self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
+
+    async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
+        """Waits for every rank, however long it loads, and configures them all for one epoch.
+
+        Args:
+            num_blocks: size of the cache; None for as much as fits.
+
+        Raises:
+            WorkerMismatchError: see there.
+        """
+        reason = None
+        while True:
+            try:
+                group = await self._configure(num_blocks)
+            except aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise WorkerMismatchError(error.details()) from error
+                if error.details() != reason:
+                    reason = error.details()
+                    log.info("waiting for workers", reason=reason)
+                await asyncio.sleep(_RETRY_S)
+                await self._follow_certificates()
+            else:
+                log.info("workers ready", epoch=self._epoch, num_blocks=group.num_blocks)
+                return group
+
+    async def recover(self) -> None:
+        """Starts a new epoch with a cache of the same size as before, and returns once all ranks
+        have run a step in it: one that can be blamed on no request."""
+        retry_s = _MIN_PROOF_RETRY_S
+        while True:
+            self._hang_up()
+            await self.connect(self._num_blocks)
+            try:
+                await self._prove()
+            except WorkersLostError as error:
+                log.error("workers fail whatever they are asked", reason=str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_PROOF_RETRY_S)
+            else:
+                return
+
+    async def watch(self) -> str:
+        """Returns why, once a rank has ended its stream, or answers nothing any more. A step may
+        take its time: a worker knows best how long, and ends itself when one hangs."""
+        while True:
+            before = self._num_answers
+            await asyncio.sleep(_LOOK_SHARE * self._hang_timeout_s)
+            for call in self._calls:
+                if call.done():
+                    return await execute_call.reason(call)
+            if self._num_answers == before and (reason := await self._silent_rank()):
+                self._hang_up()
+                return reason
+
+    async def send(self, step: Step) -> None:
+        self._step_id += 1
+        request = encode_step(step, self._block_size, self._epoch, self._step_id)
+        await together([execute_call.write(call, request) for call in self._calls])
+        self._sent.append(request)
+
+    async def receive(self) -> Answer:
+        request = self._sent.popleft()
+        answers = await together([execute_call.read(call) for call in self._calls])
+        for answer in answers:
+            if answer.step_id != request.step_id:
+                raise WorkersLostError(f"answer to step {answer.step_id}, not {request.step_id}")
+        self._num_answers += 1
+        try:
+            return read_answer(request, answers[0])
+        except MalformedAnswerError as error:
+            raise WorkersLostError(str(error)) from error
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def _follow_certificates(self) -> None:
+        """Opens the channels anew if there are other files than they were opened with."""
+        stamp = self._dialer.stamp()
+        if stamp == self._stamp:
+            return
+        try:
+            channels = [self._dialer.open(address) for address in self._addresses]
+        except FileError as error:  # half of them may have been replaced: again at the next try
+            log.warning("certificates not reloaded", reason=str(error))
+            return
+        await self.close()
+        self._channels, self._stamp = channels, stamp
+        self._stubs = [WorkerServiceStub(channel) for channel in channels]
+
+    def _hang_up(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    async def _silent_rank(self) -> str | None:
+        """Which rank listens but does not answer, if one does."""
+        timeout_s = _ANSWER_SHARE * self._hang_timeout_s
+        request = worker_pb2.GetInfoRequest()
+        answers = await asyncio.gather(
+            *(stub.GetInfo(request, timeout=timeout_s) for stub in self._stubs),
+            return_exceptions=True,
+        )
+        for rank, answer in enumerate(answers):
+            late = isinstance(answer, aio.AioRpcError) and (
+                answer.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            )
+            if late:
+                return f"rank {rank} answers nothing for {timeout_s:g} s"
+        return None
+
+    async def _prove(self) -> None:
+        """Has all ranks run a step of one token, in a block that nobody uses yet.
+
+        Raises:
+            WorkersLostError: they do not.
+        """
+        seq = Sequence((-1, 0), [0], SamplingParams(max_tokens=1, temperature=0.0))
+        seq.block_table.append(0)
+        watching = asyncio.ensure_future(self.watch())
+        try:
+            await self.send(Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], asks=False))
+            await self.receive()
+        finally:
+            watching.cancel()
+
+    async def _configure(self, num_blocks: int | None) -> WorkerGroup:
+        request_info = worker_pb2.GetInfoRequest()
+        infos = await asyncio.gather(
+            *(stub.GetInfo(request_info, timeout=_INFO_TIMEOUT_S) for stub in self._stubs)
+        )
+        group = agree(infos)
+        self._epoch = max(self._epoch, group.epoch) + 1
+        self._num_blocks = num_blocks or group.num_blocks
+        self._block_size = group.block_size
+        self._step_id = 0
+        self._sent.clear()
+        max_num_batched_tokens = self._max_num_batched_tokens or group.max_num_batched_tokens
+        request = worker_pb2.ConfigureRequest(
+            epoch=self._epoch,
+            num_blocks=self._num_blocks,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        # Together: the ranks meet each other in this call.
+        await asyncio.gather(*(stub.Configure(request) for stub in self._stubs))
+        self._calls = [stub.Execute() for stub in self._stubs]
+        return replace(
+            group,
+            num_blocks=self._num_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            epoch=self._epoch,
+        )
+
+
+def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
+    """The ranks as one group: block counts, lengths and limits are the smallest of any.
+
+    Raises:
+        WorkerMismatchError: ranks are out of order or missing, or loaded different things.
+    """
+    for rank, info in enumerate(infos):
+        if (info.rank, info.world_size) != (rank, len(infos)):
+            raise WorkerMismatchError(
+                f"worker_addresses: rank {rank} of {len(infos)} expected at place {rank}, "
+                f"found rank {info.rank} of {info.world_size}"
+            )
+        for name in ("model_fingerprint", "dtype", "block_size", "vocab_size"):
+            if getattr(info, name) != getattr(infos[0], name):
+                raise WorkerMismatchError(
+                    f"{name}: {getattr(infos[0], name)} on rank 0, "
+                    f"{getattr(info, name)} on rank {rank}"
+                )
+    return WorkerGroup(
+        num_blocks=min(info.num_blocks for info in infos),
+        block_size=infos[0].block_size,
+        max_model_len=min(info.max_model_len for info in infos),
+        vocab_size=infos[0].vocab_size,
+        max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),
+        epoch=max(info.epoch for info in infos),
+    )

@@ -1,0 +1,129 @@
+"""Beam search on a scheduler's sequences: each live beam is one, and they share blocks.
+
+Live beams advance together. The candidates that the workers find after a beam wait here until those
+of all have come; then the next live beams are chosen. A beam's first successor goes on as the same
+sequence, the others are forked from it, and a beam without any ends. The completions come out in
+the end, all at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.forks.beam_search import BeamSearch, Hypothesis
+from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.step import End, Logprobs, Output
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What becomes of the live beams: `dropped` end, `forks` are (parent, child), and `kept` go on
+    with one more token."""
+
+    dropped: list[Sequence]
+    forks: list[tuple[Sequence, Sequence]]
+    kept: list[tuple[Sequence, int]]
+
+
+class BeamGroup:
+    """The live beams of one request, numbered from `first`, the prompt, on."""
+
+    def __init__(self, first: Sequence) -> None:
+        params = first.params
+        self._first = first
+        self._search = BeamSearch(
+            params.beam_width,
+            params.length_penalty,
+            first.end_token_ids,
+            params.max_tokens,
+            params.min_tokens,
+        )
+        self._candidates: dict[Sequence, Logprobs] = {}
+        self.live = [first]
+
+    def keys(self) -> list[SequenceKey]:
+        """Of all live beams there may ever be, and of the completions."""
+        connection, number = self._first.key
+        return [(connection, number + i) for i in range(self._search.width)]
+
+    def has_candidates(self, seq: Sequence) -> bool:
+        """Whether a live beam waits for the others: there is nothing to compute for it."""
+        return seq in self._candidates
+
+    def add_candidates(self, seq: Sequence, found: Logprobs) -> bool:
+        """Takes what follows a live beam: the sampled token, which does not count, and the most
+        likely ones. True once those of all live beams are there: `advance` may be called."""
+        self._candidates[seq] = found
+        return len(self._candidates) == len(self.live)
+
+    def advance(self) -> Advance | None:
+        """Chooses the next live beams; None when the search has ended."""
+        found = [self._candidates[seq] for seq in self.live]
+        self._candidates.clear()
+        chosen = self._search.advance([(each.ids[0, 1:], each.values[0, 1:]) for each in found])
+        if not chosen:
+            return None
+        parents = {parent for parent, _ in chosen}
+        dropped = [seq for i, seq in enumerate(self.live) if i not in parents]
+        in_use = {self.live[i].key for i in parents}
+        free = [key for key in self.keys() if key not in in_use]
+        live, forks, kept = [], [], []
+        for index, token in chosen:
+            parent = self.live[index]
+            if index in parents:
+                parents.remove(index)
+                kept.append((parent, token))
+                live.append(parent)
+            else:
+                child = self._child(free.pop(0), parent, token)
+                forks.append((parent, child))
+                live.append(child)
+        self.live = live
+        return Advance(dropped, forks, kept)
+
+    def completions(self) -> list[Output]:
+        """What came out, best first: all tokens of each, then its end."""
+        outputs: list[Output] = []
+        found = self._search.hypotheses
+        for key, hypothesis in zip(self.keys(), found, strict=False):
+            seq = self._sequence(key)
+            tokens = enumerate(hypothesis.token_ids)
+            outputs += [Output(seq, token, offset) for offset, token in tokens]
+            cause = self._cause(hypothesis)
+            outputs.append(End(seq, finished=cause, score=hypothesis.score))
+        # A vocabulary can be too small for as many.
+        return outputs + self.ends(FinishCause.LENGTH)[len(found) :]
+
+    def ends(self, cause: FinishCause, message: str = "") -> list[Output]:
+        """One end for each completion that the request was to have."""
+        return [End(self._sequence(k), finished=cause, message=message) for k in self.keys()]
+
+    def _child(self, key: SequenceKey, parent: Sequence, token: int) -> Sequence:
+        child = self._sequence(key)
+        child.tokens.extend(parent.tokens[parent.num_prompt_tokens :])
+        child.tokens.append(token)
+        child.beams, child.held = self, False
+        child.arrival_number = parent.arrival_number
+        return child
+
+    def _sequence(self, key: SequenceKey) -> Sequence:
+        first = self._first
+        seq = Sequence(
+            key,
+            first.tokens[: first.num_prompt_tokens],
+            first.params,
+            arrival=first.arrival,
+            deadline=first.deadline,
+            priority=first.priority,
+            cache_salt=first.cache_salt,
+            resubmitted=first.resubmitted,
+        )
+        seq.first_scheduled = first.first_scheduled
+        seq.num_cached_prompt_tokens = first.num_cached_prompt_tokens
+        return seq
+
+    def _cause(self, hypothesis: Hypothesis) -> FinishCause:
+        if hypothesis.end_token is None:
+            return FinishCause.LENGTH
+        is_eos = hypothesis.end_token in self._first.params.eos_token_ids
+        return FinishCause.EOS if is_eos else FinishCause.STOP_TOKEN

@@ -1,0 +1,62 @@
+"""What a request asks of sampling, as far as the scheduler and the workers need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must match; the kinds are those of `scheduler.proto`."""
+
+    kind: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the scheduler and the sampler need to know about a request's sampling."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # before these neither kind of token above can be sampled
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
+    logprobs: int | None = None  # how many beside the sampled token's
+    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens but the first
+    beam_width: int = 0  # 0: sample
+    length_penalty: float = 1.0
+    grammar: Grammar | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many to ask the workers for: beam search needs the candidates after a beam, and more
+        where some of them are end tokens."""
+        if not self.beam_width:
+            return self.logprobs
+        num_ends = len(self.eos_token_ids | self.stop_token_ids)
+        return max(2, 1 + num_ends) * self.beam_width + num_ends
+
+    @property
+    def has_features(self) -> bool:
+        """Whether every token's row needs more than a temperature and a seed."""
+        return (
+            self.num_logprobs is not None
+            or bool(self.top_k or self.bias_ids)
+            or (self.top_p, self.min_p, self.repetition_penalty) != (1.0, 0.0, 1.0)
+            or (self.presence_penalty, self.frequency_penalty) != (0.0, 0.0)
+        )
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether what comes after a token depends on more than the workers know."""
+        return self.grammar is not None or self.beam_width > 0

@@ -1,0 +1,140 @@
+"""Beam search against transformers' own, on the log-probabilities of the same small model."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation import GenerationMode
+
+from scheduler_svc.forks.beam_search import BeamSearch, Candidates
+
+VOCAB_SIZE = 40
+PROMPT = [3, 1, 4]
+
+
+@cache
+def random_model(seed: int) -> Qwen3ForCausalLM:
+    """Weights large enough for likelihoods to differ, a vocabulary small enough to end."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.15)
+    return model
+
+
+def log_probs(model: Qwen3ForCausalLM, beams: list[tuple[int, ...]]) -> torch.Tensor:
+    """float32[beams, vocabulary], of the token after each."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *beam] for beam in beams])).logits[:, -1]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def candidates(model: Qwen3ForCausalLM, search: BeamSearch) -> list[Candidates]:
+    best = log_probs(model, search.live_beams).topk(min(search.num_candidates, VOCAB_SIZE))
+    return list(zip(best.indices.numpy(), best.values.numpy(), strict=True))
+
+
+def expected(
+    model: Qwen3ForCausalLM, search: BeamSearch
+) -> tuple[list[tuple[int, ...]], list[float]]:
+    """What transformers finds: the completions without padding, and their scores."""
+    ends = sorted(search.end_token_ids)
+    found = model.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        num_beams=search.width,
+        num_return_sequences=search.width,
+        length_penalty=search.length_penalty,
+        max_new_tokens=search.max_tokens,
+        min_new_tokens=search.min_tokens or None,
+        eos_token_id=ends or None,
+        pad_token_id=VOCAB_SIZE,  # never sampled
+        early_stopping=False,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    completions = [
+        tuple(token for token in row[len(PROMPT) :].tolist() if token != VOCAB_SIZE)
+        for row in found.sequences
+    ]
+    return completions, found.sequences_scores.tolist()
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("seed", range(30))
+def test_the_hypotheses_are_those_of_transformers(
+    seed: int, length_penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It takes a beam of one for greedy search, which does not look for a better second end.
+    monkeypatch.setattr(
+        GenerationConfig, "get_generation_mode", lambda *_: GenerationMode.BEAM_SEARCH
+    )
+    rng = random.Random(f"{seed}/{length_penalty}")
+    model, width = random_model(seed), 1 + seed % 5
+    end_token_ids = rng.choice([(), (7,), (7, 21)])
+    min_tokens = rng.choice([0, 0, 3])
+    search = BeamSearch(width, length_penalty, end_token_ids, 8, min_tokens)
+    while continuations := search.advance(candidates(model, search)):
+        assert len(continuations) == width
+    completions, scores = expected(model, search)
+    assert [h.token_ids for h in search.hypotheses] == completions
+    assert [h.score for h in search.hypotheses] == pytest.approx(scores, abs=1e-4)
+    for token_ids, _, end in search.hypotheses:
+        assert end == (token_ids[-1] if token_ids[-1] in end_token_ids else None)
+
+
+def step(*beams: dict[int, float]) -> list[Candidates]:
+    return [(list(beam), list(beam.values())) for beam in beams]
+
+
+def test_live_beams_name_their_parents_best_first() -> None:
+    search = BeamSearch(2, 1.0, {0}, 10)
+    assert search.num_candidates == 4
+    assert search.advance(step({5: -0.5, 6: -1.0, 0: -2.0})) == [(0, 5), (0, 6)]
+    assert search.live_beams == [(5,), (6,)]
+    assert search.advance(step({1: -3.0, 2: -4.0}, {3: -0.1, 4: -3.0})) == [(1, 3), (0, 1)]
+    assert search.live_beams == [(6, 3), (5, 1)]
+    assert search.hypotheses == []  # the end token was not among the two best
+
+
+def test_equals_go_by_beam_and_then_by_token() -> None:
+    search = BeamSearch(2, 1.0, (), 10)
+    assert search.advance(step({9: -1.0, 4: -1.0, 7: -1.0})) == [(0, 4), (0, 7)]
+    assert search.advance(step({8: -1.0, 3: -1.0}, {1: -1.0})) == [(0, 3), (0, 8)]
+
+
+def test_no_end_token_before_min_tokens() -> None:
+    search = BeamSearch(1, 1.0, {0, 1}, 10, min_tokens=1)
+    assert search.num_candidates == 5  # (1 + 2) * 1, and as many as may be banned
+    assert search.advance(step({0: -0.1, 1: -0.2, 5: -3.0})) == [(0, 5)]
+    assert search.num_candidates == 3
+    assert search.advance(step({0: -0.1, 5: -3.0, 6: -4.0})) == []
+    assert [(h.token_ids, h.end_token) for h in search.hypotheses] == [((5, 0), 0)]
+    assert search.hypotheses[0].score == pytest.approx(-3.1 / 2)
+    assert search.live_beams == []
+
+
+def test_a_vocabulary_smaller_than_the_beam_is_searched_whole() -> None:
+    search = BeamSearch(4, 0.0, (), 2)
+    assert search.advance(step({0: -0.5, 1: -1.0})) == [(0, 0), (0, 1)]
+    assert search.advance(step({0: -0.5, 1: -1.0}, {0: -0.6, 1: -1.1})) == []
+    assert [h.token_ids for h in search.hypotheses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [h.end_token for h in search.hypotheses] == [None] * 4

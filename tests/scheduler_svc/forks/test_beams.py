@@ -1,0 +1,215 @@
+"""Beam search on the scheduler's sequences: the sanitizer checks its blocks, the search alone its
+completions."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import pytest
+
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.edge.step_encoding import encode_step, read_answer
+from scheduler_svc.forks.beam_search import BeamSearch
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import FinishCause, Sequence
+from scheduler_svc.step import End, Output, Step
+from shared.pb import worker_pb2
+from tests.oracle import VOCAB_SIZE, completion, logprobs, states
+from tests.sanitizer import Limits as StepLimits
+from tests.sanitizer import Sanitizer
+
+BLOCK_SIZE = 4
+Found = dict[int, tuple[list[int], FinishCause | None]]
+
+
+class Rig:
+    """A scheduler and a worker, up to `ahead` steps sent before an answer comes."""
+
+    def __init__(self, num_blocks: int, max_num_seqs: int, ahead: int) -> None:
+        limits = Limits(max_num_seqs, 24, num_blocks * BLOCK_SIZE, 100, VOCAB_SIZE)
+        self.scheduler = Scheduler(limits, BlockManager(num_blocks, BLOCK_SIZE))
+        self._worker_limits = StepLimits(max_num_seqs, 24, limits.max_model_len)
+        self._num_blocks = num_blocks
+        self._ahead = ahead
+        self._in_flight: deque[tuple[Step, worker_pb2.StepRequest]] = deque()
+        self.outputs: list[Output] = []
+        self._epoch = 0
+        self.lose_cache()
+
+    def lose_cache(self) -> None:
+        self._epoch += 1
+        self._step_id = 0
+        self._in_flight.clear()
+        if self._epoch > 1:
+            self.scheduler.requeue_all()
+        self._worker = Sanitizer(self._worker_limits, self._num_blocks, BLOCK_SIZE, self._epoch)
+
+    def turn(self) -> bool:
+        """False when there is nothing left to do."""
+        while len(self._in_flight) <= self._ahead and (step := self.scheduler.schedule()):
+            self._step_id += 1
+            request = encode_step(step, BLOCK_SIZE, self._epoch, self._step_id)
+            self._in_flight.append((step, request))
+        if not self._in_flight:
+            return False
+        step, request = self._in_flight.popleft()
+        answer = read_answer(request, self._worker.run(request))
+        self.outputs += self.scheduler.apply(step, answer)
+        self.scheduler.check_integrity()
+        return True
+
+    def run(self) -> Found:
+        while self.turn():
+            pass
+        assert not self.scheduler.open_sequences(), "something waits for ever"
+        assert self.scheduler.blocks.num_free_blocks == self._num_blocks
+        return self.found()
+
+    def found(self) -> Found:
+        found: Found = {}
+        for output in self.outputs:
+            tokens, cause = found.get(output.seq.key[1], ([], None))
+            assert cause is None, "news after the end"
+            if output.token is not None:
+                assert output.offset == len(tokens)
+                tokens.append(output.token)
+            found[output.seq.key[1]] = tokens, output.finished
+        return found
+
+
+def search(prompt: list[int], params: SamplingParams) -> list[tuple[list[int], FinishCause]]:
+    """What comes out without a scheduler."""
+    ends = params.eos_token_ids | params.stop_token_ids
+    beams = BeamSearch(
+        params.beam_width, params.length_penalty, ends, params.max_tokens, params.min_tokens
+    )
+    while beams.live_beams:
+        k = params.num_logprobs or 0
+        after = [logprobs(states([*prompt, *ids])[-1], 0, k) for ids in beams.live_beams]
+        beams.advance([(ids[1:], values[1:]) for ids, values in after])
+    return [
+        (
+            list(h.token_ids),
+            FinishCause.LENGTH
+            if h.end_token is None
+            else FinishCause.EOS
+            if h.end_token in params.eos_token_ids
+            else FinishCause.STOP_TOKEN,
+        )
+        for h in beams.hypotheses
+    ]
+
+
+def random_params(random: Random) -> SamplingParams:
+    max_tokens = random.randint(1, 12)
+    some = [random.randrange(VOCAB_SIZE) for _ in range(random.choice([0, 0, 1, 40]))]
+    return SamplingParams(
+        max_tokens,
+        beam_width=random.randint(1, 5),
+        length_penalty=random.choice([-1.0, 0.0, 1.0, 2.0]),
+        eos_token_ids=frozenset(some[::2]),
+        stop_token_ids=frozenset(some[1::2]),
+        min_tokens=random.choice([0, 0, random.randint(0, max_tokens)]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_completions_are_those_of_the_search_alone(seed: int) -> None:
+    """Beside plain sequences, in caches too small for all, with losses."""
+    random = Random(seed)
+    rig = Rig(random.choice([12, 16, 100]), random.choice([2, 4, 8, 30]), random.choice([0, 1]))
+    beams, plain = {}, {}
+    for request in range(random.randint(1, 4)):
+        prompt = [random.randrange(3) for _ in range(random.randint(1, 14))]
+        params = random_params(random)
+        beams[10 * request] = prompt, params
+        seq = Sequence((0, 10 * request), prompt, params, priority=random.choice([0, 0, 1]))
+        assert rig.scheduler.add(seq) is None
+    for number in range(1000, 1000 + random.randint(0, 4)):
+        plain[number] = [random.randrange(3) for _ in range(random.randint(1, 14))]
+        seq = Sequence((0, number), plain[number], SamplingParams(random.randint(1, 20)))
+        assert rig.scheduler.add(seq) is None
+    for _ in range(random.choice([0, 0, 1, 2])):
+        for _ in range(random.randint(1, 12)):
+            rig.turn()
+        rig.lose_cache()
+    found = rig.run()
+    for number, (prompt, params) in beams.items():
+        expected = search(prompt, params)
+        assert len(expected) == params.beam_width
+        assert [found.pop(number + i) for i in range(len(expected))] == expected, f"seed {seed}"
+    for number, prompt in plain.items():
+        tokens, cause = found.pop(number)
+        assert tokens == completion(prompt, len(tokens))
+        assert cause is FinishCause.LENGTH
+    assert not found
+
+
+def test_the_best_comes_first_and_has_a_score() -> None:
+    rig = Rig(64, 8, ahead=1)
+    rig.scheduler.add(Sequence((0, 1), [1, 2], SamplingParams(6, beam_width=3)))
+    rig.run()
+    scores = [output.score for output in rig.outputs if isinstance(output, End)]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_all_beams_end_together(turns: int, ahead: int) -> None:
+    """Aborted by the number of any, or by a deadline."""
+    for how in ("abort", "deadline"):
+        rig = Rig(16, 3, ahead)
+        params = SamplingParams(20, beam_width=4)
+        rig.scheduler.add(Sequence((0, 1), [1, 2, 3], params, deadline=5.0))
+        for _ in range(turns):
+            rig.turn()
+        if how == "deadline":
+            rig.outputs += rig.scheduler.expire(5.0)
+        else:
+            for number in range(1, 5):
+                rig.scheduler.abort((0, number))
+        expected = [FinishCause.DEADLINE] * 4 if how == "deadline" else []
+        assert [cause for _, cause in rig.run().values()] == expected
+
+
+def test_a_beam_that_fails_for_good_ends_the_search() -> None:
+    rig = Rig(64, 8, ahead=0)
+    rig.scheduler.add(Sequence((0, 1), [1, 2, 3], SamplingParams(20, beam_width=3)))
+    for _ in range(3):
+        rig.turn()
+    step = rig.scheduler.schedule()
+    assert step is not None
+    rig.outputs += rig.scheduler.fail(step.rows[0].seq, "broken")
+    rig.lose_cache()
+    assert [cause for _, cause in rig.run().values()] == [FinishCause.INTERNAL] * 3
+
+
+def test_the_prompt_is_computed_once_and_a_lone_successor_copies_nothing() -> None:
+    rig = Rig(64, 8, ahead=0)
+    rig.scheduler.add(Sequence((0, 1), [1] * 10, SamplingParams(8, beam_width=1)))
+    rig.run()
+    assert rig.scheduler.stats.step_tokens == 10 + 7
+    wide = Rig(64, 8, ahead=0)
+    wide.scheduler.add(Sequence((0, 1), [1] * 10, SamplingParams(8, beam_width=4)))
+    wide.run()
+    assert wide.scheduler.stats.step_tokens == 10 + 4 * 7
+
+
+def test_the_numbers_of_all_beams_are_taken_until_the_search_ends() -> None:
+    rig = Rig(num_blocks=16, max_num_seqs=4, ahead=1)
+    params = SamplingParams(3, beam_width=3)
+    assert rig.scheduler.add(Sequence((0, 10), [1, 2], params)) is None
+
+    def refusal(number: int) -> str:
+        end = rig.scheduler.add(Sequence((0, number), [3], SamplingParams(2)))
+        return end.message if end else ""
+
+    assert refusal(12) == "request: its number is in use"
+    assert refusal(9) == refusal(13) == ""
+    while rig.turn():
+        pass
+    assert refusal(12) == ""

@@ -1,0 +1,253 @@
+"""Completions of one prompt: it is computed once, and what they do not share is copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import FinishCause, Sequence, Status
+from scheduler_svc.step import Step
+from tests.oracle import completion
+from tests.scheduler_svc.test_scheduler import generated, make, make_scheduler, sample
+
+BLOCK = 4
+
+
+def answered(scheduler: Scheduler) -> Step:
+    """The next step, whose answer has been applied."""
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.apply(step, sample(step))
+    scheduler.check_integrity()
+    return step
+
+
+def run_to_the_end(scheduler: Scheduler) -> None:
+    for _ in range(1000):
+        step = scheduler.schedule()
+        if step is None:
+            break
+        scheduler.apply(step, sample(step))
+        scheduler.check_integrity()
+    assert not scheduler.open_sequences()
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+
+
+def sequences(scheduler: Scheduler) -> dict[int, Sequence]:
+    return {key[1]: seq for key, seq in scheduler._sequences.items()}
+
+
+@pytest.mark.parametrize("prompt_len", [1, 2, 4, 5, 6, 8, 9])
+def test_a_prompt_is_computed_once(prompt_len: int) -> None:
+    scheduler = make_scheduler()
+    prompt = list(range(prompt_len))
+    assert scheduler.add(make(5, prompt, max_tokens=7), n=3) is None
+    seqs = sequences(scheduler)
+    assert list(seqs) == [5, 6, 7]
+    assert [seq.status for seq in seqs.values()] == [Status.WAITING] + [Status.FOLLOWING] * 2
+    assert [(r.seq.key[1], r.num_tokens) for r in answered(scheduler).rows] == [(5, prompt_len)]
+
+    second = answered(scheduler)
+    assert [(r.seq.key[1], r.start, r.num_tokens) for r in second.rows] == [
+        (5, prompt_len, 1),
+        (6, prompt_len - 1, 1),
+        (7, prompt_len - 1, 1),
+    ]
+    shared = (prompt_len - 1) // BLOCK
+    tables = [seq.block_table.tolist() for seq in seqs.values()]
+    assert all(table[:shared] == tables[0][:shared] for table in tables)
+    assert len({table[shared] for table in tables}) == 3
+    copies = [(tables[0][shared], table[shared]) for table in tables[1:]]
+    assert second.copies == (copies if (prompt_len - 1) % BLOCK else [])
+    assert [seqs[n].num_cached_prompt_tokens for n in (5, 6, 7)] == [0] + [prompt_len - 1] * 2
+
+    run_to_the_end(scheduler)
+    assert all(generated(seq) == completion(prompt, 7) for seq in seqs.values())
+
+
+def test_siblings_are_the_request_with_another_number_and_seed() -> None:
+    scheduler = make_scheduler()
+    params = SamplingParams(3, seed=2**64 - 1, top_k=4, prompt_logprobs=2)
+    first = Sequence((0, 1), [1, 2], params, deadline=9.0, priority=3, cache_salt="a")
+    scheduler.add(first, n=2)
+    second = sequences(scheduler)[2]
+    assert second.params == replace(params, seed=0, prompt_logprobs=None)
+    assert (second.deadline, second.priority, second.cache_salt) == (9.0, 3, "a")
+    assert {o.seq.key[1] for o in scheduler.expire(9.0)} == {1, 2}
+    assert not scheduler.open_sequences()
+
+
+def test_many_count_as_one_in_the_queue_and_are_refused_together() -> None:
+    scheduler = make_scheduler(max_waiting=2)
+    assert scheduler.add(make(1, [1]), n=8) is None
+    assert scheduler.num_waiting == 1
+    assert scheduler.add(make(10, [1]), n=8) is None
+    refused = scheduler.add(make(20, [1]), n=2)
+    assert refused is not None
+    assert refused.finished is FinishCause.QUEUE_FULL
+    assert len(scheduler.open_sequences()) == 16
+
+
+@pytest.mark.parametrize(
+    ("number", "n", "generated_ids", "word"),
+    [
+        (1, 0, (), "sampling.n: 0; must be 1 to 64"),
+        (1, 65, (), "sampling.n: 65; must be 1 to 64"),
+        (1, -3, (), "sampling.n: -3"),
+        (1, 2, (7,), "resumed"),
+        (2**64 - 2, 3, (), "request"),
+        (48, 3, (), "in use"),
+    ],
+)
+def test_impossible_numbers_of_completions_are_refused(
+    number: int, n: int, generated_ids: tuple[int, ...], word: str
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make(50, [1]))
+    refused = scheduler.add(make(number, [1], generated=generated_ids), n)
+    assert refused is not None
+    assert refused.finished is FinishCause.INVALID
+    assert word in refused.message
+    assert scheduler.open_sequences() == [(0, 50)]
+
+
+def test_without_a_slot_a_sibling_waits_before_new_ones_and_finds_the_prompt_cached() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    prompt = list(range(9))
+    scheduler.add(make(1, prompt, max_tokens=2), n=2)
+    second = sequences(scheduler)[2]
+    scheduler.add(make(3, [3], max_tokens=1))
+    answered(scheduler)
+    assert second.status is Status.WAITING
+    order = [answered(scheduler).rows[0].seq.key[1] for _ in range(4)]
+    assert order == [1, 2, 2, 3]
+    assert second.num_cached_prompt_tokens == 8
+    assert generated(second) == completion(prompt, 2)
+
+
+def test_without_a_block_a_sibling_waits() -> None:
+    scheduler = make_scheduler(num_blocks=2)
+    scheduler.add(make(1, list(range(6)), max_tokens=2), n=2)
+    second = sequences(scheduler)[2]
+    answered(scheduler)
+    assert second.status is Status.WAITING
+    run_to_the_end(scheduler)
+    assert generated(second) == completion(range(6), 2)
+
+
+def test_the_first_to_follow_succeeds_one_that_ends_too_early() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    prompt = list(range(12))
+    scheduler.add(make(1, prompt, max_tokens=2), n=3)
+    seqs = sequences(scheduler)
+    step = scheduler.schedule()  # a part of the prompt
+    scheduler.abort((0, 1))
+    scheduler.check_integrity()
+    assert [seqs[n].status for n in (2, 3)] == [Status.WAITING, Status.FOLLOWING]
+    assert step is not None
+    scheduler.apply(step, sample(step))
+    scheduler.abort((0, 2))
+    assert seqs[3].status is Status.WAITING
+    run_to_the_end(scheduler)
+    assert generated(seqs[3]) == completion(prompt, 2)
+
+
+def test_one_that_follows_can_be_aborted() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make(1, [1, 2], max_tokens=2), n=3)
+    scheduler.abort((0, 2))
+    answered(scheduler)
+    assert [row.seq.key[1] for row in answered(scheduler).rows] == [1, 3]
+
+
+def test_a_sibling_whose_leader_ends_with_its_first_token_has_its_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    prompt = list(range(6))
+    scheduler.add(make(1, prompt, max_tokens=1), n=2)
+    second = sequences(scheduler)[2]
+    answered(scheduler)
+    assert scheduler.open_sequences() == [(0, 2)]
+    # The block to be copied is held, although nobody has it in a table.
+    assert scheduler.blocks.num_free_blocks == 4 - 2 - 1
+    run_to_the_end(scheduler)
+    assert generated(second) == completion(prompt, 1)
+
+
+def test_a_copy_for_one_that_ended_is_not_sent() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make(1, list(range(6)), max_tokens=5), n=3)
+    answered(scheduler)
+    scheduler.abort((0, 2))
+    scheduler.check_integrity()
+    third = sequences(scheduler)[3]
+    assert [to for _, to in answered(scheduler).copies] == [third.block_table[1]]
+
+
+def test_siblings_survive_a_lost_cache() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    prompt = list(range(12))
+    scheduler.add(make(1, prompt, max_tokens=3), n=3)
+    seqs = sequences(scheduler)
+    answered(scheduler)
+    scheduler.requeue_all()  # while they follow
+    scheduler.check_integrity()
+    answered(scheduler)
+    answered(scheduler)
+    assert all(seq.status is Status.RUNNING for seq in seqs.values())
+    scheduler.requeue_all()  # before the copies are sent
+    assert not answered(scheduler).copies
+    run_to_the_end(scheduler)
+    assert all(generated(seq) == completion(prompt, 3) for seq in seqs.values())
+
+
+def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make(1, [1, 2, 3]), n=3)
+    step = scheduler.schedule()
+    assert step is not None
+    outputs = scheduler.fail(step.rows[0].seq, "internal error")
+    assert {(o.seq.key[1], o.finished) for o in outputs} == {
+        (n, FinishCause.INTERNAL) for n in (1, 2, 3)
+    }
+    assert not scheduler.open_sequences()
+
+
+def test_a_fork_of_a_fork_copies_what_the_first_would_have_copied() -> None:
+    blocks = BlockManager(8, BLOCK)
+    first, second, third = (make(n, list(range(6))) for n in (1, 2, 3))
+    blocks.allocate_prompt(first)
+    first.begin_at(6)
+    assert blocks.fork(first, second)
+    assert blocks.fork(second, third)
+    blocks.check_integrity([first, second, third])
+    source = first.block_table[1]
+    assert blocks.take_copies() == [(source, second.block_table[1]), (source, third.block_table[1])]
+    assert blocks.take_copies() == []
+    blocks.check_integrity([first, second, third])
+
+
+@pytest.mark.parametrize("computed", [0, 3, 4, 6])
+def test_a_fork_shares_what_its_parent_has_computed(computed: int) -> None:
+    blocks = BlockManager(8, BLOCK)
+    parent, child = make(1, list(range(9))), make(2, [*range(9), 7])
+    blocks.allocate_prompt(parent)
+    parent.begin_at(computed)
+    assert blocks.fork(parent, child)
+    blocks.check_integrity([parent, child])
+    assert (child.num_computed_tokens, child.num_unscheduled_tokens) == (computed, 10 - computed)
+    assert len(child.block_table) == 3
+    assert len(blocks.take_copies()) == (computed % BLOCK > 0)
+
+
+def test_too_few_blocks_for_a_fork_change_nothing() -> None:
+    blocks = BlockManager(3, BLOCK)
+    parent, child = make(1, list(range(8))), make(2, [*range(8), 7])
+    blocks.allocate_prompt(parent)
+    parent.begin_at(6)
+    assert not blocks.fork(parent, child)
+    assert not child.block_table
+    blocks.check_integrity([parent])

@@ -1,0 +1,391 @@
+"""Structured output in the engine: what waits for a grammar or a mask holds back nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.edge.step_encoding import encode_step, read_answer
+from scheduler_svc.engine import Engine, WorkersLostError
+from scheduler_svc.grammar.compiler import Grammars
+from scheduler_svc.grammar.matcher import GrammarError, GrammarKind, GrammarsBusyError, constraints
+from scheduler_svc.sampling import Grammar, SamplingParams
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import FinishCause, Sequence
+from scheduler_svc.step import Answer, End, Output, Step
+from tests.oracle import VOCAB_SIZE, completion
+from tests.sanitizer import Limits as StepLimits
+from tests.sanitizer import Sanitizer
+
+GRAMMAR = Grammar(GrammarKind.REGEX, "odd")
+END = 999
+
+
+class OddTokens:
+    """In the place of a matcher: every token is odd, and after `most` of them comes END."""
+
+    def __init__(self, compiled: FakeGrammars, generated_ids: Iterable[int] = ()) -> None:
+        self.accepted: list[int] = []
+        self.finished = False
+        self.grammars = compiled
+        compiled.matchers.append(self)
+        for token in generated_ids:
+            self.accept(token)
+
+    def accept(self, token: int) -> None:
+        if not token % 2:
+            raise GrammarError(GrammarKind.REGEX, f"token {token} does not match")
+        self.accepted.append(token)
+        over = len(self.accepted) == self.grammars.most and not self.grammars.has_ends
+        self.finished = over or token == END
+
+    def mask(self) -> bytes | GrammarError:
+        if self.grammars.dead_end_after == len(self.accepted):
+            return GrammarError(GrammarKind.REGEX, "none can follow")
+        allowed = np.zeros(1024, np.uint8)
+        if len(self.accepted) < self.grammars.most:
+            allowed[1:END:2] = 1
+        else:
+            allowed[END] = 1
+        return np.packbits(allowed[:VOCAB_SIZE], bitorder="little").tobytes() + bytes(3)
+
+
+class FakeGrammars:
+    def __init__(self, most: int = 100, dead_end_after: int = -1) -> None:
+        self.most = most
+        self.has_ends = True
+        self.dead_end_after = dead_end_after
+        self.matchers: list[OddTokens] = []
+        self.compiled = asyncio.Event()
+        self.compiled.set()
+        self.filled = asyncio.Event()
+        self.filled.set()
+        self.filling = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def compile(self, kind: int, text: str, ends: Iterable[int]) -> FakeGrammars:
+        assert (kind, text) == (GrammarKind.REGEX, "odd")
+        self.has_ends = END in ends
+        await self.compiled.wait()
+        if self.error:
+            raise self.error
+        return self
+
+    async def masks(self, matchers: Seq[OddTokens]) -> list[bytes | GrammarError]:
+        self.filling.set()
+        await self.filled.wait()
+        return [matcher.mask() for matcher in matchers]
+
+    def close(self) -> None:
+        pass
+
+
+class Worker:
+    """Answers at once; `losses` are numbers of sent steps at which the workers are lost."""
+
+    def __init__(self, num_blocks: int, losses: Iterable[int]) -> None:
+        self._num_blocks = num_blocks
+        self._losses = set(losses)
+        self._epoch = self._sent = 0
+        self.masked_rows: list[int] = []  # of each step
+        self._reset()
+
+    def _reset(self) -> None:
+        self._epoch += 1
+        self._step_id = 0
+        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+        limits = StepLimits(8, 32, 4 * self._num_blocks)
+        self._sanitizer = Sanitizer(limits, self._num_blocks, 4, self._epoch)
+
+    async def send(self, step: Step) -> None:
+        self._sent += 1
+        if self._sent in self._losses:
+            raise WorkersLostError("planted")
+        self._step_id += 1
+        request = encode_step(step, 4, self._epoch, self._step_id)
+        self.masked_rows.append(len(request.features.masked) // 4)
+        self._answers.put_nowait(read_answer(request, self._sanitizer.run(request)))
+
+    async def receive(self) -> Answer:
+        return await self._answers.get()
+
+    async def watch(self) -> str:
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def recover(self) -> None:
+        self._reset()
+
+
+class Rig:
+    def __init__(self, grammars: FakeGrammars, num_blocks: int, losses: Iterable[int], sync: bool):
+        self.news = asyncio.Event()
+        self.outputs: list[Output] = []
+        limits = Limits(8, 32, 4 * num_blocks, 100, VOCAB_SIZE)
+        self.worker = Worker(num_blocks, losses)
+        self.engine = Engine(
+            Scheduler(limits, BlockManager(num_blocks, 4)),
+            self.worker,
+            self._emit,
+            sync=sync,
+            grammars=cast(Grammars, grammars),
+        )
+
+    def _emit(self, outputs: list[Output]) -> None:
+        self.outputs += outputs
+        self.engine.scheduler.check_integrity()
+        self.news.set()
+
+    def tokens(self, number: int) -> list[int]:
+        return [o.token for o in self.outputs if o.seq.key[1] == number and o.token is not None]
+
+    def end(self, number: int) -> Output | None:
+        return next((o for o in self.outputs if o.seq.key[1] == number and o.finished), None)
+
+    async def ended(self, *numbers: int) -> None:
+        while not all(self.end(number) for number in numbers):
+            self.news.clear()
+            await asyncio.wait_for(self.news.wait(), 10)
+
+
+@asynccontextmanager
+async def running(
+    grammars: FakeGrammars,
+    num_blocks: int = 64,
+    losses: Iterable[int] = (),
+    sync: bool = False,
+) -> AsyncIterator[Rig]:
+    rig = Rig(grammars, num_blocks, losses, sync)
+    task = asyncio.create_task(rig.engine.run())
+    try:
+        yield rig
+        await asyncio.sleep(0)
+        scheduler = rig.engine.scheduler
+        assert not scheduler.open_sequences()
+        assert scheduler.blocks.num_free_blocks == num_blocks
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def odd_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "Matcher", OddTokens)
+
+
+def odd(number: int, max_tokens: int = 6, **fields: Any) -> Sequence:
+    generated = fields.pop("generated_ids", ())
+    params = SamplingParams(max_tokens, grammar=GRAMMAR, **fields)
+    return Sequence((0, number), [1, 2, number], params, generated_ids=generated)
+
+
+def expected(number: int, count: int, seed: int = 0) -> list[int]:
+    even = range(0, VOCAB_SIZE, 2)
+    return completion([1, 2, number], count, seed, min_tokens=count, ends={*even, END})
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("losses", [[], [2], [1, 2, 5, 9]])
+async def test_each_token_is_one_that_its_mask_allows(losses: list[int], sync: bool) -> None:
+    async with running(FakeGrammars(), losses=losses, sync=sync) as rig:
+        for number in (1, 2, 3):
+            rig.engine.submit(odd(number))
+        await rig.ended(1, 2, 3)
+        for number in (1, 2, 3):
+            assert rig.tokens(number) == expected(number, 6)
+
+
+async def test_preempted_ones_go_on_where_they_were() -> None:
+    async with running(FakeGrammars(), num_blocks=8) as rig:
+        for number in (1, 2, 3):
+            rig.engine.submit(odd(number, 18))
+        await rig.ended(1, 2, 3)
+        assert rig.engine.scheduler.stats.preemptions
+        for number in (1, 2, 3):
+            assert rig.tokens(number) == expected(number, 18)
+
+
+async def test_resumed_ones_go_on_after_their_tokens() -> None:
+    async with running(FakeGrammars()) as rig:
+        rig.engine.submit(odd(5, generated_ids=expected(5, 4)))
+        await rig.ended(5)
+        assert rig.tokens(5) == expected(5, 6)[4:]
+        rig.engine.submit(odd(6, generated_ids=[2]))
+        await rig.ended(6)
+        end = rig.end(6)
+        assert isinstance(end, End)
+        assert end.finished is FinishCause.INVALID
+        assert "token 2 does not match" in end.message
+
+
+async def test_completions_of_a_prompt_are_matched_each_for_itself() -> None:
+    async with running(FakeGrammars()) as rig:
+        rig.engine.submit(odd(1), n=3)
+        await rig.ended(1, 2, 3)
+        for i in range(3):
+            assert rig.tokens(1 + i) == expected(1, 6, seed=i)
+
+
+@pytest.mark.parametrize("ends", [(), (END,)], ids=["by itself", "with an end token"])
+async def test_a_complete_grammar_ends_the_completion(ends: tuple[int, ...]) -> None:
+    async with running(FakeGrammars(most=3)) as rig:
+        rig.engine.submit(odd(1, 20, eos_token_ids=frozenset(ends)))
+        await rig.ended(1)
+        assert rig.tokens(1) == [*expected(1, 3), *ends]
+        end = rig.end(1)
+        assert end is not None
+        assert end.finished is FinishCause.EOS
+
+
+async def test_min_tokens_cannot_go_beyond_the_grammar() -> None:
+    async with running(FakeGrammars(most=3)) as rig:
+        rig.engine.submit(odd(1, 20, eos_token_ids=frozenset({END}), min_tokens=10))
+        await rig.ended(1)
+        assert rig.tokens(1) == [*expected(1, 3), END]
+
+
+async def test_others_go_on_while_a_mask_is_computed() -> None:
+    grammars = FakeGrammars()
+    async with running(grammars) as rig:
+        rig.engine.submit(odd(1, 3))
+        while not rig.tokens(1):
+            rig.news.clear()
+            await asyncio.wait_for(rig.news.wait(), 10)
+        grammars.filled.clear()
+        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(40)))
+        await rig.ended(7)
+        assert rig.tokens(7) == completion([4, 5], 40)
+        assert len(rig.tokens(1)) < 3
+        grammars.filled.set()
+        await rig.ended(1)
+
+
+async def test_others_go_on_while_a_grammar_is_compiled() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        rig.engine.submit(odd(1))
+        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
+        await rig.ended(7)
+        assert not rig.tokens(1)
+        grammars.compiled.set()
+        await rig.ended(1)
+
+
+async def test_a_number_is_taken_while_its_grammar_is_compiled() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        rig.engine.submit(odd(1))
+        again = odd(1, max_tokens=2)
+        rig.engine.submit(again)
+        await rig.ended(1)
+        (refused,) = (output for output in rig.outputs if isinstance(output, End))
+        assert refused.seq is again
+        assert refused.message == "request: its number is in use"
+        grammars.compiled.set()
+        while len(rig.tokens(1)) < 6:
+            rig.news.clear()
+            await asyncio.wait_for(rig.news.wait(), 60)
+        assert rig.tokens(1) == expected(1, 6)
+
+
+async def test_requests_that_wait_for_grammars_count_as_waiting() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        for number in range(101):
+            rig.engine.submit(odd(number))
+        await rig.ended(100)
+        (refused,) = (output for output in rig.outputs if isinstance(output, End))
+        assert refused.finished is FinishCause.QUEUE_FULL
+        assert refused.retry_after_s > 0
+        rig.engine.abort_connection(0)
+
+
+@pytest.mark.parametrize("whole_connection", [False, True])
+async def test_one_that_is_aborted_while_it_waits_leaves_nothing(whole_connection: bool) -> None:
+    for gate in ("compiled", "filled"):
+        grammars = FakeGrammars()
+        getattr(grammars, gate).clear()
+        async with running(grammars) as rig:
+            rig.engine.submit(odd(1))
+            await asyncio.sleep(0)
+            rig.engine.abort_connection(0) if whole_connection else rig.engine.abort((0, 1))
+            getattr(grammars, gate).set()
+            rig.engine.submit(odd(2))
+            await rig.ended(2)
+            assert not rig.tokens(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "message"),
+    [
+        (GrammarError(GrammarKind.REGEX, "bad"), FinishCause.INVALID, "sampling.structured_output"),
+        (RuntimeError("secret"), FinishCause.INTERNAL, "internal error"),
+    ],
+)
+async def test_what_cannot_be_compiled_ends_at_once(
+    error: Exception, cause: FinishCause, message: str
+) -> None:
+    grammars = FakeGrammars()
+    grammars.error = error
+    async with running(grammars) as rig:
+        rig.engine.submit(odd(1), n=2)
+        await rig.ended(1)
+        (end,) = rig.outputs
+        assert isinstance(end, End)
+        assert end.finished is cause
+        assert end.message.startswith(message)
+        assert "secret" not in end.message
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+async def test_a_dead_end_ends_its_sequence_alone(after: int) -> None:
+    async with running(FakeGrammars(dead_end_after=after)) as rig:
+        rig.engine.submit(odd(1))
+        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
+        await rig.ended(1, 7)
+        end = rig.end(1)
+        assert isinstance(end, End)
+        assert end.finished is FinishCause.INVALID
+        assert "none can follow" in end.message
+        assert rig.tokens(1) == expected(1, after)
+
+
+async def test_without_grammars_they_are_refused() -> None:
+    outputs: list[Output] = []
+    scheduler = Scheduler(Limits(8, 32, 64, 100, VOCAB_SIZE), BlockManager(16, 4))
+    engine = Engine(scheduler, Worker(16, ()), outputs.extend)
+    engine.submit(odd(1))
+    assert [output.finished for output in outputs] == [FinishCause.INVALID]
+
+
+@pytest.mark.parametrize(("generated", "left_out"), [(0, [7, END]), (1, [7, END]), (2, [])])
+def test_before_min_tokens_no_end_token_is_allowed_beside_others(
+    generated: int, left_out: list[int]
+) -> None:
+    params = SamplingParams(4, grammar=GRAMMAR, eos_token_ids=frozenset({END, 7}), min_tokens=2)
+    seq = Sequence((0, 1), [1, 2, 3], params, generated_ids=[1] * generated)
+    mask = np.frombuffer(constraints.without_early_end(seq, b"\xff" * 128), np.uint8)
+    assert np.flatnonzero(np.unpackbits(mask, bitorder="little") == 0).tolist() == left_out
+
+
+async def test_where_no_place_is_free_to_compile_the_client_is_to_come_back() -> None:
+    grammars = FakeGrammars()
+    grammars.error = GrammarsBusyError("other grammars are being compiled")
+    async with running(grammars) as rig:
+        rig.engine.submit(odd(1))
+        await rig.ended(1)
+        (end,) = rig.outputs
+        assert isinstance(end, End)
+        assert end.finished is FinishCause.QUEUE_FULL
+        assert end.retry_after_s > 0

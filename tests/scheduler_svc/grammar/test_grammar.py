@@ -1,0 +1,540 @@
+"""Structured output with the demo model's tokenizer and random models: any allowed token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from scheduler_svc.grammar.compiler import MAX_JSON_WHITESPACE, MAX_TEXT_BYTES, Grammars
+from scheduler_svc.grammar.matcher import (
+    CompiledGrammar,
+    GrammarError,
+    GrammarKind,
+    GrammarsBusyError,
+    Matcher,
+)
+from scheduler_svc.grammar.matcher import compiler as grammar_compiler
+from scheduler_svc.grammar.schema import schema_problem
+from scheduler_svc.grammar.vocabulary import VocabularyError, read_vocabulary
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+VOCABULARY = read_vocabulary(DEMO)
+IM_END = 1535  # what the demo model ends with; it spells nothing
+SPECIAL = {1533, 1534, 1535}
+ENDS = frozenset({IM_END})
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "height": {"type": "number"},
+        "tags": {"type": "array", "items": {"enum": ["a", "é", None]}, "maxItems": 3},
+        "home": {"$ref": "#/$defs/place", "description": "where"},
+    },
+    "required": ["name", "age"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {
+                "city": {"const": "Bern"},
+                "zip": {"type": "string", "pattern": "^\\d{4}$"},
+            },
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.fixture
+async def grammars() -> AsyncIterator[Grammars]:
+    grammars = Grammars(DEMO)
+    yield grammars
+    grammars.close()
+
+
+def allowed(mask: bytes) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+def spell(*texts: str) -> list[int]:
+    """A token of exactly each text."""
+    return [VOCABULARY.index(text.encode()) for text in texts]
+
+
+def text_of(tokens: Iterable[int]) -> str:
+    return b"".join(VOCABULARY[token] for token in tokens).decode()
+
+
+CLOSERS = frozenset(spell('"', "}", "]", ",", ":", "0"))
+
+
+def walk(compiled: CompiledGrammar, rng: random.Random) -> list[int]:
+    """Tokens up to the end, each any that is allowed, with an inclination to come to an end."""
+    matcher, tokens = Matcher(compiled), list[int]()
+    while not matcher.finished:
+        choice = allowed(matcher.mask())
+        closing = [token for token in choice if token in CLOSERS or token in ENDS]
+        if closing and (len(tokens) > 100 or rng.random() < 0.4):
+            choice = closing
+        token = rng.choice(choice)
+        matcher.accept(token)
+        tokens.append(token)
+        assert len(tokens) < 5000, "does not end"
+    return tokens
+
+
+def matches_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+def is_json(text: str) -> bool:
+    return isinstance(json.loads(text), dict | list)
+
+
+KINDS: dict[str, tuple[GrammarKind, str, Callable[[str], Any]]] = {
+    "json_schema": (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), matches_person),
+    "json": (GrammarKind.JSON, "", is_json),
+    "regex": (
+        GrammarKind.REGEX,
+        r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\.",
+        re.compile(r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\.").fullmatch,
+    ),
+    "choice": (
+        GrammarKind.EBNF,
+        'root ::= "yes" | "yesterday" | "no\\n" | "你好"',
+        {"yes", "yesterday", "no\n", "你好"}.__contains__,
+    ),
+    "recursion": (
+        GrammarKind.EBNF,
+        'root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"',
+        re.compile(r"[0-9+()]+").fullmatch,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_whatever_is_allowed_matches(name: str, grammars: Grammars) -> None:
+    kind, text, matches = KINDS[name]
+    compiled = await grammars.compile(kind, text, ENDS)
+    for seed in range(25):
+        tokens = walk(compiled, random.Random(seed))
+        assert tokens[-1] == IM_END
+        assert not SPECIAL.intersection(tokens[:-1]), f"seed {seed}"
+        assert matches(text_of(tokens[:-1])), f"seed {seed}: {text_of(tokens)!r}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_a_replay_from_any_prefix_gives_the_same_mask(name: str, grammars: Grammars) -> None:
+    kind, text, _ = KINDS[name]
+    compiled = await grammars.compile(kind, text, ENDS)
+    for seed in range(3):
+        tokens = walk(compiled, random.Random(seed))[:60]
+        matcher = Matcher(compiled)
+        for i, token in enumerate(tokens):
+            replayed = Matcher(compiled, tokens[:i])
+            assert replayed.mask() == matcher.mask(), f"seed {seed}, after {i}"
+            assert not replayed.finished
+            matcher.accept(token)
+        assert Matcher(compiled, tokens).finished == matcher.finished
+
+
+async def test_the_masks_of_a_step_are_those_of_its_sequences(grammars: Grammars) -> None:
+    assert await grammars.masks([]) == []
+    matchers = []
+    for seed in range(40):
+        kind, text, _ = KINDS[random.Random(seed).choice(list(KINDS))]
+        compiled = await grammars.compile(kind, text, ENDS)
+        tokens = walk(compiled, random.Random(seed))
+        matchers.append(Matcher(compiled, tokens[: len(tokens) // 2]))
+    assert await grammars.masks(matchers) == [matcher.mask() for matcher in matchers]
+
+
+@pytest.mark.parametrize("vocab_size", [1536, 1537, 1600, 1601])
+async def test_ids_that_spell_nothing_are_never_allowed(vocab_size: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    grammars = Grammars(tmp_path)
+    compiled = await grammars.compile(GrammarKind.REGEX, "(.|\n)*", {IM_END, vocab_size})
+    mask = Matcher(compiled).mask()
+    grammars.close()
+    assert len(mask) == 4 * ((vocab_size + 31) // 32)
+    tokens = allowed(mask)
+    assert {1533, 1534}.isdisjoint(tokens)  # they would read as text
+    assert max(tokens) == IM_END
+    assert len(tokens) > 1000
+
+
+async def test_only_an_end_token_may_follow_what_is_complete(grammars: Grammars) -> None:
+    compiled = await grammars.compile(GrammarKind.REGEX, "ab?", {IM_END, 1533})
+    matcher = Matcher(compiled, spell("a"))
+    assert allowed(matcher.mask()) == sorted([*spell("b"), 1533, IM_END])
+    matcher.accept(*spell("b"))
+    assert allowed(matcher.mask()) == [1533, IM_END]
+    assert not matcher.finished
+    matcher.accept(1533)
+    assert matcher.finished
+
+
+async def test_an_end_token_that_spells_something_is_not_allowed_before(grammars: Grammars) -> None:
+    (dot,) = spell(".")
+    compiled = await grammars.compile(GrammarKind.REGEX, r"[a.]{2}", {dot})
+    matcher = Matcher(compiled)
+    assert dot not in allowed(matcher.mask())
+    for token in spell("a", "a"):
+        matcher.accept(token)
+    assert allowed(matcher.mask()) == [dot]
+    matcher.accept(dot)
+    assert matcher.finished
+
+
+async def test_without_end_tokens_it_ends_when_nothing_more_can_follow(grammars: Grammars) -> None:
+    compiled = await grammars.compile(GrammarKind.REGEX, "ab?", ())
+    matcher = Matcher(compiled, spell("a"))
+    assert not matcher.finished
+    assert allowed(matcher.mask()) == spell("b")
+    matcher.accept(*spell("b"))
+    assert matcher.finished
+    assert Matcher(await grammars.compile(GrammarKind.REGEX, "", ())).finished
+
+
+async def test_tokens_that_do_not_match_are_refused(grammars: Grammars) -> None:
+    compiled = await grammars.compile(GrammarKind.REGEX, "ab", ENDS)
+    for wrong in ([*spell("a", "a")], [*spell("a", "b"), IM_END, IM_END], [*spell("a"), IM_END]):
+        with pytest.raises(GrammarError, match=r"structured_output\.regex: token \d+ at index"):
+            Matcher(compiled, wrong)
+
+
+async def test_a_dead_end_is_an_error_of_its_own_sequence_only(grammars: Grammars) -> None:
+    """`b` cannot come after `a`: it is an end token, and the grammar is not complete before it."""
+    compiled = await grammars.compile(GrammarKind.REGEX, "ab|c", spell("b"))
+    dead, alive = Matcher(compiled, spell("a")), Matcher(compiled)
+    error, mask = await grammars.masks([dead, alive])
+    assert isinstance(error, GrammarError)
+    assert str(error) == (
+        "sampling.structured_output.regex: after 1 tokens of the completion none can follow"
+    )
+    assert mask == alive.mask()
+    with pytest.raises(GrammarError, match="none can follow"):
+        dead.mask()
+
+
+@pytest.mark.parametrize("kind", [GrammarKind.JSON, GrammarKind.JSON_SCHEMA])
+async def test_whitespace_in_json_comes_to_an_end(kind: GrammarKind, grammars: Grammars) -> None:
+    compiled = await grammars.compile(kind, json.dumps(PERSON), ENDS)
+    matcher = Matcher(compiled, spell("{"))
+    spaces = spell(" ") * MAX_JSON_WHITESPACE
+    for token in spaces:
+        matcher.accept(token)
+    assert not any(VOCABULARY[token].isspace() for token in allowed(matcher.mask()))
+
+
+BAD = [
+    (GrammarKind.JSON_SCHEMA, "", "json_schema: is not JSON: "),
+    (GrammarKind.JSON_SCHEMA, '{"type": ', "json_schema: is not JSON: "),
+    (GrammarKind.JSON_SCHEMA, "3", "json_schema: Schema should be an object or bool, but got 3"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "text"}', 'json_schema: Unsupported type "text"'),
+    (GrammarKind.JSON_SCHEMA, '{"type": 3}', "json_schema: Type should be a string"),
+    (GrammarKind.JSON_SCHEMA, '{"enum": 3}', "json_schema: "),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/x"}', "json_schema: Cannot find field"),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "http://a/b"}', "json_schema: '$ref' to 'http://a/b'"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 2, "maximum": 1}', "Invalid range"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "(a"}', "is not closed"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 1e400}', "json_schema: "),
+    (GrammarKind.JSON_SCHEMA, '{"anyOf": [' * 400 + "{}" + "]}" * 400, "nested more than 64 deep"),
+    (GrammarKind.JSON_SCHEMA, "[" * 9000, "nested more than 64 deep"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        '{"type": "string", "pattern": "a\\""}',
+        "may match what JSON escapes",
+    ),
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "é."}', "'pattern' 'é.' may match"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "object", "patternProperties": {"é.": {}}}', "may match"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "json-pointer"}', "'format' 'json-"),
+    (GrammarKind.REGEX, "(a", "regex: Regex parsing error at position 3: The parenthesis is not"),
+    (GrammarKind.REGEX, "a{3,1}", "regex: Lower bound is larger than upper bound: 3 > 1"),
+    (GrammarKind.REGEX, "[^\\x00-\\U0010ffff]", "regex: after 0 tokens of the completion none"),
+    (GrammarKind.REGEX, "(?=a)b", "Lookahead is not supported yet."),
+    (GrammarKind.REGEX, "a\0b", "regex: The regex must not contain null characters"),
+    (GrammarKind.REGEX, "(" * 30000, "regex: "),
+    (GrammarKind.EBNF, "", "grammar: EBNF parser error at line 1, column 1: The root rule with"),
+    (GrammarKind.EBNF, 'main ::= "a"', 'The root rule with name "root" is not found'),
+    (GrammarKind.EBNF, "root ::= x", 'Rule "x" is not defined'),
+    (GrammarKind.EBNF, 'root ::= "a', "grammar: EBNF lexer error at line 1, column 12"),
+    (GrammarKind.EBNF, "root ::= root", "grammar: after 0 tokens"),
+    (GrammarKind.REGEX, "a" * (MAX_TEXT_BYTES + 1), f"is longer than {MAX_TEXT_BYTES} bytes"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=lambda value: str(value)[:20])
+async def test_what_cannot_be_compiled_is_refused_in_a_line(
+    kind: GrammarKind, text: str, reason: str, grammars: Grammars
+) -> None:
+    for _ in range(2):  # an error is not taken for the compiled grammar
+        with pytest.raises(GrammarError) as caught:
+            await grammars.compile(kind, text, ENDS)
+        message = str(caught.value)
+        assert message.startswith("sampling.structured_output.")
+        assert reason in message
+        assert "\n" not in message
+        assert "cpp" not in message
+        assert len(message) < 300
+
+
+ENFORCED: list[dict[str, Any]] = [
+    {},
+    {"type": ["integer", "string"], "minimum": 5, "maxLength": 3},
+    {"type": "number", "exclusiveMinimum": -2.5, "maximum": 7},
+    {"type": "integer", "multipleOf": 3},
+    {"type": "string", "minLength": 2, "maxLength": 4},
+    {"type": "string", "format": "date"},
+    {"type": "string", "pattern": "^(a|b)+$", "title": "ignored", "default": 3},
+    {"type": "string", "pattern": '^[^"]{2}.[ -~](a|")$'},
+    {"type": "string", "pattern": "^né[à-ü]+(\\d|\\.)$"},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "string"}], "items": {"type": "null"}},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "minItems": 2},
+    {"type": "array", "items": False},
+    {"type": "object"},
+    {"type": "object", "properties": {"a": {"const": 1}, "b": {}}, "minProperties": 1},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    {"type": "object", "patternProperties": {"^a$": {"type": "null"}}},
+    {"type": "object", "propertyNames": {"pattern": "^a+$"}},
+    {"type": "object", "propertyNames": {"maxLength": 2}},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "null"}},
+        "required": ["a"],
+        "additionalProperties": True,
+    },
+    {"properties": {"a": {"type": "null"}, "b": {"items": {"const": 1}}}, "required": ["a"]},
+    {"items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"enum": [1, "x", None, {"a": [1.5]}]},
+    {"const": 'é"\n\\', "type": "string"},
+    {"enum": ["a", 1], "type": ["string", "number"]},
+    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "integer"}}},
+    {"oneOf": [{"type": "null"}, {"type": "integer"}], "discriminator": {"propertyName": "a"}},
+    {"allOf": [{"type": "null"}]},
+    {"type": "array", "uniqueItems": False, "items": {"$ref": "#"}},
+]
+
+
+@pytest.mark.parametrize("schema", ENFORCED, ids=json.dumps)
+async def test_a_schema_that_is_accepted_is_enforced(
+    schema: dict[str, Any], grammars: Grammars
+) -> None:
+    compiled = await grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps(schema), ENDS)
+    for seed in range(20):
+        text = text_of(walk(compiled, random.Random(seed))[:-1])
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "contains": {"const": 5}},
+        {"type": "string", "not": {"const": "a"}},
+        {"if": {"type": "string"}, "then": {"maxLength": 1}},
+        {"allOf": [{"type": "string"}, {"maxLength": 3}]},
+        {"anyOf": [{"required": ["a"]}], "type": "object"},
+        {"oneOf": [{}], "anyOf": [{}]},
+        {"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {"type": "string"}}},
+        {"$dynamicRef": "#a"},
+        {"type": "integer", "enum": ["a", 1]},
+        {"type": "boolean", "const": 1},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"type": "object", "required": ["z"]},
+        {"type": "string", "pattern": "a", "maxLength": 2},
+        {"type": "string", "format": "date", "minLength": 2},
+        {"minimum": 3},
+        {"maxLength": 3},
+        {"type": []},
+        {"const": 2**53 + 1},
+        {"enum": ["a", -(2**70)]},
+        {"anyOf": []},
+        {"oneOf": []},
+        {"allOf": []},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("wrap", ["{}", '{{"items": {}, "type": "array"}}', '{{"anyOf": [{}]}}'])
+def test_a_schema_that_would_not_be_enforced_is_refused(schema: dict[str, Any], wrap: str) -> None:
+    problem = schema_problem(wrap.format(json.dumps(schema)))
+    assert any(f"'{keyword}'" in problem for keyword in schema)
+
+
+async def test_a_grammar_is_compiled_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile = grammar_compiler._compile
+
+    def counted(compiler: Any, kind: GrammarKind, text: str) -> Any:
+        compiled.append(text)
+        return compile(compiler, kind, text)
+
+    monkeypatch.setattr(grammar_compiler, "_compile", counted)
+    regex = GrammarKind.REGEX
+    found = await asyncio.gather(*(grammars.compile(regex, "a", {i}) for i in range(5)))
+    again = await grammars.compile(regex, "a", {1})
+    assert compiled == ["a"]
+    assert all(one.xgrammar is again.xgrammar for one in found)
+    assert [set(one.end_token_ids) for one in found] == [{i} for i in range(5)]
+    await grammars.compile(GrammarKind.EBNF, 'root ::= "a"', ENDS)
+    assert len(compiled) == 2
+
+
+async def test_the_least_recently_used_grammar_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_size", lambda *_: 10)
+    grammars = Grammars(DEMO, max_cache_bytes=25)
+    first = {text: await grammars.compile(GrammarKind.REGEX, text, ENDS) for text in "ab"}
+    await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+    await grammars.compile(GrammarKind.REGEX, "c", ENDS)  # drops b
+    kept = await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+    made = await grammars.compile(GrammarKind.REGEX, "b", ENDS)
+    grammars.close()
+    assert kept.xgrammar is first["a"].xgrammar
+    assert made.xgrammar is not first["b"].xgrammar
+
+
+async def test_a_compilation_that_takes_too_long_is_given_up_and_its_result_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compilers = await asyncio.to_thread(grammar_compiler._make_compilers, DEMO)
+    compile, go = grammar_compiler._compile, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        go.wait()
+        return compile(*args)
+
+    monkeypatch.setattr(grammar_compiler, "_make_compilers", lambda _: compilers)
+    monkeypatch.setattr(grammar_compiler, "_compile", slow)
+    grammars = Grammars(DEMO, timeout_s=0.05)
+    with pytest.raises(GrammarError, match=r"regex: cannot be compiled within 0\.05 seconds"):
+        await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+    (task,) = grammars._compiling.values()
+    go.set()
+    await task
+    found = await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+    grammars.close()
+    assert found.xgrammar is task.result()
+
+
+async def test_the_time_that_loading_takes_is_not_the_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = grammar_compiler._make_compilers
+
+    def slow(model: Path) -> Any:
+        time.sleep(3)
+        return make(model)
+
+    monkeypatch.setattr(grammar_compiler, "_make_compilers", slow)
+    grammars = Grammars(DEMO, timeout_s=2.5)
+    assert await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+    grammars.close()
+
+
+async def test_two_are_compiled_at_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile, together = grammar_compiler._compile, threading.Barrier(2)
+    lock, running, most = threading.Lock(), 0, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        together.wait()  # six in pairs
+        compiled = compile(*args)
+        with lock:
+            running -= 1
+        return compiled
+
+    monkeypatch.setattr(grammar_compiler, "_compile", counted)
+    await asyncio.gather(*(grammars.compile(GrammarKind.REGEX, text, ENDS) for text in "abcdef"))
+    assert most == 2
+
+
+async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> None:
+    first = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
+    second = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).kind is GrammarKind.JSON
+    assert first.cancelled()
+
+
+async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers = await asyncio.to_thread(grammar_compiler._make_compilers, DEMO)
+    compile, go, compiled = grammar_compiler._compile, threading.Event(), []
+
+    def slow(compilers: Any, kind: GrammarKind, text: str) -> Any:
+        compiled.append(text)
+        go.wait()
+        return compile(compilers, kind, text)
+
+    monkeypatch.setattr(grammar_compiler, "_make_compilers", lambda _: compilers)
+    monkeypatch.setattr(grammar_compiler, "_compile", slow)
+    grammars = Grammars(DEMO, timeout_s=0.2)
+    regex = GrammarKind.REGEX
+    both = [asyncio.ensure_future(grammars.compile(regex, text, ENDS)) for text in "ab"]
+    gone = [asyncio.ensure_future(grammars.compile(regex, text, ENDS)) for text in "cdc"]
+    for task in both:
+        with pytest.raises(GrammarError, match="cannot be compiled within"):
+            await task
+    for task in gone:
+        with pytest.raises(GrammarsBusyError, match="other grammars"):
+            await task
+    go.set()
+    monkeypatch.setattr(grammars, "_timeout_s", 30.0)
+    await grammars.compile(regex, "e", ENDS)
+    grammars.close()
+    assert sorted(compiled) == ["a", "b", "e"]
+
+
+async def test_a_model_without_a_tokenizer_says_so_each_time(tmp_path: Path) -> None:
+    grammars = Grammars(tmp_path)
+    for missing in ("config.json", "tokenizer.json"):
+        with pytest.raises(VocabularyError, match=missing):
+            await grammars.compile(GrammarKind.REGEX, "a", ENDS)
+        (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    grammars.close()
+
+
+def test_the_vocabulary_is_what_the_tokenizer_decodes() -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    for token, spelled in enumerate(VOCABULARY):
+        decoded = tokenizer.decode([token], skip_special_tokens=True)
+        assert spelled.decode(errors="replace") == decoded
+
+
+def test_nothing_is_imported_before_a_grammar_is_asked_for() -> None:
+    code = (
+        "import sys; from pathlib import Path; from scheduler_svc.grammar.compiler import Grammars;"
+        "Grammars(Path('nowhere'));"
+        "print([name for name in ('torch', 'xgrammar', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

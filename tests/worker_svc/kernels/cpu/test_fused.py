@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker_svc.kernels.triton.precision import poisoned_memory
+from worker_svc.kernels.cpu.fused import PARALLEL_TOKENS, add_rms_norm
+from worker_svc.kernels.triton.rms_norm import add_rms_norm_reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, PARALLEL_TOKENS + 3])
+@pytest.mark.parametrize("size", [24, 100, 1024])
+def test_add_rms_norm(size: int, tokens: int, dtype: torch.dtype) -> None:
+    """Of the sum before it was rounded, with an epsilon that shows."""
+    generator = torch.Generator().manual_seed(size)
+    x, residual = torch.randn(2, tokens, size, generator=generator).to(dtype)
+    weight = torch.randn(size, generator=generator).to(dtype)
+    total = residual.to(torch.float32, copy=True)
+    expected = add_rms_norm_reference(x.float(), total, weight.float(), 1e-2)
+    with poisoned_memory():
+        out = add_rms_norm(x, residual, weight, 1e-2)
+    assert torch.equal(residual, total.to(dtype))
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(out.float(), expected, rtol=rounding + 4e-6, atol=1e-6)

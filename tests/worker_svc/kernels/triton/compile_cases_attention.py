@@ -1,0 +1,79 @@
+"""The attention kernels' launches, as the attention backend makes them: see `compiled.Case`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+
+from tests.worker_svc.kernels.triton.compiled import Case
+from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
+from worker_svc.kernels.triton.prompt_attention import prompt_attention
+
+KV_HEADS = 8
+BLOCKS = 4
+# Rows of steps that have to share a binary.
+ROWS = (1, 15, 16)
+
+
+def _integers(*shape: int, offset: int) -> torch.Tensor:
+    """As a view of a buffer of many columns, `offset` numbers after its beginning."""
+    return torch.zeros(math.prod(shape) + offset, dtype=torch.int32)[offset:].view(shape)
+
+
+def _decode(dtype: torch.dtype, group: int, head_dim: int, block_size: int, splits: int) -> None:
+    for n in ROWS:
+        q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
+        cache = torch.empty(2, BLOCKS, block_size, KV_HEADS, head_dim, dtype=dtype)
+        workspace = decode_workspace(n, q.shape[1], head_dim, splits, q.device)
+        columns = [_integers(size, offset=n) for size in (n, n + 1, n, n, n + 1)]
+        scale = head_dim**-0.5
+        decode_attention(q, cache, *columns, scale, splits, workspace, torch.empty_like(q))
+
+
+def _prompt(dtype: torch.dtype, group: int, head_dim: int, block_size: int) -> None:
+    for n in ROWS:
+        q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
+        cache = torch.empty(2, BLOCKS, block_size, KV_HEADS, head_dim, dtype=dtype)
+        tiles = _integers(n, 2, offset=n)
+        columns = [_integers(size, offset=n) for size in (n + 1, n, n, n + 1)]
+        prompt_attention(q, cache, tiles, *columns, head_dim**-0.5, torch.empty_like(q))
+
+
+def _case(
+    launch: Callable[..., None],
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    *splits: int,
+) -> Case:
+    name = f"{str(dtype)[6:]}, group {group}, head_dim {head_dim}, blocks of {block_size}"
+    name += "".join(f", {n} splits" for n in splits)
+    call = partial(launch, dtype, group, head_dim, block_size, *splits)
+    return Case(name, call, uses_wgmma=launch is _prompt and dtype != torch.float32)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Qwen3: head_dim 128; 2, 4, 5 or 8 query heads per KV head.
+CASES = [
+    _case(_decode, BF16, 2, 128, 256, 1),
+    _case(_decode, BF16, 2, 128, 256, 32),
+    _case(_decode, BF16, 5, 128, 16, 1),
+    _case(_decode, FP16, 8, 128, 64, 4),
+    _case(_decode, BF16, 32, 256, 256, 1),
+    _case(_decode, BF16, 3, 80, 48, 2),
+    _case(_decode, FP32, 2, 128, 256, 2),
+    *(_case(_decode, dtype, 4, 64, block, 1) for dtype, block in product((BF16, FP16), (16, 256))),
+    _case(_prompt, BF16, 2, 128, 256),
+    _case(_prompt, BF16, 5, 128, 16),
+    _case(_prompt, FP16, 8, 128, 256),
+    _case(_prompt, BF16, 2, 256, 256),
+    _case(_prompt, BF16, 3, 80, 48),
+    _case(_prompt, FP32, 2, 128, 256),
+    *(_case(_prompt, dtype, 4, 64, block) for dtype, block in product((BF16, FP16), (16, 256))),
+]

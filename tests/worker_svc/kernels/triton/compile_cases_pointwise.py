@@ -1,0 +1,170 @@
+"""Launches of the kernels around attention and of the sampler, with the sizes of Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tests.worker_svc.kernels.triton.compiled import Case
+from worker_svc.kernels.ops import BIN_BITS
+from worker_svc.kernels.triton.embedding import embed
+from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.kv_store import store_kv
+from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
+from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.triton.silu_mul import silu_and_multiply
+from worker_svc.kernels.triton.token_history import penalize, store_tokens
+from worker_svc.kernels.triton.token_masks import apply_masks
+from worker_svc.layers.embedding import VocabPartition
+
+TOKENS = 3
+VOCAB_SIZE = 151_936
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one rank has of a model."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    ranks: int
+
+
+SHAPES = (
+    Shape("0.6B", hidden=1024, intermediate=3072, heads=16, kv_heads=8, ranks=1),
+    Shape("8B", hidden=4096, intermediate=12288, heads=32, kv_heads=8, ranks=1),
+    Shape("32B TP 4", hidden=5120, intermediate=6400, heads=16, kv_heads=2, ranks=4),
+)
+
+
+def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Without memory: a real cache is larger than this machine's."""
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    half, ints = partial(empty, dtype=dtype), partial(empty, dtype=torch.int32)
+    floats = partial(empty, dtype=torch.float32)
+    x, weight = half(TOKENS, shape.hidden), half(shape.hidden)
+    yield "rms_norm", partial(rms_norm, x, weight, 1e-6)
+    yield "add_rms_norm", partial(add_rms_norm, x, x, weight, 1e-6)
+    yield "silu_and_multiply", partial(silu_and_multiply, half(TOKENS, 2 * shape.intermediate))
+
+    qkv = half(TOKENS, (shape.heads + 2 * shape.kv_heads) * HEAD_DIM)
+    kv_size = shape.kv_heads * HEAD_DIM
+    k, v = (part.unflatten(1, (-1, HEAD_DIM)) for part in qkv[:, -2 * kv_size :].chunk(2, dim=1))
+    cache = half(2, 2**31 // (16 * kv_size) + 1, 16, shape.kv_heads, HEAD_DIM)
+    yield "store_kv", partial(store_kv, k, v, ints(TOKENS), cache)
+    yield (
+        "norm_rope_store",
+        partial(
+            norm_rope_store,
+            qkv,
+            shape.heads,
+            half(HEAD_DIM),
+            half(HEAD_DIM),
+            1e-6,
+            floats(40960, 2, HEAD_DIM // 2),
+            ints(TOKENS),
+            ints(TOKENS),
+            cache,
+        ),
+    )
+
+    vocab = VocabPartition(VOCAB_SIZE, shape.ranks - 1, shape.ranks)
+    embedding = half(vocab.shard_size, shape.hidden)
+    yield (
+        "embed",
+        partial(embed, ints(TOKENS), ints(TOKENS), embedding, vocab.start, vocab.num_tokens),
+    )
+    logits, temperatures = half(TOKENS, vocab.shard_size), floats(TOKENS)
+    yield (
+        "chunk_statistics",
+        partial(chunk_statistics, logits, vocab.chunk_size, vocab.num_tokens, temperatures),
+    )
+    statistics = floats(TOKENS, vocab.num_chunks * vocab.ranks)
+    yield (
+        "select_tokens",
+        partial(
+            select_tokens,
+            logits,
+            vocab.chunk_size,
+            vocab.num_tokens,
+            statistics,
+            statistics,
+            vocab.rank * vocab.num_chunks,
+            temperatures,
+            empty(TOKENS, dtype=torch.float64),
+        ),
+    )
+
+
+def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """On float32 logits, whatever the model's type. The columns of a step are views of a buffer,
+    each case has some of any alignment."""
+    vocab = VocabPartition(VOCAB_SIZE, ranks - 1, ranks)
+    logits = empty(TOKENS, vocab.shard_size, dtype=torch.float32)
+    part, tokens = (vocab.start, vocab.num_tokens), empty(2**20, dtype=torch.int32)
+    bins = torch.zeros(TOKENS, 2**BIN_BITS, dtype=torch.int64)
+
+    def column(offset: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(TOKENS + offset, dtype=dtype)[offset:]
+
+    def launch(n: int) -> Iterator[tuple[str, Callable[[], object]]]:
+        ints, longs, floats = map(partial(column, n), (torch.int32, torch.int64, torch.float32))
+        yield "store_tokens", partial(store_tokens, tokens, ints, ints, ints)
+        history = [ints] * 5
+        values = [floats] * 3
+        yield "penalize", partial(penalize, logits, *part, tokens, 16, *history, *values)
+        masks = torch.zeros(TOKENS * 7 + n, dtype=torch.int32)[n:].view(TOKENS, 7)
+        yield "apply_masks", partial(apply_masks, logits, *part, ints, masks)
+        search = (longs, longs, bins)
+        yield "count_by_key", partial(count_by_key, logits, ints, part[1], *search)
+        weights = (ints, part[1], floats, floats)
+        yield "weigh_by_key", partial(weigh_by_key, logits, *weights, *search)
+        yield "pick_bins", partial(pick_bins, bins, longs, longs, longs, longs)
+        chunks = logits, vocab.chunk_size, vocab.num_tokens
+        temperatures = empty(TOKENS, dtype=torch.float32)
+        yield "chunk_statistics float32", partial(chunk_statistics, *chunks, temperatures)
+        sums = empty(TOKENS, vocab.num_chunks * ranks, dtype=torch.float32)
+        uniforms = empty(TOKENS, dtype=torch.float64)
+        selection = sums, sums, vocab.rank * vocab.num_chunks, temperatures, uniforms
+        yield "select_tokens float32", partial(select_tokens, *chunks, *selection)
+
+    for (name, first), *others in zip(*map(launch, (0, 1, 4)), strict=True):
+        launches = [first, *(other for _, other in others)]
+        yield f"{name} TP {ranks}", partial(_all, launches)
+
+
+def small_vocabulary_launches(vocab_size: int) -> None:
+    """Chunks of one token or two, as tests have them."""
+    vocab = VocabPartition(vocab_size, 0, 1)
+    floats = partial(empty, dtype=torch.float32)
+    logits, temperatures = floats(TOKENS, vocab.shard_size), floats(TOKENS)
+    chunks = logits, vocab.chunk_size, vocab.num_tokens
+    chunk_statistics(*chunks, temperatures)
+    sums, uniforms = floats(TOKENS, vocab.num_chunks), empty(TOKENS, dtype=torch.float64)
+    select_tokens(*chunks, sums, sums, 0, temperatures, uniforms)
+
+
+def _all(launches: list[Callable[[], object]]) -> None:
+    for launch in launches:
+        launch()
+
+
+CASES = [
+    Case(f"{name} {shape.name} {str(dtype).removeprefix('torch.')}", launch)
+    for dtype in (torch.bfloat16, torch.float16)
+    for shape in SHAPES
+    for name, launch in launches(shape, dtype)
+]
+CASES += [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]
+CASES += [Case(f"vocabulary of {n}", partial(small_vocabulary_launches, n)) for n in (2, 7)]

@@ -1,0 +1,67 @@
+"""Every kernel compiles for GPUs that are not there, into what the hardware can run well."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worker_svc.kernels.triton.compiled import Binary
+
+pytestmark = pytest.mark.launches_nothing
+
+# Bytes a program may have: 99 KiB on the smaller GPUs that run sm_80 code, 227 KiB on sm_90.
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def binaries() -> list[Binary]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.worker_svc.kernels.triton.compile_all"]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True)
+    return [Binary(**fields) for fields in json.loads(done.stdout)]
+
+
+def table(binaries: list[Binary]) -> str:
+    header = ("kernel", "case", "target", "registers", "spills", "shared", "wgmma")
+    rows = [
+        (b.kernel, b.case, f"sm_{b.target}", b.registers, b.spills, b.shared, "x" * b.wgmma)
+        for b in binaries
+    ]
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
+
+
+@pytest.mark.timeout(900)  # two to three minutes, unless Triton's cache has the binaries
+def test_nothing_spills(binaries: list[Binary], capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print("\n" + table(binaries))
+    assert table([b for b in binaries if b.spills]) == table([])
+
+
+@pytest.mark.timeout(900)
+def test_shared_memory_fits(binaries: list[Binary]) -> None:
+    assert table([b for b in binaries if b.shared > SHARED_MEMORY[b.target]]) == table([])
+
+
+@pytest.mark.timeout(900)
+def test_prompt_attention_uses_wgmma(binaries: list[Binary]) -> None:
+    need = [b for b in binaries if b.needs_wgmma]
+    assert need
+    assert table([b for b in need if not b.wgmma]) == table([])
+
+
+@pytest.mark.timeout(900)
+def test_sizes_and_alignments_of_a_step_share_a_binary(binaries: list[Binary]) -> None:
+    """A step must not wait for a compiler. Each case is launched with several."""
+    seen = [(b.kernel, b.case, b.target) for b in binaries]
+    assert sorted(set(seen)) == sorted(seen)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device
+from tests.worker_svc.kernels.triton.precision import DTYPES, poisoned_memory
+from worker_svc.kernels.triton import embedding as module
+from worker_svc.kernels.triton.embedding import embed, embed_reference
+from worker_svc.layers.embedding import VocabPartition
+
+VOCAB = 1001
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("tokens", by_device(cpu=[20], gpu=TOKENS))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", by_device(cpu=[16, 100, 1024, 2560], gpu=WIDTHS))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens: int) -> None:
+    """The parts of all ranks add up to the rows of the whole matrix. Given and sampled ids, first
+    those at the ends of parts; rows past the vocabulary are NaN and never read."""
+    whole = torch.randn(VOCAB, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    parts = [VocabPartition(VOCAB, rank, ranks) for rank in range(ranks)]
+    ends = [i for part in parts for i in (part.start, part.start + part.num_tokens - 1)]
+    rng = np.random.default_rng(size)
+    ids = np.array(ends + rng.integers(VOCAB, size=tokens).tolist())[:tokens]
+    order = rng.permutation(tokens)
+    last_tokens = int32(*ids[order])
+    input_ids = int32(*np.where(rng.random(tokens) < 0.3, -1 - order.argsort(), ids))
+
+    for function in by_device(cpu=(embed, embed_reference), gpu=(embed,)):
+        total = torch.zeros(tokens, size, dtype=dtype, device=DEVICE)
+        for part in parts:
+            weight = torch.full((part.shard_size, size), torch.nan, dtype=dtype)
+            weight[: part.num_tokens] = whole[part.start : part.start + part.num_tokens]
+            arguments = last_tokens, weight.to(DEVICE), part.start, part.num_tokens
+            with poisoned_memory():
+                out = function(input_ids, *arguments)
+            total += out
+        assert torch.equal(total.cpu(), whole[ids])
+
+
+def test_the_first_step_has_no_last_tokens() -> None:
+    weight = torch.arange(12.0, device=DEVICE).view(4, 3)
+    for function in (embed, embed_reference):
+        assert torch.equal(function(int32(3, 0), int32(), weight, 0, 4), weight[[3, 0]])
+
+
+@pytest.mark.launches_nothing
+def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_embed_kernel", None)
+    assert embed(int32(), int32(), torch.ones(4, 3, device=DEVICE), 0, 4).shape == (0, 3)

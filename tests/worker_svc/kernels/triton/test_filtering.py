@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba, reference
+from worker_svc.kernels import filtering_reference
+from worker_svc.kernels.filtering_reference import (
+    BINS,
+    LARGEST_WEIGHT,
+    SIGN,
+    count_by_key_reference,
+    keys_of,
+    logits_of,
+    pick_bins_reference,
+    weigh_by_key_reference,
+)
+from worker_svc.kernels.triton import filtering
+
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+ROWS = torch.tensor([4, 0, 3, 2], dtype=torch.int32)
+
+
+def run(function: Callable[..., None], *arguments: Any) -> torch.Tensor:
+    """The last of the arguments as `function`, given copies on DEVICE, leaves it."""
+    return run_all(function, *arguments)[-1]
+
+
+def run_all(function: Callable[..., None], *arguments: Any) -> list[torch.Tensor]:
+    tensors = [x.to(DEVICE, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
+    function(*tensors)
+    return [x.cpu() for x in tensors if isinstance(x, torch.Tensor)]
+
+
+both = pytest.mark.parametrize(
+    "ops", [filtering, *of_numba("cpu.filtering")], ids=lambda ops: ops.__name__
+)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the rows of a small vocabulary are several programs."""
+    if not ON_GPU:
+        monkeypatch.setattr(filtering, "TILE", 256)
+
+
+def int64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def random_logits(vocab: int, seed: int) -> torch.Tensor:
+    """[5, vocab], all kinds of numbers, as a part of a larger tensor; what follows them is no
+    token's."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = 4 * torch.randn(5, vocab + 24, generator=generator)
+    whole[:, vocab:] = 100
+    logits = whole[:, :vocab]
+    logits[1::2] = logits[1::2].bfloat16().float()
+    logits[2] *= 1e30
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    edges = [0.0, -0.0, 1e38, -1e38, SMALLEST, -SMALLEST, torch.nan, 0.0]
+    logits[4, 1:17:2] = torch.tensor(edges)
+    return whole
+
+
+@cpu_only
+@pytest.mark.launches_nothing
+def test_keys_are_in_the_order_of_logits() -> None:
+    ordered = [-torch.inf, -LARGEST, -2.5, -1.0, -SMALLEST, 0.0, SMALLEST, 1.0, LARGEST, torch.inf]
+    keys = keys_of(torch.tensor(ordered))
+    assert (keys.diff() > 0).all()
+    assert keys.min() >= 0
+    assert keys.max() < 2**32
+    assert logits_of(keys).tolist() == ordered
+    assert keys_of(torch.tensor([-0.0])) == keys_of(torch.tensor([0.0])) == SIGN
+
+
+def ranges(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """low and shifts of the four `ROWS`: everything, what begins at a logit, single keys."""
+    keys = keys_of(logits[ROWS, 0])
+    nothing = keys_of(torch.full((4,), -torch.inf))
+    return [
+        (nothing, int64(24, 24, 24, 24)),
+        (keys, int64(24, 20, 16, 23)),
+        (keys, int64(0, -1, 8, 0)),
+        (keys_of(torch.tensor([-0.001, 0.0, -2.0, 1.0])), int64(16, 12, 23, 17)),
+    ]
+
+
+@both
+@pytest.mark.parametrize("vocab", [40, 1001])
+def test_counts(vocab: int, ops: ModuleType) -> None:
+    """By the definition, token by token; they are added to what there is."""
+    logits = random_logits(vocab, seed=vocab)
+    for low, shifts in ranges(logits):
+        expected = torch.full((4, BINS), 7, dtype=torch.int64)
+        for g, row in enumerate(ROWS.tolist()):
+            for logit in logits[row, :vocab]:
+                if logit > -torch.inf and keys_of(logit) >= low[g] and shifts[g] >= 0:
+                    number = int((keys_of(logit) - low[g]) >> shifts[g])
+                    if number < BINS:
+                        expected[g, number] += 1
+        seven = torch.full((4, BINS), 7, dtype=torch.int64)
+        for function in (ops.count_by_key, count_by_key_reference):
+            assert torch.equal(run(function, logits, ROWS, vocab, low, shifts, seven), expected)
+
+
+@both
+def test_weights(ops: ModuleType) -> None:
+    """Those of torch's exp, up to what is to be expected of exp; exact where that is 1 or 0."""
+    vocab = 1001
+    logits = random_logits(vocab, seed=2)
+    logits[4, 13] = 0.0  # it was NaN
+    maxima = logits[:, :vocab].amax(1)[ROWS]
+    scales = torch.tensor([1.0, 1e30, 1e-29, 0.5])
+    for low, shifts in ranges(logits):
+        expected, counts, zeros = (torch.zeros(4, BINS, dtype=torch.int64) for _ in range(3))
+        weigh_by_key_reference(logits, ROWS, vocab, maxima, scales, low, shifts, expected)
+        count_by_key_reference(logits, ROWS, vocab, low, shifts, counts)
+        bins = run(ops.weigh_by_key, logits, ROWS, vocab, maxima, scales, low, shifts, zeros)
+        difference = (bins - expected).abs().double()
+        assert (difference <= by_device(cpu=1e-6, gpu=3e-6) * expected + counts).all()
+        assert (bins[1] % int(LARGEST_WEIGHT) == 0).all()  # so cold that only the largest count
+
+
+@both
+def test_a_logit_weighs_the_same_in_any_column(ops: ModuleType) -> None:
+    """Whatever is beside it, in the middle of a loop or in what remains of one."""
+    values = 3 * torch.randn(50, generator=torch.Generator().manual_seed(3))
+    rows, low, shifts = torch.zeros(1, dtype=torch.int32), keys_of(torch.tensor([-50.0])), int64(24)
+    maxima, scales = values.amax().view(1), torch.tensor([1.4])
+
+    def weigh(logits: torch.Tensor, num_tokens: int) -> int:
+        arguments = logits[None], rows, num_tokens, maxima, scales, low, shifts
+        return int(run(ops.weigh_by_key, *arguments, torch.zeros(1, BINS).long()).sum())
+
+    alone = [weigh(value.expand(1), 1) for value in values]
+    for columns in (50, 300, 1001):
+        logits = torch.full((columns,), -torch.inf)
+        places = torch.arange(50) * (columns // 50) + columns % 50
+        logits[places] = values
+        assert weigh(logits, columns) == sum(alone)
+
+
+PICKED = [
+    # weights by bin, target, shift, above -> bin, shift, above
+    ({0: 5, 3: 2, 200: 1}, 2, 24, 0, 3, 16, 1),
+    ({0: 5, 3: 2, 200: 1}, 3, 24, 0, 3, -1, 1),  # just as much: nothing is left to settle
+    ({0: 5, 3: 2, 200: 1}, 4, 24, 0, 0, 16, 3),
+    ({0: 5, 3: 2, 200: 1}, 4, 5, 1, 3, -1, 2),
+    ({0: 5, 3: 2, 200: 1}, 5, 5, 1, 0, 0, 4),
+    ({0: 5, 3: 2, 200: 1}, 7, 0, 1, 0, -1, 4),
+    ({0: 5, 3: 2, 200: 1}, 100, 9, 1, 0, 1, 4),  # there is no such weight
+    ({255: 2**58}, 2**58 - 1, 0, 0, 255, -1, 0),
+    ({254: 2**57, 255: 2**57}, 2**57 + 1, 3, 0, 254, 0, 2**57),
+    ({}, 1, 24, 0, 0, 16, 0),
+    ({3: 1}, 1, -1, 6, 0, -1, 6),  # settled before
+]
+
+
+@pytest.mark.parametrize(
+    "ops", [filtering, *of_numba("cpu.filtering"), reference(filtering_reference)]
+)
+def test_picked_bins(ops: ModuleType) -> None:
+    bins = torch.zeros(len(PICKED), BINS, dtype=torch.int64)
+    for row, (weights, *_) in enumerate(PICKED):
+        for number, weight in weights.items():
+            bins[row, number] = weight
+    _, targets, shifts, above, numbers, next_shifts, next_above = map(
+        list, zip(*PICKED, strict=True)
+    )
+    low = torch.arange(len(PICKED)) * 1000
+    begins = [n << max(shift, 0) for n, shift in zip(numbers, shifts, strict=True)]
+    expected = (low + int64(*begins)).tolist(), next_shifts, next_above
+    state = [low, int64(*shifts), int64(*above)]
+    pick = pick_bins_reference if ops is filtering_reference else ops.pick_bins
+    _, _, *state = run_all(pick, bins, int64(*targets), *state)
+    assert tuple(column.tolist() for column in state) == expected
+
+
+@pytest.mark.launches_nothing
+def test_nothing_to_search_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in ("_count_by_key_kernel", "_weigh_by_key_kernel", "_pick_bins_kernel"):
+        monkeypatch.setattr(filtering, kernel, None)
+    for size, num_tokens in ((0, 40), (2, 0)):
+        rows, keys = torch.zeros(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+        floats, bins = torch.ones(size), torch.zeros(size, BINS, dtype=torch.int64)
+        logits = torch.zeros(2, 40)
+        filtering.count_by_key(logits, rows, num_tokens, keys, keys, bins)
+        filtering.weigh_by_key(logits, rows, num_tokens, floats, floats, keys, keys, bins)
+        assert not bins.any()
+    filtering.pick_bins(bins[:0], keys[:0], keys[:0], keys[:0], keys[:0])

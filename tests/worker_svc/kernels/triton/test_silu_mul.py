@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device
+from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
+from worker_svc.kernels.triton import silu_mul as module
+from worker_svc.kernels.triton.silu_mul import silu_and_multiply, silu_and_multiply_reference
+
+
+@pytest.mark.parametrize("tokens", by_device(cpu=[5], gpu=TOKENS))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", by_device(cpu=[8, 100, 1024, 1025, 3072], gpu=WIDTHS))
+def test_silu_and_multiply(size: int, dtype: torch.dtype, tokens: int) -> None:
+    """Also where silu is next to nothing, and of rows that lie apart in memory."""
+    generator = torch.Generator().manual_seed(size)
+    padded = torch.full((tokens, 2 * size + 8), torch.nan, dtype=dtype)
+    padded[:, : 2 * size] = 5 * torch.randn(tokens, 2 * size, generator=generator)
+    padded[0, :4] = torch.tensor([-100.0, -20.0, 0.0, 100.0])
+    gate_up = padded.to(DEVICE)[:, : 2 * size]
+    with poisoned_memory(), np.errstate(over="ignore"):  # of the interpreter's e to the 100
+        out = silu_and_multiply(gate_up)
+    assert out.dtype == dtype
+    assert_rounded_once(out, silu_and_multiply_reference(gate_up.float()))
+
+
+def test_the_gate_comes_first() -> None:
+    expected = [[2 / (1 + 2.718281828**-1), 0.0]]
+    for silu in (silu_and_multiply, silu_and_multiply_reference):
+        out = silu(torch.tensor([[1.0, 0, 2, 3]], device=DEVICE))
+        torch.testing.assert_close(out.cpu(), torch.tensor(expected))
+
+
+@pytest.mark.launches_nothing
+def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_silu_and_multiply_kernel", None)
+    assert silu_and_multiply(torch.empty(0, 16)).shape == (0, 8)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker_svc.device import (
+    DEVICE,
+    ON_GPU,
+    ROWS,
+    VOCAB_SIZES,
+    by_device,
+    of_numba,
+    reference,
+)
+from worker_svc.kernels.triton import token_masks as module
+from worker_svc.kernels.triton.token_masks import apply_masks, apply_masks_reference
+from worker_svc.layers.embedding import VocabPartition
+
+
+@pytest.mark.parametrize(
+    "function",
+    [apply_masks, reference(apply_masks_reference), *of_numba("cpu.tokens", "apply_masks")],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("vocab_size", by_device(cpu=[32, 40, 1001], gpu=[40, *VOCAB_SIZES]))
+@pytest.mark.parametrize("rows", by_device(cpu=[5], gpu=ROWS))
+def test_masked_tokens_are_impossible(
+    function: Callable[..., None],
+    ranks: int,
+    vocab_size: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bits are those that numpy unpacks; one mask excludes nothing. Other rows, and padding,
+    stay as they are."""
+    if not ON_GPU:
+        monkeypatch.setattr(module, "TILE", 256)
+    rng = np.random.default_rng(vocab_size)
+    words = -(-vocab_size // 32)
+    masked = torch.from_numpy(rng.permutation(rows)[: rows // 2 + 1].astype(np.int32))
+    masks = rng.integers(-(2**31), 2**31, (len(masked), words), dtype=np.int64).astype(np.int32)
+    masks[2:3] = -1
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    allowed = torch.ones(rows, vocab_size, dtype=torch.bool)
+    allowed[masked] = torch.from_numpy(bits.astype(bool))
+
+    logits = torch.from_numpy(rng.standard_normal((rows, vocab_size), np.float32))
+    place = masked.to(DEVICE), torch.from_numpy(masks).to(DEVICE)
+    parts = []
+    for rank in range(ranks):
+        vocab = VocabPartition(vocab_size, rank, ranks)
+        whole = torch.full((rows, vocab.shard_size + 16), torch.nan, device=DEVICE)
+        part = whole[:, : vocab.num_tokens]
+        part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
+        function(whole[:, : vocab.shard_size], vocab.start, vocab.num_tokens, *place)
+        assert whole[:, vocab.num_tokens :].isnan().all()
+        parts.append(part.cpu())
+    assert torch.equal(torch.cat(parts, dim=1), logits.masked_fill(~allowed, -torch.inf))
+
+
+@pytest.mark.launches_nothing
+def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_apply_masks_kernel", None)
+    none = torch.empty(0, dtype=torch.int32)
+    apply_masks(torch.empty(0, 40), 0, 40, none, torch.empty(0, 2, dtype=torch.int32))
+    apply_masks(torch.empty(1, 40), 0, 0, none.new_zeros(1), none.new_zeros(1, 2))

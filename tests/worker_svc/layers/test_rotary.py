@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from worker_svc.config import _rope
+from worker_svc.kernels.cpu.fused import norm_and_rotate
+from worker_svc.layers.rotary import rotary_table
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize("head_dim", [24, 40, 128])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        YARN,
+        {**YARN, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+        {**YARN, "attention_factor": 0.7},
+        {**YARN, "mscale": 0.9, "mscale_all_dim": 1.4},
+        {**YARN, "factor": 1.0, "original_max_position_embeddings": 1024},
+    ],
+    ids=lambda p: "-".join(f"{v}" for v in p.values()),
+)
+def test_normalizes_and_rotates_as_transformers_does(
+    parameters: dict[str, Any], head_dim: int
+) -> None:
+    config = Qwen3Config(
+        head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=1024
+    )
+    oracle = Qwen3RotaryEmbedding(config)
+    table = rotary_table(head_dim, 1024, _rope(config.rope_parameters), torch.device("cpu"))
+    positions = torch.tensor([0, 1, 7, 255, 256, 1023])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(positions), 3, head_dim, generator=generator)
+
+    norm = Qwen3RMSNorm(head_dim, eps=1e-5)
+    norm.weight.data.uniform_(0.5, 1.5, generator=generator)
+
+    cos, sin = oracle(x, positions[None])
+    normed = norm(x)[None]
+    expected, _ = apply_rotary_pos_emb(normed, normed, cos, sin, unsqueeze_dim=2)
+    actual = norm_and_rotate(x, 1, 2, norm.weight.detach(), 1e-5, table, positions.numpy())
+
+    torch.testing.assert_close(actual, expected[0, :, 1:].detach())

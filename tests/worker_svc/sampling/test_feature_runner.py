@@ -1,0 +1,310 @@
+"""Features through the whole model: the same on every path, and what transformers' logits give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from tests.worker_svc.harness import Asked, Batch, limits
+from tests.worker_svc.sampling.test_feature_sampler import expected
+from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from worker_svc.model_runner import ModelRunner, StepResult
+from worker_svc.step.decode import Int32s
+
+VOCAB = 301
+# Every feature that changes logits, so that a token of the history that is wrong shows.
+HEAVY = Asked(repetition=1.4, presence=0.3, frequency=0.4, top_k=40, top_p=0.9, min_p=0.01)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_dir: Path) -> ModelRunner:
+    """Its cache holds what other tests left."""
+    return make_runner(tiny_dir)[0]
+
+
+@pytest.fixture
+def batch(tiny: ModelRunner) -> Batch:
+    return make_batch(tiny)
+
+
+def make_batch(runner: ModelRunner) -> Batch:
+    return Batch(limits(vocab_size=runner.info.vocab_size))
+
+
+def run(runner: ModelRunner, batch: Batch, *args: Any, **kwargs: Any) -> StepResult:
+    return runner.launch(batch.step(*args, **kwargs)).wait()
+
+
+def generate(
+    runner: ModelRunner,
+    batch: Batch,
+    text: Sequence[int],
+    count: int,
+    *,
+    chunk: int = 512,
+    ahead: bool = False,
+    crowd: Sequence[Sequence[int]] = (),
+    asked: Asked = HEAVY,
+) -> list[int]:
+    """`count` tokens of a sequence with features, at temperature 0.8 and seed 7.
+
+    Args:
+        chunk: most tokens of the prompt in a step.
+        ahead: decodes are fed with what the device keeps, and waited for at the end.
+        crowd: prompts of sequences that come and go, without features.
+    """
+    asked = replace(asked, prompt_len=len(text))
+    pending: list[tuple[int, Any]] = []
+    completion: list[int] = []
+    parts = [text[i : i + chunk] for i in range(0, len(text), chunk)]
+    row = 0
+    for index in range(len(parts) + count - 1):
+        if index < len(parts):
+            mine: Sequence[int] = parts[index]
+        else:
+            mine = [-1 - row] if ahead else [completion[-1]]
+        chunks = [(0, mine)]
+        if crowd and index % 3 != 2:
+            chunks.insert(index % 2, (100 + index, crowd[index % len(crowd)]))
+        row = [seq for seq, _ in chunks].index(0)
+        samples = index >= len(parts) - 1
+        step = batch.step(
+            chunks,
+            silent=[] if samples else [0],
+            temperatures=[0.8] * len(chunks),
+            seeds=[7] * len(chunks),
+            features={row: asked} if samples else None,
+        )
+        launched = runner.launch(step)
+        if samples:
+            pending.append((row, launched))
+            if not ahead:
+                completion.append(int(launched.wait().token_ids[row]))
+    return [int(launched.wait().token_ids[row]) for row, launched in pending]
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return prompts(VOCAB, [37], seed=4)[0]
+
+
+@pytest.fixture(scope="module")
+def completion(tiny: ModelRunner, text: list[int]) -> list[int]:
+    """Alone, the prompt whole, one step after another."""
+    return generate(tiny, make_batch(tiny), text, 30)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        {"chunk": 5},
+        {"ahead": True},
+        {"crowd": [[1, 2, 3], [4] * 20, [5]]},
+        {"chunk": 16, "ahead": True, "crowd": [[1, 2, 3], [4] * 20, [5]]},
+    ],
+    ids=["chunked", "one step ahead", "batched", "all of it"],
+)
+def test_every_path_gives_the_same(
+    tiny: ModelRunner,
+    batch: Batch,
+    text: list[int],
+    completion: list[int],
+    path: dict[str, Any],
+) -> None:
+    assert generate(tiny, batch, text, 30, **path) == completion
+
+
+def test_features_matter(tiny: ModelRunner, text: list[int], completion: list[int]) -> None:
+    for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
+        asked = replace(HEAVY, **{name: off})
+        assert generate(tiny, make_batch(tiny), text, 30, asked=asked) != completion
+
+
+def test_preempted_and_computed_again(
+    tiny: ModelRunner, text: list[int], completion: list[int]
+) -> None:
+    """In other blocks, generated tokens included."""
+    asked = replace(HEAVY, prompt_len=len(text))
+    for done in (1, 12, 29):
+        again = make_batch(tiny)
+        again.free = again.free[: -10 * done % 200]
+        result = run(
+            tiny,
+            again,
+            [(0, text + completion[:done])],
+            temperatures=[0.8],
+            seeds=[7],
+            features={0: asked},
+        )
+        assert result.token_ids[0] == completion[done]
+
+
+def test_a_shared_prefix_is_part_of_the_history(
+    tiny: ModelRunner, batch: Batch, text: list[int], completion: list[int]
+) -> None:
+    """Of another sequence, whose blocks this one only refers to."""
+    size = batch.limits.block_size
+    run(tiny, batch, [(1, text[: 2 * size])])
+    batch.tables[0], batch.contexts[0] = list(batch.tables[1]), 2 * size
+    asked = replace(HEAVY, prompt_len=len(text))
+    rest = [(0, text[2 * size :])]
+    result = run(tiny, batch, rest, temperatures=[0.8], seeds=[7], features={0: asked})
+    assert result.token_ids[0] == completion[0]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_copied_block_goes_on_by_itself(
+    tiny: ModelRunner, batch: Batch, text: list[int], completion: list[int], ahead: bool
+) -> None:
+    """Two sequences share whole blocks; the last one, partly filled, is copied as they part."""
+    asked = replace(HEAVY, prompt_len=len(text))
+    sampling = {"temperatures": [0.8], "seeds": [7], "features": {0: asked}}
+    first = run(tiny, batch, [(0, text)], **sampling).token_ids[0]
+    *shared, last = batch.tables[0]
+    copy = batch.free.pop()
+    batch.tables[1], batch.contexts[1] = [*shared, copy], batch.contexts[0]
+    tokens = [[-1], [-1]] if ahead else [[first], [first]]
+    both = {"temperatures": [0.8] * 2, "seeds": [7, 7], "features": {0: asked, 1: asked}}
+    result = run(tiny, batch, [(0, tokens[0]), (1, tokens[1])], copies=[(last, copy)], **both)
+    assert result.token_ids.tolist() == [completion[1]] * 2
+    # What one of them writes from now on the other does not see.
+    run(tiny, batch, [(0, [3]), (1, [completion[1]])], **both)
+    parted = run(tiny, batch, [(0, [3]), (1, [completion[2]])], **both).token_ids
+    alone = run(tiny, make_batch(tiny), [(0, [*text, first, 3, 3])], **sampling).token_ids
+    assert parted.tolist() == [alone[0], completion[3]]
+
+
+def test_blocks_are_copied_before_the_step_writes(tiny: ModelRunner, batch: Batch) -> None:
+    """To the copies, and to what was copied."""
+    texts = prompts(VOCAB, [10, 10], seed=5)
+    chunks = [(seq, [*texts[seq % 2], 9 + seq // 2]) for seq in range(4)]
+    whole = run(tiny, make_batch(tiny), chunks).token_ids
+    run(tiny, batch, [(0, texts[0]), (1, texts[1])])
+    copies = []
+    for seq in (0, 1):
+        copies.append((batch.tables[seq][0], batch.free.pop()))
+        batch.tables[2 + seq], batch.contexts[2 + seq] = [copies[-1][1]], 10
+    tokens = run(tiny, batch, [(seq, [9 + seq // 2]) for seq in range(4)], copies=copies).token_ids
+    assert tokens.tolist() == whole.tolist()
+
+
+def test_rows_without_features_are_as_without_the_others(tiny: ModelRunner, batch: Batch) -> None:
+    """Prompt chunks, decodes, rows that sample nothing; features in some."""
+    texts = prompts(VOCAB, [20, 3, 41, 8], seed=6)
+    sampling: dict[str, Any] = {"temperatures": [0.9] * 4, "seeds": [1, 2, 3, 4], "silent": [2]}
+    chunks = [(i, text[:30]) for i, text in enumerate(texts)]
+    plain = run(tiny, make_batch(tiny), chunks, **sampling).token_ids
+    asked = {1: Asked(allowed=[5], logprobs=1), 3: Asked(logprobs=0)}
+    mixed = run(tiny, batch, chunks, **sampling, features=asked)
+    assert mixed.token_ids.tolist() == [plain[0], 5, -1, plain[3]]
+    assert mixed.logprob_ids.tolist()[0] == 5
+    assert mixed.logprob_ids.tolist()[2] == plain[3]
+    assert len(mixed.logprob_ids) == len(mixed.logprob_values) == 3
+
+
+def test_greedy_tokens_follow_transformers(
+    tiny: ModelRunner, tiny_oracle: Qwen3ForCausalLM, batch: Batch
+) -> None:
+    asked = Asked(repetition=1.2, frequency=0.5, presence=0.1, bias={3: 1.0}, prompt_len=9)
+    (text,) = prompts(VOCAB, [9], seed=7)
+    tokens = list(text)
+    for index in range(25):
+        new = text if index == 0 else tokens[-1:]
+        result = run(tiny, batch, [(0, new)], features={0: asked})
+        theirs = expected(oracle_logits(tiny_oracle, tokens)[-1], tokens, asked, 0.0)
+        assert result.token_ids[0] == theirs.argmax()
+        tokens.append(int(result.token_ids[0]))
+
+
+def check_scores(
+    ids: Int32s, values: Any, oracle: torch.Tensor, tokens: Sequence[int], k: int
+) -> None:
+    """Of consecutive tokens, against the oracle's logits [N, vocab]."""
+    logprobs = oracle.log_softmax(1)
+    ids, values = ids.reshape(-1, 1 + k), values.reshape(-1, 1 + k)
+    assert ids[:, 0].tolist() == list(tokens)
+    assert ids[:, 1:].tolist() == logprobs.topk(k).indices.tolist()
+    theirs = logprobs.gather(1, torch.from_numpy(ids.astype(np.int64)))
+    np.testing.assert_allclose(values, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, VOCAB])
+def test_logprobs_are_of_the_models_own_logits(
+    tiny: ModelRunner, tiny_oracle: Qwen3ForCausalLM, batch: Batch, k: int
+) -> None:
+    """Whatever else the row asks for."""
+    texts = prompts(VOCAB, [20, 3, 11], seed=8)
+    asked = {0: replace(HEAVY, logprobs=k, bias={4: 50.0}), 2: Asked(logprobs=k)}
+    result = run(tiny, batch, list(enumerate(texts)), temperatures=[1.0] * 3, features=asked)
+    assert result.token_ids[0] == 4
+    oracle = torch.stack([oracle_logits(tiny_oracle, texts[i])[-1] for i in (0, 2)])
+    tokens = result.token_ids[[0, 2]].tolist()
+    check_scores(result.logprob_ids, result.logprob_values, oracle, tokens, k)
+
+
+@pytest.mark.parametrize("chunk", [300, 299, 64, 1])
+@pytest.mark.parametrize("k", [0, 5])
+def test_prompt_logprobs(
+    tiny: ModelRunner, tiny_oracle: Qwen3ForCausalLM, batch: Batch, chunk: int, k: int
+) -> None:
+    """Of more tokens than are scored at a time, whole and in chunks, beside another sequence."""
+    text, other = prompts(VOCAB, [300, 60], seed=9)
+    if chunk == 1:
+        text = text[:20]
+    ids, values = [], []
+    for start in range(0, len(text), chunk):
+        part = text[start : start + chunk]
+        targets = text[start + 1 : start + 1 + chunk]
+        last = start + chunk >= len(text)
+        beside = other[start : start + 1] or [1]
+        result = run(
+            tiny,
+            batch,
+            [(1, beside), (0, part)],
+            silent=[] if last else [0],
+            features={1: Asked(logprobs=k)} if last else None,
+            targets={1: targets},
+            num_prompt_logprobs=k,
+        )
+        # Those of what was sampled come first.
+        sampled = 1 + k if last else 0
+        assert len(result.logprob_ids) == sampled + len(targets) * (1 + k)
+        ids.append(result.logprob_ids[sampled:])
+        values.append(result.logprob_values[sampled:])
+    oracle = oracle_logits(tiny_oracle, text)[:-1]
+    check_scores(np.concatenate(ids), np.concatenate(values), oracle, text[1:], k)
+
+
+def test_scoring_changes_no_token(tiny: ModelRunner, text: list[int]) -> None:
+    sampling: dict[str, Any] = {"temperatures": [0.9] * 2, "seeds": [1, 2]}
+    chunks = [(0, text), (1, text[:9])]
+    plain = run(tiny, make_batch(tiny), chunks, **sampling).token_ids
+    scored = run(tiny, make_batch(tiny), chunks, **sampling, targets={0: text[1:]})
+    assert scored.token_ids.tolist() == plain.tolist()
+
+
+def test_rows_with_nothing_to_score(tiny: ModelRunner, batch: Batch) -> None:
+    result = run(tiny, batch, [(0, [1]), (1, [2])], targets={0: [], 1: []})
+    assert len(result.logprob_ids) == 0
+    assert (result.token_ids >= 0).all()
+
+
+def test_half_precision(tiny_dir: Path) -> None:
+    """bfloat16 has many equal logits: the likeliest is the lowest id, the one that greedy takes."""
+    runner, batch = make_runner(tiny_dir, dtype="bfloat16")
+    texts = prompts(VOCAB, [7] * 20, seed=10)
+    result = run(
+        runner,
+        batch,
+        list(enumerate(texts)),
+        features={row: Asked(logprobs=1) for row in range(20)},
+    )
+    ids = result.logprob_ids.reshape(20, 2)
+    assert ids[:, 0].tolist() == ids[:, 1].tolist() == result.token_ids.tolist()

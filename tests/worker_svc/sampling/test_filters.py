@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests.worker_svc.device import (
+    DEVICE,
+    ON_GPU,
+    ROWS,
+    VOCAB_SIZES,
+    by_device,
+    cpu_only,
+    generator,
+)
+from tests.worker_svc.thread_ranks import OPS, on_ranks
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.ops import Ops
+from worker_svc.kernels.triton import ops as triton_ops
+from worker_svc.layers.embedding import VocabPartition
+from worker_svc.sampling.filters import Limit, keep_likely
+from worker_svc.sampling.sampler import Sampler
+from worker_svc.sampling.uniforms import uniforms
+
+EPS = 1e-6  # of probability: what is this near to a boundary may be on either side of it
+LOGIT_EPS = 1e-5  # likewise of min_p, relative: its boundary is rounded as a logit
+# There need be no numba beside a GPU.
+DEVICE_OPS: Any = triton_ops if ON_GPU else import_module("worker_svc.kernels.cpu.ops")
+
+
+@dataclass(frozen=True)
+class Params:
+    """Of a row."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def limit(params: list[Params], name: str, off: float, dtype: torch.dtype) -> Limit:
+    rows = [row for row, each in enumerate(params) if getattr(each, name) != off]
+    values = [getattr(params[row], name) for row in rows]
+    return Limit(
+        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        torch.tensor(values, dtype=dtype, device=DEVICE),
+    )
+
+
+def filter_shard(
+    logits: torch.Tensor,
+    params: list[Params],
+    vocab: VocabPartition,
+    tp: TensorParallel,
+    ops: Ops,
+) -> torch.Tensor:
+    """The part of whole logits [F, vocab] that is this rank's, filtered; padding is NaN, and
+    stays."""
+    size = len(logits), vocab.shard_size
+    local = torch.full(size, torch.nan, device=DEVICE)
+    part = local[:, : vocab.num_tokens]
+    part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
+    temperatures = torch.tensor([each.temperature for each in params], device=DEVICE)
+    top_k = limit(params, "top_k", 0, torch.int32)
+    top_p = limit(params, "top_p", 1, torch.float32)
+    min_p = limit(params, "min_p", 0, torch.float32)
+    keep_likely(local, vocab, temperatures, top_k, top_p, min_p, tp, ops)
+    assert local[:, vocab.num_tokens :].isnan().all()
+    return part.to(logits.device)
+
+
+def filtered(
+    logits: torch.Tensor, params: list[Params], ranks: int = 1, ops: Ops = DEVICE_OPS
+) -> torch.Tensor:
+    """[F, vocab], put together from ranks."""
+    if ranks == 1:
+        vocab = VocabPartition(logits.shape[1], 0, 1)
+        return filter_shard(logits, params, vocab, TensorParallel(), ops)
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        return filter_shard(
+            logits, params, VocabPartition(logits.shape[1], tp.rank, ranks), tp, OPS
+        )
+
+    return torch.cat(on_ranks(ranks, run), dim=1)
+
+
+def warped(row: torch.Tensor, params: Params, nudge: float) -> torch.Tensor:
+    """Which tokens transformers keeps, in float64, and those that are equal to one of them; with
+    top_p and min_p a little stricter (-1) or laxer (1)."""
+    kept = row > -torch.inf
+    scores = TemperatureLogitsWarper(params.temperature)(None, row.double()[None])
+
+    def keep(warper: Any) -> None:
+        nonlocal kept
+        left = warper(None, scores.masked_fill(~kept, -torch.inf))[0] > -torch.inf
+        kept = kept & (row >= row[left].min())
+
+    if params.top_k:
+        keep(TopKLogitsWarper(params.top_k))
+    top_p = params.top_p + nudge * EPS
+    if params.top_p < 1 and top_p < 1:
+        keep(TopPLogitsWarper(max(top_p, 0.0)))
+    if params.min_p:
+        # Rounding a logit to float32 is relative to the logit.
+        blur = EPS + 2.0**-22 * float(row[kept].abs().max()) / params.temperature
+        keep(MinPLogitsWarper(min(params.min_p * np.exp(min(-nudge * blur, 700)), 1.0)))
+    return kept
+
+
+def assert_as_transformers(
+    logits: torch.Tensor, params: list[Params], ops: Ops = DEVICE_OPS
+) -> None:
+    actual = filtered(logits, params, ops=ops)
+    for row, (before, after, each) in enumerate(zip(logits, actual, params, strict=True)):
+        kept = after > -torch.inf
+        assert torch.equal(before[kept], after[kept]), (row, each)
+        assert (kept >= warped(before, each, -1)).all(), (row, each)
+        assert (kept <= warped(before, each, +1)).all(), (row, each)
+        assert kept[before.argmax()], (row, each)
+
+
+def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
+    """Ordinary ones, many equal ones, impossible tokens, and huge ranges, in turn."""
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    logits[1::4] = (logits[1::4] / 4).bfloat16().float()
+    logits[2::4, ::3] = -torch.inf
+    logits[3::4] *= 1e30
+    return logits
+
+
+def random_params(rows: int, vocab: int, seed: int) -> list[Params]:
+    rng = np.random.default_rng(seed)
+
+    def pick(*choices: float) -> float:
+        return float(rng.choice(choices))
+
+    return [
+        Params(
+            temperature=float(np.float32(pick(1e-3, 0.6, 1.0, 2.0))),
+            top_k=int(pick(0, 0, 1, 2, 5, 20, vocab // 2, vocab - 1, vocab, 2**30)),
+            top_p=float(np.float32(pick(1, 1, 1e-6, 0.1, 0.5, 0.95, 0.999999))),
+            min_p=float(np.float32(pick(0, 0, 1e-6, 0.05, 0.5, 1))),
+        )
+        for _ in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 301, 1000])
+@pytest.mark.parametrize("seed", range(3))
+def test_keeps_what_transformers_keeps(vocab: int, seed: int) -> None:
+    assert_as_transformers(random_logits(100, vocab, seed), random_params(100, vocab, seed))
+
+
+def test_the_vocabulary_of_qwen3() -> None:
+    vocab = 151_936
+    params = [
+        Params(0.6, top_k=20, top_p=0.95),
+        Params(1.0, top_k=1000),
+        Params(2.0, top_p=0.9),
+        Params(1.0, top_p=0.999999, min_p=0.001),
+        Params(1.0, top_k=vocab - 1),
+        Params(1e-3, top_p=1e-6),
+        Params(2.0, top_k=vocab // 2, top_p=0.5),
+        Params(0.6, min_p=0.05),
+    ]
+    assert_as_transformers(random_logits(len(params), vocab, seed=7), params)
+
+
+@cpu_only
+def test_the_kernels_of_a_gpu_keep_the_same() -> None:
+    vocab = 301
+    logits, params = random_logits(12, vocab, seed=5), random_params(12, vocab, seed=5)
+    assert_as_transformers(logits, params, triton_ops)
+    assert torch.equal(filtered(logits, params), filtered(logits, params, ops=triton_ops))
+
+
+def on_wrong_side(logits: torch.Tensor, kept: torch.Tensor, params: Params) -> int:
+    """Tokens that are kept and should not be, or the other way round, by the only filter of
+    `params`, which all rows have; in float64, for vocabularies for which transformers is slow."""
+    ordered = logits.sort(dim=1, descending=True).values
+
+    def outside(min_kept: torch.Tensor, max_kept: torch.Tensor) -> int:
+        """Beyond so many tokens [rows], and those that are equal to the last of them."""
+        strict, lax = (ordered.gather(1, n[:, None] - 1) for n in (min_kept, max_kept))
+        return int(((logits >= strict) & ~kept).sum() + (kept & (logits < lax)).sum())
+
+    if params.top_k:
+        ks = torch.full((len(logits),), params.top_k, device=logits.device)
+        return outside(ks, ks)
+    weights = (ordered.double() / params.temperature).softmax(dim=1)
+    if params.top_p < 1:
+        before = weights.cumsum(dim=1) - weights
+        return outside(*((before < params.top_p + off).sum(dim=1) for off in (-EPS, EPS)))
+    threshold = params.min_p * weights[:, :1]
+    bounds = threshold * (1 + LOGIT_EPS), threshold * (1 - LOGIT_EPS)
+    return outside(*((weights >= bound).sum(dim=1) for bound in bounds))
+
+
+@pytest.mark.parametrize("ops", by_device(cpu=[DEVICE_OPS, triton_ops], gpu=[triton_ops]))
+@pytest.mark.parametrize("rows", by_device(cpu=[1, 5], gpu=ROWS))
+@pytest.mark.parametrize("vocab", by_device(cpu=[301], gpu=VOCAB_SIZES))
+def test_filters_by_their_definition(vocab: int, rows: int, ops: Ops) -> None:
+    """Each by itself, all at once as one after another, and the same tokens wherever in the
+    vocabulary they are. In every other row many logits are equal."""
+    random = generator(seed=vocab + rows)
+    logits = 3 * torch.randn(rows, vocab, generator=random, device=random.device)
+    logits[1::2] = logits[1::2].bfloat16().float()
+    for top_k, top_p, min_p in ((20, 0.95, 0.05), (vocab // 3, 0.5, 1e-3)):
+        top_p, min_p = (float(np.float32(value)) for value in (top_p, min_p))
+        left = logits
+        for each in (Params(top_k=top_k), Params(top_p=top_p), Params(min_p=min_p)):
+            one = replace(each, temperature=float(np.float32(0.6)))
+            after = filtered(left, [one] * rows, ops=ops)
+            assert on_wrong_side(left, after > -torch.inf, one) == 0, one
+            left = after
+        every = replace(one, top_k=top_k, top_p=top_p)
+        assert torch.equal(filtered(logits, [every] * rows, ops=ops), left)
+        moved = filtered(logits.roll(vocab // 3, 1), [every] * rows, ops=ops)
+        assert torch.equal(moved, left.roll(vocab // 3, 1))
+
+
+@cpu_only
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("vocab", [40, 1000])
+def test_the_number_of_ranks_changes_nothing(ranks: int, vocab: int) -> None:
+    """40 tokens are five chunks of eight: of four ranks the last has nothing but padding."""
+    logits, params = random_logits(60, vocab, ranks), random_params(60, vocab, ranks)
+    assert torch.equal(filtered(logits, params, ranks), filtered(logits, params))
+
+
+def test_the_batch_changes_nothing() -> None:
+    logits, params = random_logits(60, 301, seed=8), random_params(60, 301, seed=8)
+    together = filtered(logits, params)
+    for row in range(60):
+        alone = filtered(logits[row : row + 1], params[row : row + 1])
+        assert torch.equal(alone[0], together[row]), params[row]
+
+
+def test_equal_logits_are_kept_or_excluded_together() -> None:
+    logits = torch.tensor([2.0, -0.0, 3.0, 0.0, 2.0, -1.0, 2.0, 0.0]).repeat(4, 1)
+    params = [Params(top_k=2), Params(top_k=5), Params(top_p=0.5), Params(min_p=0.3)]
+    kept = filtered(logits, params) > -torch.inf
+    assert [row.nonzero().squeeze(1).tolist() for row in kept] == [
+        [0, 2, 4, 6],
+        [0, 1, 2, 3, 4, 6, 7],
+        [0, 2, 4, 6],
+        [0, 2, 4, 6],
+    ]
+
+
+def test_greedy_rows_and_rows_of_nothing_stay() -> None:
+    """Whatever their parameters are."""
+    logits = random_logits(3, 301, seed=9)
+    logits[2] = -torch.inf
+    params = [Params(t, top_k=3, top_p=0.5, min_p=0.5) for t in (0.0, 1.0, 1.0)]
+    after = filtered(logits, params)
+    assert torch.equal(after[0], logits[0])
+    assert int((after[1] > -torch.inf).sum()) <= 3
+    assert torch.equal(after[2], logits[2])
+
+
+def test_without_filters_nothing_is_asked_of_the_device() -> None:
+    logits = random_logits(2, 40, seed=1)
+    after = filtered(logits, [Params(), Params()], ops=cast(Ops, None))
+    assert torch.equal(after, logits)
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(1.0, top_k=7),
+        Params(0.7, top_p=0.8),
+        Params(1.5, min_p=0.1),
+        Params(0.8, top_k=12, top_p=0.9),
+        Params(2.0, top_p=0.95, min_p=0.05),
+        Params(1.3, top_k=20, top_p=0.9, min_p=0.02),
+    ],
+)
+def test_distribution_of_sampled_tokens(params: Params) -> None:
+    """Chi-square against softmax(logits / temperature) of what transformers keeps, over random
+    numbers of many seeds and positions."""
+    size, draws, seed = 60, 20_000, 11
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(seed))
+    left = filtered(logits, [params])
+    vocab = VocabPartition(size, 0, 1)
+    rows = torch.nn.functional.pad(left, (0, vocab.shard_size - size)).expand(draws, -1)
+    seeds = np.arange(draws, dtype=np.uint64) // 100
+    random = torch.from_numpy(uniforms(seeds, np.arange(draws, dtype=np.int32) % 100))
+    temperatures = torch.full((draws,), params.temperature)
+    tokens = Sampler(vocab, TensorParallel(), DEVICE_OPS)(rows, temperatures, random)
+
+    kept = warped(logits[0], params, 0)
+    scores = (logits[0].double() / params.temperature).masked_fill(~kept, -torch.inf)
+    expected = draws * scores.softmax(0).numpy()
+    counts = np.bincount(tokens.numpy(), minlength=size)
+    assert counts[expected == 0].sum() == 0
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert expected.min() > 5  # as the test asks for
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    assert freedom > 3
+    bound = freedom + 5 * (2 * freedom) ** 0.5  # mean and five standard deviations
+    assert statistic < bound, f"seed {seed}"

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
+from worker_svc.distributed import TensorParallel
+from worker_svc.layers.embedding import VocabPartition
+from worker_svc.sampling.sampler import Sampler
+from worker_svc.sampling.uniforms import uniforms
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: list[float],
+    seeds: list[int],
+    positions: list[int],
+    ranks: int = 1,
+) -> list[int]:
+    """Cuts whole logits [N, vocab] over ranks; all must sample the same."""
+
+    def run(tp: TensorParallel) -> list[int]:
+        vocab, local = shard(logits, tp)
+        random = uniforms(np.array(seeds, np.uint64), np.array(positions, np.int32))
+        sampler = Sampler(vocab, tp, OPS)
+        tokens = sampler(local, torch.tensor(temperatures), torch.from_numpy(random))
+        return tokens.tolist()
+
+    results = on_ranks(ranks, run)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 301, 1000, 1536, 151_936])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_partition_covers_the_vocabulary_once(vocab: int, ranks: int) -> None:
+    parts = [VocabPartition(vocab, rank, ranks) for rank in range(ranks)]
+    ids = [i for p in parts for i in range(p.start, p.start + p.num_tokens)]
+    assert ids == list(range(vocab))
+    assert {p.chunk_size for p in parts} == {VocabPartition(vocab, 0, 1).chunk_size}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype, ranks: int) -> None:
+    # In bfloat16 there are ties in nearly every row.
+    logits = random_logits(50, 1001).to(dtype)
+    logits[0] = 1.0
+    expected = [row.tolist().index(row.max().item()) for row in logits]
+    assert sample(logits, [0.0] * 50, [1] * 50, [1] * 50, ranks) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_do_not_change_the_token(ranks: int) -> None:
+    """Mixed temperatures, greedy among them, on a vocabulary that no number here divides."""
+    seed = 3
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    rows = 300
+    logits = random_logits(rows, 1001, seed)
+    temperatures = rng.choice([0.0, 0.1, 0.7, 1.0, 5.0], rows).tolist()
+    seeds = rng.integers(2**64, size=rows, dtype=np.uint64).tolist()
+    positions = rng.integers(1, 40000, rows).tolist()
+    one = sample(logits, temperatures, seeds, positions)
+    assert sample(logits, temperatures, seeds, positions, ranks) == one
+
+
+def test_batch_composition_does_not_change_the_token() -> None:
+    logits = random_logits(64, 301)
+    temperatures = [0.0 if i % 5 == 0 else 0.2 * (i % 7 + 1) for i in range(64)]
+    seeds, positions = list(range(64)), [9] * 64
+    together = sample(logits, temperatures, seeds, positions)
+    alone = [
+        sample(logits[i : i + 1], [temperatures[i]], [seeds[i]], [positions[i]])[0]
+        for i in range(64)
+    ]
+    assert together == alone
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.5])
+def test_distribution(temperature: float) -> None:
+    """Chi-square of the sampled tokens against softmax(logits / temperature)."""
+    vocab, draws = 40, 20_000
+    logits = random_logits(1, vocab, seed=5)
+    tokens = sample(
+        logits.expand(draws, vocab),
+        [temperature] * draws,
+        list(range(draws)),
+        [17] * draws,
+    )
+    expected = draws * torch.softmax(logits[0].double() / temperature, 0).numpy()
+    counts = np.bincount(tokens, minlength=vocab)
+    # Cells of fewer than 5 expected draws are joined, as the test asks for.
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    statistic = float(((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
+    freedom = len(expected) - 1
+    limit = freedom + 4 * (2 * freedom) ** 0.5  # mean and four standard deviations
+    print(f"seeds 0..{draws - 1}, chi-square {statistic:.1f}, {freedom} degrees, limit {limit:.1f}")
+    assert statistic < limit
+
+
+def test_uniforms_are_uniform_and_independent() -> None:
+    """Over seeds at one position, over positions of one seed, and between neighbours of both."""
+    n = 1 << 16
+    along_seeds = uniforms(np.arange(n, dtype=np.uint64), np.full(n, 3, np.int32))
+    along_positions = uniforms(np.full(n, 3, np.uint64), np.arange(n, dtype=np.int32))
+    shifted = uniforms(np.full(n, 4, np.uint64), np.arange(n, dtype=np.int32))
+    for u in (along_seeds, along_positions):
+        assert u.min() >= 0
+        assert u.max() < 1
+        counts = np.bincount((u * 64).astype(int), minlength=64)
+        assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 63 + 4 * 126**0.5
+        assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 4 / n**0.5
+    assert abs(np.corrcoef(along_positions, shifted)[0, 1]) < 4 / n**0.5
+    # Seed s at position p + 1 must not be seed s + 1 at position p.
+    assert not np.isin(along_positions[:100], shifted[:100]).any()
+
+
+def test_impossible_tokens_are_never_sampled() -> None:
+    draws = 2000
+    logits = torch.full((draws, 301), -torch.inf)
+    logits[:, [0, 150, 300]] = torch.tensor([0.0, 1.0, 2.0])
+    tokens = sample(logits, [1.0] * draws, list(range(draws)), [1] * draws)
+    assert set(tokens) == {0, 150, 300}
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1e6])
+def test_extreme_temperatures(temperature: float) -> None:
+    logits = random_logits(20, 301)
+    tokens = sample(logits, [temperature] * 20, list(range(20)), [1] * 20)
+    assert all(0 <= token < 301 for token in tokens)
+    if temperature < 1:
+        assert tokens == logits.argmax(1).tolist()

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import InvalidArgumentError
+from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
+from tests.worker_svc.harness import (
+    Asked,
+    Batch,
+    f4,
+    i4,
+    limits,
+    prompt_logprobs,
+    sampling_features,
+)
+from worker_svc.step.decode import Step, decode_step
+
+VOCAB = 70  # three words of a mask, the last one not full
+LIMITS = limits(vocab_size=VOCAB, block_size=4)
+NAN, INF = float("nan"), float("inf")
+
+
+def valid() -> StepRequest:
+    """Rows of 5, 3 and 1 tokens, of which the first samples nothing."""
+    request = Batch(LIMITS).request([(0, [1, 2, 3, 4, 5]), (1, [6, 7, 8]), (2, [9])], silent=[0])
+    asked = {
+        1: Asked(top_k=3, top_p=0.5, min_p=0.25, bias={5: 1.5, 69: -INF}, allowed=[0, 33, 69]),
+        2: Asked(repetition=1.5, presence=0.5, frequency=-2.0, prompt_len=1, logprobs=VOCAB),
+    }
+    request.features.CopyFrom(sampling_features(asked, VOCAB))
+    request.prompt_logprobs.CopyFrom(prompt_logprobs({0: [2, 3, 4, 5, 6], 1: [7]}, 4))
+    return request
+
+
+def decode(request: StepRequest) -> Step:
+    return decode_step(request, LIMITS, None)
+
+
+def test_features_are_decoded() -> None:
+    features = decode(valid()).features
+    assert features
+    assert features.rows.tolist() == [1, 2]
+    assert features.top_k.tolist() == [3, 0]
+    assert features.top_p.tolist() == [0.5, 1]
+    assert features.min_p.tolist() == [0.25, 0]
+    assert features.repetition_penalties.tolist() == [1, 1.5]
+    assert features.presence_penalties.tolist() == [0, 0.5]
+    assert features.frequency_penalties.tolist() == [0, -2]
+    assert features.prompt_lens.tolist() == [0, 1]
+    assert features.num_logprobs.tolist() == [-1, VOCAB]
+    assert features.bias_offsets.tolist() == [0, 2, 2]
+    assert features.bias_ids.tolist() == [5, 69]
+    assert features.bias_values.tolist() == [1.5, -INF]
+    assert features.masked.tolist() == [0]
+    assert features.masks.tolist() == [[1, 2, 1 << 5]]
+    assert features.penalized.tolist() == [False, True]
+    assert features.filtered.tolist() == [True, False]
+
+
+def test_prompt_targets_are_decoded() -> None:
+    step = decode(valid())
+    targets = step.prompt_targets
+    assert targets
+    assert targets.rows.tolist() == [0, 1]
+    assert targets.num_logprobs.tolist() == [4, 4]
+    assert targets.targets.tolist() == [2, 3, 4, 5, 6, 7]
+    assert targets.token_indices(step.query_lens).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_targets_need_not_follow_every_token() -> None:
+    request = valid()
+    request.prompt_logprobs.CopyFrom(prompt_logprobs({0: [2], 1: [], 2: [3]}, 0))
+    step = decode(request)
+    assert step.prompt_targets
+    assert step.prompt_targets.token_indices(step.query_lens).tolist() == [0, 8]
+
+
+def test_most_steps_have_neither() -> None:
+    step = decode(Batch(LIMITS).request([(0, [1])]))
+    assert step.features is None
+    assert step.prompt_targets is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("rows", i4([0, 2]), "0 is not a row that samples"),
+        ("rows", i4([2, 1]), "not ascending"),
+        ("rows", i4([1, 1]), "not ascending"),
+        ("rows", i4([1, 3]), "3 is not in 0..2"),
+        ("rows", i4([-1, 1]), "-1 is not in 0..2"),
+        ("rows", b"\x00" * 7, "7 bytes, no multiple of 4"),
+        ("top_k", i4([1]), "1 entries, expected 2"),
+        ("top_k", i4([3, -1]), "-1 is not 0 or more"),
+        ("top_p", f4([0.5]), "1 entries, expected 2"),
+        ("top_p", f4([0.5, 0]), "0.0 is not in (0, 1]"),
+        ("top_p", f4([1.5, 1]), "1.5 is not in (0, 1]"),
+        ("top_p", f4([NAN, 1]), "nan is not in (0, 1]"),
+        ("min_p", f4([0.5]), "1 entries, expected 2"),
+        ("min_p", f4([-0.5, 0]), "-0.5 is not in [0, 1]"),
+        ("min_p", f4([0, 1.5]), "1.5 is not in [0, 1]"),
+        ("min_p", f4([0, NAN]), "nan is not in [0, 1]"),
+        ("repetition_penalties", f4([1]), "1 entries, expected 2"),
+        ("repetition_penalties", f4([1, 0]), "0.0 is not finite and above 0"),
+        ("repetition_penalties", f4([INF, 1]), "inf is not finite and above 0"),
+        ("repetition_penalties", f4([NAN, 1]), "nan is not finite and above 0"),
+        ("presence_penalties", f4([0]), "1 entries, expected 2"),
+        ("presence_penalties", f4([0, INF]), "inf is not finite"),
+        ("frequency_penalties", f4([0]), "1 entries, expected 2"),
+        ("frequency_penalties", f4([NAN, 0]), "nan is not finite"),
+        ("prompt_lens", i4([0]), "1 entries, expected 2"),
+        ("prompt_lens", i4([4, 1]), "4 is not in 0..context_len of its row"),
+        ("prompt_lens", i4([0, -1]), "-1 is not in 0..context_len of its row"),
+        ("num_logprobs", i4([0]), "1 entries, expected 2"),
+        ("num_logprobs", i4([-2, 0]), "-2 is not in -1..70"),
+        ("num_logprobs", i4([0, 71]), "71 is not in -1..70"),
+        ("bias_offsets", i4([0, 2]), "2 entries, expected 3"),
+        ("bias_offsets", i4([0, 3, 2]), "not rising from 0 to 2"),
+        ("bias_offsets", i4([-1, 0, 2]), "not rising from 0 to 2"),
+        ("bias_offsets", i4([0, 1, 1]), "not rising from 0 to 2"),
+        ("bias_ids", i4([5, 70]), "70 is not in 0..69"),
+        ("bias_ids", i4([-1, 5]), "-1 is not in 0..69"),
+        ("bias_values", f4([1]), "1 entries, expected 2"),
+        ("bias_values", f4([1, INF]), "inf is not finite or -inf"),
+        ("bias_values", f4([NAN, 1]), "nan is not finite or -inf"),
+        ("masked", i4([2]), "2 is not in 0..1"),
+        ("masked", i4([-1]), "-1 is not in 0..1"),
+        ("masks", i4([1, 2]), "2 entries, expected 3"),
+        ("masks", b"", "0 entries, expected 3"),
+    ],
+)
+def test_a_malformed_feature_is_named(column: str, value: bytes, reason: str) -> None:
+    request = valid()
+    setattr(request.features, column, value)
+    with pytest.raises(InvalidArgumentError) as error:
+        decode(request)
+    assert (error.value.field, error.value.reason) == (f"features.{column}", reason)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("rows", i4([1, 0]), "not ascending"),
+        ("rows", i4([0, 3]), "3 is not in 0..2"),
+        ("num_logprobs", i4([4]), "1 entries, expected 2"),
+        ("num_logprobs", i4([4, -1]), "-1 is not in 0..70"),
+        ("num_logprobs", i4([71, 4]), "71 is not in 0..70"),
+        ("target_offsets", i4([0, 6]), "2 entries, expected 3"),
+        ("target_offsets", i4([0, 7, 6]), "not rising from 0 to 6"),
+        ("target_offsets", i4([0, 6, 6]), "6 is not in 0..query_len targets of a row"),
+        ("targets", i4([2, 3, 4, 5, 70, 7]), "70 is not in 0..69"),
+        ("targets", i4([2, 3, 4, 5, -1, 7]), "-1 is not in 0..69"),
+    ],
+)
+def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> None:
+    request = valid()
+    setattr(request.prompt_logprobs, column, value)
+    with pytest.raises(InvalidArgumentError) as error:
+        decode(request)
+    assert (error.value.field, error.value.reason) == (f"prompt_logprobs.{column}", reason)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
+    """Any bytes are either a step or refused: no other exception, and no index out of range."""
+    rng = np.random.default_rng(seed)
+    columns = [("features", each.name) for each in SamplingFeatures.DESCRIPTOR.fields]
+    columns += [("prompt_logprobs", each.name) for each in PromptLogprobs.DESCRIPTOR.fields]
+    for _ in range(700):
+        request: Any = valid()
+        for place in rng.choice(len(columns), rng.integers(1, 4), replace=False):
+            message, column = columns[place]
+            data = bytearray(getattr(getattr(request, message), column))
+            data[rng.integers(len(data))] = rng.integers(256)
+            data = data[: rng.integers(len(data) + 1) or None]
+            setattr(getattr(request, message), column, bytes(data))
+        try:
+            step = decode(request)
+        except InvalidArgumentError:
+            continue
+        assert step.features
+        assert step.prompt_targets
+        assert step.samples[step.features.rows].all()
+        assert (step.features.masked < len(step.features.rows)).all()
+        indices = step.prompt_targets.token_indices(step.query_lens)
+        assert ((indices >= 0) & (indices < step.num_tokens)).all()

@@ -1,0 +1,175 @@
+"""The searches of `filters` in numba; `filtering_reference` says what."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from worker_svc.kernels.cpu.simd import exp
+from worker_svc.kernels.cpu.tokens import PARALLEL_ROWS
+from worker_svc.kernels.filtering_reference import LARGEST_WEIGHT, SIGN
+from worker_svc.kernels.ops import BIN_BITS
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+LEAST_EXPONENT = np.float32(-29)  # far below what weighs 1
+LEAST_KEY = 0x00800000  # of the least finite logit
+LARGEST_KEY = 0xFF800000  # of inf
+PIECE = 64  # of a row
+
+
+def count_by_key(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: int,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    bins: torch.Tensor,
+) -> None:
+    _count_by_key(
+        logits.numpy(), rows.numpy(), num_tokens, low.numpy(), shifts.numpy(), bins.numpy()
+    )
+
+
+def weigh_by_key(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: int,
+    maxima: torch.Tensor,
+    scales: torch.Tensor,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    bins: torch.Tensor,
+) -> None:
+    _weigh_by_key(
+        logits.numpy(),
+        rows.numpy(),
+        num_tokens,
+        maxima.numpy(),
+        scales.numpy(),
+        low.numpy(),
+        shifts.numpy(),
+        bins.numpy(),
+    )
+
+
+def pick_bins(
+    bins: torch.Tensor,
+    targets: torch.Tensor,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    above: torch.Tensor,
+) -> None:
+    _pick_bins(bins.numpy(), targets.numpy(), low.numpy(), shifts.numpy(), above.numpy())
+
+
+# No fastmath below: a logit must weigh the same in a loop's vectors as in what remains of it.
+
+
+@njit
+def _key(logit: np.float32) -> int:
+    """As `keys_of`."""
+    bits = int(np.float32(logit).view(np.int32))
+    if bits >= 0 or bits == -SIGN:
+        return max(bits, 0) + SIGN
+    return -1 - bits
+
+
+@njit
+def _logit(key: int) -> np.float32:
+    """As `logits_of`, of the key nearest to this one that is a finite logit's, or infinity's."""
+    key = min(max(key, LEAST_KEY), LARGEST_KEY)
+    return np.int32(key - SIGN if key >= SIGN else -1 - key).view(np.float32)
+
+
+@njit(inline="always")
+def _any_between(piece: Float32s, least: np.float32, largest: np.float32) -> bool:
+    """Most pieces of a row have nothing to count, and this is vectorized."""
+    found = 0
+    for logit in piece:
+        found += (logit >= least) & (logit <= largest)
+    return found > 0
+
+
+@njit
+def _count_row(row: Float32s, low: int, shift: int, bins: Int64s) -> None:
+    least, largest = _logit(low), _logit(low + (len(bins) << shift) - 1)
+    for start in range(0, len(row), PIECE):
+        piece = row[start : start + PIECE]
+        if _any_between(piece, least, largest):
+            for logit in piece:
+                if least <= logit <= largest:
+                    bins[(_key(logit) - low) >> shift] += 1
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _count_by_key(
+    logits: Float32s, rows: Int32s, num_tokens: int, low: Int64s, shifts: Int64s, bins: Int64s
+) -> None:
+    if len(rows) < PARALLEL_ROWS:
+        for g in range(len(rows)):
+            if shifts[g] >= 0:
+                _count_row(logits[rows[g], :num_tokens], low[g], shifts[g], bins[g])
+    else:
+        for g in prange(len(rows)):
+            if shifts[g] >= 0:
+                _count_row(logits[rows[g], :num_tokens], low[g], shifts[g], bins[g])
+
+
+@njit
+def _weigh_row(
+    row: Float32s, largest_logit: np.float32, scale: np.float32, low: int, shift: int, bins: Int64s
+) -> None:
+    weights = np.empty(PIECE, np.float32)
+    least, largest = _logit(low), _logit(low + (len(bins) << shift) - 1)
+    least = max(least, largest_logit + LEAST_EXPONENT / scale)
+    for start in range(0, len(row), PIECE):
+        piece = row[start : start + PIECE]
+        if _any_between(piece, least, largest):
+            for i, logit in enumerate(piece):
+                weights[i] = exp((logit - largest_logit) * scale) * np.float32(LARGEST_WEIGHT)
+            for i, logit in enumerate(piece):
+                if least <= logit <= largest:
+                    bins[(_key(logit) - low) >> shift] += np.int64(weights[i])
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _weigh_by_key(
+    logits: Float32s,
+    rows: Int32s,
+    num_tokens: int,
+    maxima: Float32s,
+    scales: Float32s,
+    low: Int64s,
+    shifts: Int64s,
+    bins: Int64s,
+) -> None:
+    if len(rows) < PARALLEL_ROWS:
+        for g in range(len(rows)):
+            if shifts[g] >= 0:
+                row = logits[rows[g], :num_tokens]
+                _weigh_row(row, maxima[g], scales[g], low[g], shifts[g], bins[g])
+    else:
+        for g in prange(len(rows)):
+            if shifts[g] >= 0:
+                row = logits[rows[g], :num_tokens]
+                _weigh_row(row, maxima[g], scales[g], low[g], shifts[g], bins[g])
+
+
+@njit(cache=True, nogil=True)
+def _pick_bins(bins: Int64s, targets: Int64s, low: Int64s, shifts: Int64s, above: Int64s) -> None:
+    for g in range(len(bins)):
+        shift = shifts[g]
+        if shift < 0:
+            continue
+        number = bins.shape[1] - 1
+        while number > 0 and above[g] + bins[g, number] < targets[g]:
+            above[g] += bins[g, number]
+            number -= 1
+        low[g] += number << shift
+        settled = shift == 0 or above[g] + bins[g, number] == targets[g]
+        shifts[g] = -1 if settled else max(shift - BIN_BITS, 0)

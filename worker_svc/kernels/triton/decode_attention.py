@@ -1,0 +1,259 @@
+"""Attention of one query per sequence over the paged KV cache.
+
+Split-KV, or "flash-decoding" (Dao et al., "Flash-Decoding for long-context inference", 2023): each
+sequence is divided into parts, each part has an online softmax of its own, and a second kernel
+weighs the parts' results by their sums. Bounded by the bandwidth at which keys and values are
+read, each once: the query heads that share a KV head are the rows of one tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton.language as tl
+
+from worker_svc.kernels.triton.launch import kernel, next_power_of_2
+from worker_svc.kernels.triton.paged_attention import (
+    LOG2_E,
+    UNALIGNED,
+    Tiling,
+    architecture,
+    block_of,
+    dot_dtype,
+    slots_of,
+)
+
+# By architecture and head_dim, rounded up to a power of two, for 16-bit caches. To saturate the
+# memory of an H200, each multiprocessor needs some 40 KB in flight (4.3 TB/s x 1.2 us / 132). On
+# sm_90, at head_dim 128, a program has one to two tiles of 2 x 16 KB in flight and three programs
+# fit; on sm_80, tiles are half as large, so that two programs fit into 99 KiB.
+TILINGS = {
+    (90, 16): Tiling(tile=128, num_warps=4, num_stages=3),
+    (90, 32): Tiling(tile=128, num_warps=4, num_stages=3),
+    (90, 64): Tiling(tile=128, num_warps=4, num_stages=3),
+    (90, 128): Tiling(tile=64, num_warps=4, num_stages=3),
+    (90, 256): Tiling(tile=32, num_warps=4, num_stages=3),
+    (80, 16): Tiling(tile=128, num_warps=4, num_stages=3),
+    (80, 32): Tiling(tile=128, num_warps=4, num_stages=3),
+    (80, 64): Tiling(tile=64, num_warps=4, num_stages=3),
+    (80, 128): Tiling(tile=32, num_warps=4, num_stages=3),
+    (80, 256): Tiling(tile=16, num_warps=4, num_stages=3),
+}
+# Tensor cores do not multiply float32, which is there for comparisons: a tile that does not spill.
+FLOAT32_TILING = Tiling(tile=16, num_warps=4, num_stages=2)
+
+# Floats after each partial result, of which the first is its log-sum: as many as keep the results
+# aligned to 16 bytes.
+SUM_COLUMNS = 4
+
+
+@kernel(do_not_specialize_on_alignment=UNALIGNED)
+def _decode_attention_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    seqs: tl.tensor,
+    query_starts: tl.tensor,
+    context_lens: tl.tensor,
+    block_table: tl.tensor,
+    table_offsets: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARTIAL_SIZE: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    """One part of one sequence, all query heads of one KV head; grid (kv_heads, N, splits). KV
+    heads come first since their rows of a position are neighbours in memory. If SPLIT, `out` is the
+    workspace."""
+    kv_head, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(2)
+    seq = tl.load(seqs + n)
+    context = tl.load(context_lens + seq)
+    query = tl.load(query_starts + seq).to(tl.int64)
+    table = block_table + tl.load(table_offsets + seq)
+    tiles = tl.cdiv(context, TILE)
+    begin = tiles * part // parts * TILE
+    end = tl.minimum(tiles * (part + 1) // parts * TILE, context)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    head = kv_head * GROUP + row
+    real_row = (row < GROUP)[:, None]
+    real_dim = (dim < HEAD_DIM)[None, :]
+    rows = (query * KV_HEADS * GROUP + head) * HEAD_DIM
+    queries = tl.load(q + rows[:, None] + dim[None, :], mask=real_row & real_dim, other=0.0)
+    queries = queries.to(DOT)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    block = block_of(table, begin, end, BLOCK_SIZE, TILE)
+    for start in range(begin, end, TILE):
+        slots = slots_of(block, start, BLOCK_SIZE, TILE)
+        block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
+        seen = start + tl.arange(0, TILE) < end
+        offsets = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
+        loaded = seen[:, None] & real_dim
+        k = tl.load(keys + offsets, mask=loaded, other=0.0)
+        scores = tl.dot(queries, tl.trans(k.to(DOT)), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(values + offsets, mask=loaded, other=0.0)
+        weights = weights.to(v.dtype).to(DOT)
+        acc = tl.dot(weights, v.to(DOT), acc * decay[:, None], input_precision="ieee")
+        top = new_top
+
+    # Without context, and in an empty part, `total` is 0: the result is 0, its log-sum -inf.
+    total = tl.where(total == 0, 1, total)
+    acc = acc / total[:, None]
+    if SPLIT:
+        rows = ((n * KV_HEADS * GROUP + head).to(tl.int64) * parts + part) * PARTIAL_SIZE
+        tl.store(out + rows + HEAD_DIM, top + tl.log2(total), mask=row < GROUP)
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] + dim[None, :], result, mask=real_row & real_dim)
+
+
+@kernel(do_not_specialize=["parts"], do_not_specialize_on_alignment=UNALIGNED)
+def _combine_splits_kernel(
+    partials: tl.tensor,
+    seqs: tl.tensor,
+    query_starts: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    PARTIAL_SIZE: tl.constexpr,
+) -> None:
+    """The parts of one head of one sequence, weighed by their sums; grid (heads, N)."""
+    head, n = tl.program_id(0), tl.program_id(1)
+    query = tl.load(query_starts + tl.load(seqs + n)).to(tl.int64)
+    part = tl.arange(0, MAX_PARTS)
+    dim = tl.arange(0, DIMS)
+    rows = ((n * HEADS + head).to(tl.int64) * parts + part) * PARTIAL_SIZE
+    log_sums = tl.load(partials + rows + HEAD_DIM, mask=part < parts, other=float("-inf"))
+    top = tl.max(log_sums, 0)
+    weights = tl.exp2(log_sums - tl.where(top == float("-inf"), 0, top))
+    mask = (part < parts)[:, None] & (dim < HEAD_DIM)[None, :]
+    results = tl.load(partials + rows[:, None] + dim[None, :], mask=mask, other=0.0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(weights[:, None] * results, 0) / tl.where(total == 0, 1, total)
+    address = out + (query * HEADS + head) * HEAD_DIM + dim
+    tl.store(address, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def choose_splits(num_seqs: int, kv_heads: int, num_sms: int) -> int:
+    """Parts per sequence, for a batch of `num_seqs` of any lengths: a CUDA graph fixes them.
+
+    Two to three programs are resident per multiprocessor. Six in all, or more, keep the memory busy
+    while programs of unequal length end; to combine more parts than that costs more than it gains.
+    32 at most: one sequence then has a program for each multiprocessor of an H200 if it has 4 KV
+    heads or more, and 2,048 positions give every part a tile.
+    """
+    return min(32, math.ceil(6 * num_sms / (num_seqs * kv_heads)))
+
+
+def decode_workspace(
+    max_rows: int, heads: int, head_dim: int, max_splits: int, device: torch.device
+) -> torch.Tensor:
+    """Memory for the parts' results: of any call with rows x splits <= max_rows x max_splits."""
+    shape = (max_rows, heads, max_splits, head_dim + SUM_COLUMNS)
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    seqs: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    table_offsets: torch.Tensor,
+    scale: float,
+    splits: int,
+    workspace: torch.Tensor,
+    out: torch.Tensor,
+    tiling: Tiling | None = None,
+) -> None:
+    """Sets out[query_starts[s]], for each s of `seqs`, to softmax(scale · q Kᵀ) V of sequence s, to
+    zeros if it has no context (padding).
+
+        q, out        [T, heads, head_dim], contiguous
+        cache         [2, blocks, block_size, kv_heads, head_dim], contiguous
+        seqs          int32 [N]
+        query_starts  int32 [S + 1]
+        context_lens  int32 [S]
+        block_table   int32 [blocks of all sequences]
+        table_offsets int32 [S + 1]
+        splits        parts per sequence, see `choose_splits`
+        workspace     see `decode_workspace`; untouched if splits is 1
+        tiling        the one of `choose_tiling`, if that has been asked already, or another
+    """
+    num_seqs, heads, head_dim = len(seqs), q.shape[1], q.shape[2]
+    block_size, kv_heads = cache.shape[2], cache.shape[3]
+    if num_seqs == 0:
+        return
+    tiling = tiling or choose_tiling(head_dim, q.dtype)
+    dims = next_power_of_2(head_dim)
+    partial_size = head_dim + SUM_COLUMNS
+    split = splits > 1
+    if split and num_seqs * heads * splits * partial_size > workspace.numel():
+        raise ValueError(f"workspace: too small for {num_seqs} sequences in {splits} parts")
+    _decode_attention_kernel[(kv_heads, num_seqs, splits)](
+        q,
+        cache[0],
+        cache[1],
+        seqs,
+        query_starts,
+        context_lens,
+        block_table,
+        table_offsets,
+        scale * LOG2_E,
+        workspace if split else out,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        ROWS=max(16, next_power_of_2(heads // kv_heads)),
+        HEAD_DIM=head_dim,
+        DIMS=dims,
+        BLOCK_SIZE=block_size,
+        TILE=tiling.tile,
+        SPLIT=split,
+        PARTIAL_SIZE=partial_size,
+        DOT=dot_dtype(q.dtype),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if split:
+        _combine_splits_kernel[(heads, num_seqs)](
+            workspace,
+            seqs,
+            query_starts,
+            out,
+            splits,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            DIMS=dims,
+            MAX_PARTS=next_power_of_2(splits),
+            PARTIAL_SIZE=partial_size,
+            num_warps=4,
+        )
+
+
+def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """The one in TILINGS for this GPU, for all launches of such heads."""
+    if dtype == torch.float32:
+        return FLOAT32_TILING
+    return TILINGS[architecture(), next_power_of_2(head_dim)]

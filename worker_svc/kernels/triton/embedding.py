@@ -1,0 +1,74 @@
+"""Token ids to rows of the embedding matrix, of which a rank has a part."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from worker_svc.kernels.triton.launch import kernel, next_power_of_2
+
+
+def embed(
+    input_ids: torch.Tensor,
+    last_tokens: torch.Tensor,
+    weight: torch.Tensor,
+    start: int,
+    count: int,
+) -> torch.Tensor:
+    """input_ids [T] int32 -> [T, size]: rows of weight [rows, size], which holds the ids
+    [start, start + count), and zeros for other ids. A negative id -1 - r is last_tokens [R] int32
+    at r."""
+    size = weight.shape[1]
+    out = weight.new_empty(len(input_ids), size)
+    if len(input_ids):
+        block = next_power_of_2(size)
+        _embed_kernel[(len(input_ids),)](
+            input_ids,
+            last_tokens,
+            weight,
+            start,
+            count,
+            out,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=min(max(block // (32 * 8), 1), 8),  # 16 bytes of half precision per thread
+        )
+    return out
+
+
+def embed_reference(
+    input_ids: torch.Tensor,
+    last_tokens: torch.Tensor,
+    weight: torch.Tensor,
+    start: int,
+    count: int,
+) -> torch.Tensor:
+    ids = input_ids.long()
+    sampled = ids < 0
+    ids[sampled] = last_tokens.long()[-1 - ids[sampled]]
+    here = (ids >= start) & (ids < start + count)
+    out = torch.zeros(len(ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
+    out[here] = weight[ids[here] - start]
+    return out
+
+
+@kernel(do_not_specialize=["start", "count"])
+def _embed_kernel(
+    input_ids: tl.tensor,
+    last_tokens: tl.tensor,
+    weight: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    given = tl.load(input_ids + row)
+    sampled = tl.load(last_tokens - 1 - given, mask=given < 0, other=0)
+    local = tl.where(given < 0, sampled, given) - start
+    here = (local >= 0) & (local < count)
+    source = weight + local.to(tl.int64) * SIZE + columns
+    tl.store(out + row * SIZE + columns, tl.load(source, mask=mask & here, other=0), mask=mask)

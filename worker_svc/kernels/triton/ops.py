@@ -1,0 +1,34 @@
+"""`kernels.ops.Ops` on a GPU: Triton kernels, and cuBLAS for the matrix products."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_svc.kernels.ops import PackedWeight, PlainWeight
+from worker_svc.kernels.triton.embedding import embed
+from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.triton.silu_mul import silu_and_multiply
+from worker_svc.kernels.triton.token_history import penalize, store_tokens
+from worker_svc.kernels.triton.token_masks import apply_masks
+
+__all__ = [
+    "add_rms_norm",
+    "apply_masks",
+    "chunk_statistics",
+    "count_by_key",
+    "embed",
+    "pack",
+    "penalize",
+    "pick_bins",
+    "rms_norm",
+    "select_tokens",
+    "silu_and_multiply",
+    "store_tokens",
+    "weigh_by_key",
+]
+
+
+def pack(weight: torch.Tensor) -> PackedWeight:
+    return PlainWeight(weight)

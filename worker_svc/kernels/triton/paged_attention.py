@@ -1,0 +1,119 @@
+"""What the paged attention kernels share: tilings, the look-up of a tile's blocks, a reference.
+
+A sequence's keys and values lie in blocks of `cache [2, blocks, block_size, kv_heads, head_dim]`
+(keys, then values): position p in row p % block_size of its block number p // block_size. Block
+tables are ragged, `block_table[table_offsets[s] : table_offsets[s + 1]]` belongs to sequence s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+
+from worker_svc.kernels.triton.launch import INTERPRETED
+
+LOG2_E = 1.4426950408889634
+
+# Arguments whose alignment means nothing to a kernel. They may be views of one buffer, with any
+# alignment, of which each combination would be compiled.
+UNALIGNED = ["tiles", "seqs", "query_starts", "context_lens", "block_table", "table_offsets"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A program attends to `tile` positions at a time, with the next tiles in flight: the loads of
+    `num_stages - 1` tiles."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def architecture() -> int:
+    """90 where a program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 where
+    it may have as little as 99 KiB. Asks the driver: not for every launch."""
+    if INTERPRETED:
+        return 90
+    return 90 if driver.active.get_current_target().arch in (90, 100, 103) else 80
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """The Triton type of a product's operands. The interpreter's products of bfloat16 are wrong:
+    there, operands are widened first."""
+    if INTERPRETED:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
+
+
+@triton.jit
+def block_of(
+    table: tl.tensor, start: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Blocks of the positions [start, start + TILE), of which those from `end` on do not exist:
+    int32, one number if all lie in one block, which needs `start` to be a multiple of TILE, else
+    [TILE]. Kernels look up a tile's blocks one iteration before they load it: a load whose address
+    comes from a load in the same iteration would have to wait for it, or halve the pipeline."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        positions = start + tl.arange(0, TILE)
+        return tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
+def slots_of(
+    block: tl.tensor, start: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """`block_of` of the tile at `start` -> its slots, int64 [TILE]."""
+    if BLOCK_SIZE % TILE == 0:
+        return (block.to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE) + tl.arange(0, TILE)
+    else:
+        return block.to(tl.int64) * BLOCK_SIZE + (start + tl.arange(0, TILE)) % BLOCK_SIZE
+
+
+def attention_reference(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    query_lens: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    table_offsets: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of the last query_lens[s] positions of each sequence of context_lens[s]
+    positions: q [T, heads, head_dim], sequence after sequence -> float32, of the same shape. The
+    queries of a sequence without context (padding) give zeros.
+
+        cache                     [2, blocks, block_size, kv_heads, head_dim]
+        query_lens, context_lens  int32 [S]
+        block_table               int32 [blocks of all sequences]
+        table_offsets             int32 [S + 1]
+    """
+    block_size, kv_heads = cache.shape[2:4]
+    out = torch.zeros(q.shape, device=q.device)
+    first = 0
+    offsets = table_offsets.tolist()
+    for s, (queries, context) in enumerate(
+        zip(query_lens.tolist(), context_lens.tolist(), strict=True)
+    ):
+        rows = slice(first, first + queries)
+        first += queries
+        if context == 0:
+            continue
+        positions = torch.arange(context, device=q.device)
+        blocks = block_table[offsets[s] : offsets[s + 1]].long()
+        slots = blocks[positions // block_size] * block_size + positions % block_size
+        # keys, values: [kv_heads, 1, context, head_dim]
+        keys, values = cache.flatten(1, 2)[:, slots].float().transpose(1, 2).unsqueeze(2)
+        # query: [kv_heads, group, queries, head_dim]
+        query = q[rows].float().transpose(0, 1).unflatten(0, (kv_heads, -1))
+        scores = query @ keys.transpose(2, 3) * scale
+        future = positions > positions[context - queries :, None]
+        weights = scores.masked_fill(future, -torch.inf).softmax(dim=3)
+        out[rows] = (weights @ values).flatten(0, 1).transpose(0, 1)
+    return out

@@ -1,0 +1,241 @@
+"""Causal attention of prompt chunks, and of any mix of chunks and single queries, over the paged KV
+cache.
+
+FlashAttention-2 (Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+Partitioning", 2023): a program has a tile of queries and walks over the positions they see with an
+online softmax; only the last tiles of positions, which the diagonal crosses, are masked. A tile's
+rows are query heads of one KV head for some tokens, so that keys and values are loaded once for
+the whole group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from worker_svc.kernels.triton.launch import kernel, next_power_of_2
+from worker_svc.kernels.triton.paged_attention import (
+    LOG2_E,
+    UNALIGNED,
+    Tiling,
+    architecture,
+    block_of,
+    dot_dtype,
+    slots_of,
+)
+
+# By architecture and head_dim, rounded up to a power of two, for 16-bit inputs: as large as fits
+# into the registers (128 x 128 sums and 128 x 128 scores need 128 of a thread's 255) and, in
+# stages, into the shared memory.
+TILINGS = {
+    (90, 16): Tiling(tile=128, num_warps=8, num_stages=3),
+    (90, 32): Tiling(tile=128, num_warps=8, num_stages=3),
+    (90, 64): Tiling(tile=128, num_warps=8, num_stages=3),
+    (90, 128): Tiling(tile=128, num_warps=8, num_stages=3),
+    (90, 256): Tiling(tile=64, num_warps=8, num_stages=2),
+    (80, 16): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 32): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 64): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 128): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 256): Tiling(tile=32, num_warps=8, num_stages=2),
+}
+# Tensor cores do not multiply float32, which is there for comparisons: a tile that does not spill.
+FLOAT32_TILING = Tiling(tile=16, num_warps=8, num_stages=2)
+
+
+@triton.jit
+def _attend_tiles(
+    queries: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    scale: tl.tensor,
+    last: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+) -> tl.tensor:
+    """The online softmax over the positions [begin, end); if MASKED, row r sees none after
+    last[r], else all rows see all and end - begin is a multiple of TILE."""
+    dim = tl.arange(0, DIMS)[None, :]
+    block = block_of(table, begin, end, BLOCK_SIZE, TILE)
+    for start in range(begin, end, TILE):
+        slots = slots_of(block, start, BLOCK_SIZE, TILE)
+        block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
+        offsets = (slots * KV_HEADS * HEAD_DIM)[:, None] + dim
+        position = start + tl.arange(0, TILE)
+        # Values beyond the end have weight 0, but what was never written may be NaN.
+        loaded = (dim < HEAD_DIM) & ((position < end)[:, None] if MASKED else True)
+        k = tl.load(keys + offsets, mask=loaded, other=0.0)
+        scores = tl.dot(queries, tl.trans(k.to(DOT)), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(values + offsets, mask=loaded, other=0.0)
+        weights = weights.to(v.dtype).to(DOT)
+        acc = tl.dot(weights, v.to(DOT), acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, acc
+
+
+@kernel(do_not_specialize_on_alignment=UNALIGNED)
+def _prompt_attention_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tiles: tl.tensor,
+    query_starts: tl.tensor,
+    context_lens: tl.tensor,
+    block_table: tl.tensor,
+    table_offsets: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    """One tile of queries, the query heads of one KV head; grid (kv_heads, tiles): programs start
+    in the order of the tiles."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    seq, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    query_start = tl.load(query_starts + seq)
+    query_len = tl.load(query_starts + seq + 1) - query_start
+    cached = tl.load(context_lens + seq) - query_len
+    table = block_table + tl.load(table_offsets + seq)
+    stop = tl.minimum(first + TOKENS, query_len)
+
+    # Rows without a query, at the end, compute with zeros and are not stored.
+    row = tl.arange(0, ROWS)
+    token = first + row // GROUP
+    dim = tl.arange(0, DIMS)[None, :]
+    head = (query_start + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    offsets = head[:, None] * HEAD_DIM + dim
+    mask = (token < stop)[:, None] & (dim < HEAD_DIM)
+    queries = tl.load(q + offsets, mask=mask, other=0.0).to(DOT)
+
+    last = cached + token
+    seen_by_all = (cached + first + 1) // TILE * TILE
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
+    top, total, acc = _attend_tiles(
+        queries, top, total, acc, keys, values, table, scale, last, 0, seen_by_all,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, DOT,
+    )  # fmt: skip
+    top, total, acc = _attend_tiles(
+        queries, top, total, acc, keys, values, table, scale, last, seen_by_all, cached + stop,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, DOT,
+    )  # fmt: skip
+    tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def tile_tokens(head_dim: int, group: int, dtype: torch.dtype) -> int:
+    """Tokens per tile of queries, for `group` query heads per KV head."""
+    return _rows(head_dim, dtype) // group
+
+
+def query_tiles(
+    query_lens: NDArray[np.int32],
+    seqs: NDArray[np.int32],
+    tile_tokens: int,
+    context_lens: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """The tiles of queries of the sequences `seqs` [n], of query_lens [S] and context_lens [S] ->
+    [tiles, 2]: a sequence, and the tile's first query among its queries. Those that see most come
+    first, lest one of them starts when all others have ended."""
+    counts = -(-query_lens[seqs] // tile_tokens)
+    seq = np.repeat(seqs, counts)
+    first = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_tokens
+    seen = context_lens[seq] - query_lens[seq] + first
+    order = np.argsort(-seen, kind="stable")
+    return np.stack([seq, first], axis=1)[order].astype(np.int32)
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    tiles: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    table_offsets: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    tiling: Tiling | None = None,
+) -> None:
+    """Sets the rows of `out` that `tiles` cover to softmax(scale · q Kᵀ) V, where query i of a
+    sequence with Q queries and C positions sees the positions up to C - Q + i; 1 <= Q <= C.
+
+        q, out        [T, heads, head_dim], contiguous
+        cache         [2, blocks, block_size, kv_heads, head_dim], contiguous
+        tiles         int32 [n, 2], see `query_tiles`
+        query_starts  int32 [S + 1]
+        context_lens  int32 [S]
+        block_table   int32 [blocks of all sequences]
+        table_offsets int32 [S + 1]
+        tiling        the one of `choose_tiling`, if that has been asked already, or another
+    """
+    heads, head_dim = q.shape[1:]
+    block_size, kv_heads = cache.shape[2:4]
+    if len(tiles) == 0:
+        return
+    tiling = tiling or choose_tiling(head_dim, q.dtype)
+    _prompt_attention_kernel[(kv_heads, len(tiles))](
+        q,
+        cache[0],
+        cache[1],
+        tiles,
+        query_starts,
+        context_lens,
+        block_table,
+        table_offsets,
+        scale * LOG2_E,
+        out,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        ROWS=_rows(head_dim, q.dtype),
+        HEAD_DIM=head_dim,
+        DIMS=next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        TILE=tiling.tile,
+        DOT=dot_dtype(q.dtype),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+
+
+def _rows(head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of a tile of queries. Hopper's wgmma multiplies 64 rows per group of 4 warps."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """The one in TILINGS for this GPU, for all launches of such heads."""
+    if dtype == torch.float32:
+        return FLOAT32_TILING
+    return TILINGS[architecture(), next_power_of_2(head_dim)]

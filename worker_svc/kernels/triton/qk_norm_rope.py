@@ -1,0 +1,149 @@
+"""All that happens to a token between the projection to heads and attention, in one launch:
+queries and keys are normalized per head and rotated, keys and values go to the cache.
+
+Sources: Henry et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm as Qwen3 has
+it; Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.kernels.triton.kv_store import store, store_kv_reference
+from worker_svc.kernels.triton.launch import kernel, next_power_of_2
+from worker_svc.kernels.triton.rms_norm import rms_norm_reference
+
+# Of one token in a program. Each of 128 threads then has 16 bytes of both halves of a head in
+# flight, 0.6B's 32 heads are two programs, and none of the larger models' 48 and 80 is left over.
+MAX_HEADS = 16
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    num_heads: int,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+) -> torch.Tensor:
+    """qkv [T, (num_heads + 2 · kv_heads) · head_dim], whose rows may lie apart -> queries
+    [T, num_heads, head_dim].
+
+    q_weight, k_weight [head_dim]; cos_sin [max_len, 2, head_dim / 2] float32, of which a token has
+    the row positions [T] int32; slot_mapping [T] int32 (-1: keys and values are written nowhere)
+    into cache [2, blocks, block_size, kv_heads, head_dim].
+    """
+    tokens = len(qkv)
+    kv_heads, head_dim = cache.shape[3:]
+    q = qkv.new_empty(tokens, num_heads, head_dim)
+    if tokens:
+        all_heads = num_heads + 2 * kv_heads
+        heads = min(next_power_of_2(all_heads), MAX_HEADS)
+        half = next_power_of_2(head_dim // 2)
+        _norm_rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
+            qkv,
+            qkv.stride(0),
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            positions,
+            slot_mapping,
+            q,
+            cache,
+            cache.stride(0),
+            Q_HEADS=num_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            HEADS=heads,
+            HALF=half,
+            num_warps=min(max(heads * half // (32 * 8), 1), 4),
+        )
+    return q
+
+
+def norm_rope_store_reference(
+    qkv: torch.Tensor,
+    num_heads: int,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+) -> torch.Tensor:
+    kv_heads, head_dim = cache.shape[3:]
+    heads = qkv.float().unflatten(1, (-1, head_dim))
+    q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).unbind(dim=2)  # [T, 1, head_dim / 2]
+
+    def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = rms_norm_reference(x.reshape(-1, head_dim), weight, eps).view(x.shape)
+        first, second = x.chunk(2, dim=2)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+
+    store_kv_reference(norm_and_rotate(k, k_weight), v, slot_mapping, cache)
+    return norm_and_rotate(q, q_weight).to(qkv.dtype)
+
+
+@kernel()
+def _norm_rope_store_kernel(
+    qkv: tl.tensor,
+    qkv_stride: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    cos_sin: tl.tensor,
+    positions: tl.tensor,
+    slot_mapping: tl.tensor,
+    q: tl.tensor,
+    cache: tl.tensor,
+    plane_size: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """HEADS heads of one token as two tiles [HEADS, HALF], the halves that are rotated together."""
+    half: tl.constexpr = HEAD_DIM // 2
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    columns = tl.arange(0, HALF)[None, :]
+    inside = columns < half
+    mask = inside & (head < Q_HEADS + 2 * KV_HEADS)
+    is_query = head < Q_HEADS
+    is_value = head >= Q_HEADS + KV_HEADS
+
+    source = qkv + row * qkv_stride + head * HEAD_DIM + columns
+    first = tl.load(source, mask=mask, other=0).to(tl.float32)
+    second = tl.load(source + half, mask=mask, other=0).to(tl.float32)
+
+    squares = tl.sum(first * first + second * second, axis=1)[:, None]
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)
+    weights = tl.where(is_query, q_weight + columns, k_weight + columns)
+    first_normed = first * scale * tl.load(weights, mask=inside, other=0).to(tl.float32)
+    second_normed = second * scale * tl.load(weights + half, mask=inside, other=0).to(tl.float32)
+
+    angle = cos_sin + tl.load(positions + row) * HEAD_DIM + columns
+    cos = tl.load(angle, mask=inside, other=0)
+    sin = tl.load(angle + half, mask=inside, other=0)
+    first = tl.where(is_value, first, first_normed * cos - second_normed * sin)
+    second = tl.where(is_value, second, second_normed * cos + first_normed * sin)
+
+    out = q + (row * Q_HEADS + head) * HEAD_DIM + columns
+    tl.store(out, first, mask=mask & is_query)
+    tl.store(out + half, second, mask=mask & is_query)
+
+    slot = tl.load(slot_mapping + row)
+    plane = tl.where(is_value, cache + plane_size, cache)
+    kv_head = head - Q_HEADS - tl.where(is_value, KV_HEADS, 0)
+    offsets = kv_head * HEAD_DIM + columns
+    store(plane, slot, offsets, first, mask & ~is_query, KV_HEADS * HEAD_DIM)
+    store(plane, slot, offsets + half, second, mask & ~is_query, KV_HEADS * HEAD_DIM)

@@ -1,0 +1,67 @@
+"""Tokens that may not be sampled, by a bit each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.kernels.triton.launch import kernel
+
+TILE = 2048
+NUM_WARPS = 4
+
+
+def apply_masks(
+    logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
+) -> None:
+    """-inf into logits [F, shard] float32 of rows masked [M] int32 at columns c < count where bit
+    start + c of masks [M, W] int32 is 0: the lowest bits and the first words first. Rows of logits
+    may lie apart."""
+    if len(masked) and count:
+        _apply_masks_kernel[(triton.cdiv(count, TILE), len(masked))](
+            logits,
+            logits.stride(0),
+            start,
+            count,
+            masked,
+            masks,
+            masks.shape[1],
+            TILE=TILE,
+            num_warps=NUM_WARPS,
+        )
+
+
+def apply_masks_reference(
+    logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
+) -> None:
+    tokens = torch.arange(start, start + count, device=logits.device)
+    allowed = (masks[:, tokens // 32] >> (tokens % 32)) & 1
+    for row, columns in zip(masked.tolist(), allowed.bool(), strict=True):
+        logits[row, :count].masked_fill_(~columns, -torch.inf)
+
+
+@kernel(
+    do_not_specialize=["start", "count", "num_words"],
+    do_not_specialize_on_alignment=["masked", "masks"],
+)
+def _apply_masks_kernel(
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
+    masked: tl.tensor,
+    masks: tl.tensor,
+    num_words: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    place = tl.program_id(1).to(tl.int64)
+    row = tl.load(masked + place).to(tl.int64)
+    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tokens = start + columns
+    inside = columns < count
+    words = tl.load(masks + place * num_words + tokens // 32, mask=inside, other=-1)
+    excluded = ((words >> (tokens % 32)) & 1) == 0
+    # Only what is excluded is touched, so there is nothing to read.
+    target = logits + row * logits_stride + columns
+    tl.store(target, tl.full([TILE], float("-inf"), tl.float32), mask=inside & excluded)

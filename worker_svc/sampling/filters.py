@@ -1,0 +1,123 @@
+"""top_k, top_p and min_p, in this order and with the meaning they have in transformers (the warpers
+TopK, TopP and MinP after Temperature).
+
+    keep_likely(logits, vocab, temperatures, top_k, top_p, min_p, tp, ops)
+
+takes each filter as a `Limit`, which lists only the rows that have it: one without rows costs
+nothing, and it must list the same rows on every rank.
+
+Each filter keeps the tokens whose logit is at least a threshold, so tokens of equal logits are all
+kept or none. What is to be found is the largest threshold at or above which there is enough: k
+tokens, or top_p of the mass. That is a radix select (Alabi et al., "Fast k-selection algorithms for
+graphics processing units", 2012): the logits' bits, made a key of the same order, are settled eight
+at a time, each time by what a histogram has above. Mass is counted in integers, so that it adds up
+to the same in any order: neither the batch nor the number of ranks changes what is kept, and ranks
+exchange histograms, never logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu.sampling import inverse_temperatures
+from worker_svc.kernels.filtering_reference import keys_of, logits_of
+from worker_svc.kernels.ops import BIN_BITS, Ops
+from worker_svc.layers.embedding import VocabPartition
+
+KEY_BITS = 32
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A filter's parameter in the rows that have it."""
+
+    rows: torch.Tensor  # int32 [G], each at most once
+    values: torch.Tensor  # [G]: top_k int32 >= 1, top_p float32 in (0, 1), min_p in (0, 1]
+
+
+def keep_likely(
+    logits: torch.Tensor,
+    vocab: VocabPartition,
+    temperatures: torch.Tensor,
+    top_k: Limit,
+    top_p: Limit,
+    min_p: Limit,
+    tp: TensorParallel,
+    ops: Ops,
+) -> None:
+    """-inf into logits [F, shard_size] float32 of what top_k excludes, then top_p of what is left,
+    then min_p; in rows whose temperature [F] float32 is 0 nothing. Padding may hold anything, and
+    stays. The most likely token is always kept."""
+    if len(top_k.rows) + len(top_p.rows) + len(min_p.rows) == 0:
+        return
+    maxima, thresholds = _maxima_and_floors(logits, vocab, top_k, tp, ops)
+    if len(top_k.rows):
+        rows, ks = top_k.rows, top_k.values.long()
+        count = partial(ops.count_by_key, logits, rows, vocab.num_tokens)
+        thresholds[rows] = _search(count, lambda total: ks, thresholds[rows], maxima[rows], tp, ops)
+    if len(top_p.rows):
+        rows, parts = top_p.rows, top_p.values.double()
+        scales = inverse_temperatures(temperatures[rows])
+        weigh = partial(ops.weigh_by_key, logits, rows, vocab.num_tokens, maxima[rows], scales)
+
+        def part_of(total: torch.Tensor) -> torch.Tensor:
+            return (total * parts).ceil_().long()
+
+        thresholds[rows] = _search(weigh, part_of, thresholds[rows], maxima[rows], tp, ops)
+    if len(min_p.rows):
+        rows = min_p.rows
+        least = maxima[rows] + temperatures[rows] * min_p.values.log()
+        thresholds[rows] = thresholds[rows].maximum(least)
+    thresholds.masked_fill_(temperatures == 0, -torch.inf)
+    local = logits[:, : vocab.num_tokens]
+    local.masked_fill_(local < thresholds[:, None], -torch.inf)
+
+
+def _maxima_and_floors(
+    logits: torch.Tensor, vocab: VocabPartition, top_k: Limit, tp: TensorParallel, ops: Ops
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over all ranks the largest logits [F], and what the k-th largest are not below: as many
+    chunks as k have a token from the k-th largest of their maxima on. That leaves next to nothing
+    to search; -inf where k is larger than a rank has chunks, or off."""
+    greedy = logits.new_zeros(len(logits))
+    maxima, _ = ops.chunk_statistics(logits, vocab.chunk_size, vocab.num_tokens, greedy)
+    floors = torch.full_like(greedy, -torch.inf)
+    if len(top_k.rows):
+        ordered = maxima[top_k.rows].sort(dim=1, descending=True).values
+        ordered = F.pad(ordered, (0, 1), value=-torch.inf)
+        kth = (top_k.values - 1).clamp(max=vocab.num_chunks).long()
+        floors[top_k.rows] = ordered.gather(1, kth[:, None]).squeeze(1)
+    both = torch.stack((maxima.amax(dim=1), floors))
+    maxima, floors = both if tp.size == 1 else tp.all_gather(both).amax(0)
+    return maxima, floors
+
+
+def _search(
+    add_to_bins: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    targets_of: Callable[[torch.Tensor], torch.Tensor],
+    floors: torch.Tensor,
+    maxima: torch.Tensor,
+    tp: TensorParallel,
+    ops: Ops,
+) -> torch.Tensor:
+    """[G] float32: the largest logits at or above which there is the weight that `targets_of` makes
+    of the weight [G] int64 from floors [G] on, or what excludes as much; floors where there is
+    less. `add_to_bins` as `Ops.count_by_key`, of low, shifts and bins."""
+    low = keys_of(floors)
+    # The first histogram is as wide as the row needs, so most are done after one or two.
+    bits = (keys_of(maxima) - low).clamp_(min=0).double().frexp().exponent
+    shifts = (bits.long() - BIN_BITS).clamp_(min=0)
+    targets = above = torch.zeros_like(low)
+    for number, bins in enumerate(low.new_zeros(KEY_BITS // BIN_BITS, len(low), 2**BIN_BITS)):
+        add_to_bins(low, shifts, bins)
+        tp.all_reduce(bins)
+        if number == 0:
+            targets = targets_of(bins.sum(dim=1)).clamp_(min=1)
+        ops.pick_bins(bins, targets, low, shifts, above)
+    return logits_of(low)

@@ -1,0 +1,122 @@
+"""Log-probabilities of tokens and of the most likely ones, over a vocabulary cut over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.ops import Ops
+from worker_svc.layers.embedding import VocabPartition
+from worker_svc.sampling.sampler import gather_chunks
+from worker_svc.step.wire import Float32s, Int32s
+
+# Rows whose logits are in memory at a time.
+PIECE = 256
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of N tokens: the token's own, then those of the largest logits, as many in every row as the
+    row that asks for the most has."""
+
+    counts: Int32s  # [N] on the host: how many of the largest the row asks for
+    ids: torch.Tensor  # [N, 1 + largest count] int32
+    values: torch.Tensor  # [N, 1 + largest count] float32
+
+
+def asked_for(counts: Int32s, ids: Int32s, values: Float32s) -> tuple[Int32s, Float32s]:
+    """Of `Logprobs` on the host the entries that each row asks for, in order, flat."""
+    asked: NDArray[np.bool_] = np.arange(ids.shape[1]) <= counts[:, None]
+    return ids[asked], values[asked]
+
+
+class LogprobScorer:
+    """Log-softmax of the model's own logits: before any bias, penalty or mask, at temperature 1.
+
+    Ranks exchange two numbers per chunk and k candidates, never all logits. The results do not
+    depend on their number; of equal logits the lower token id comes first.
+    """
+
+    def __init__(self, vocab: VocabPartition, tp: TensorParallel, ops: Ops) -> None:
+        self._vocab = vocab
+        self._tp = tp
+        self._ops = ops
+
+    def __call__(
+        self, logits_of: Callable[[slice], torch.Tensor], tokens: torch.Tensor, counts: Int32s
+    ) -> Logprobs:
+        """
+        Args:
+            logits_of: some of the N rows -> this rank's logits [rows, shard_size].
+            tokens: [N] int32.
+            counts: [N], how many of the largest ones each row asks for.
+        """
+        most = int(counts.max())
+        parts = [
+            self._score(logits_of(piece), tokens[piece], most) for piece in _pieces(len(tokens))
+        ]
+        ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Logprobs(counts, ids, values)
+
+    def _score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        vocab = self._vocab
+        maxima, sums = self._ops.chunk_statistics(
+            logits, vocab.chunk_size, vocab.num_tokens, torch.ones_like(tokens, dtype=torch.float32)
+        )
+        top, log_sum = _log_sum_exp(*gather_chunks(maxima, sums, self._tp))
+        ids, values = tokens[:, None], self._logits_of(tokens, logits)
+        if k:
+            top_ids, top_values = self._largest(logits, maxima, k)
+            ids, values = torch.cat((ids, top_ids), 1), torch.cat((values, top_values), 1)
+        return ids, ((values - top) - log_sum).float()
+
+    def _logits_of(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """tokens [N] of any rank -> their logits [N, 1] float32."""
+        columns = (tokens - self._vocab.start)[:, None]
+        elsewhere = (columns < 0) | (columns >= self._vocab.num_tokens)
+        values = logits.gather(1, columns.masked_fill(elsewhere, 0).long())
+        return self._tp.all_reduce(values.float().masked_fill_(elsewhere, 0))
+
+    def _largest(
+        self, logits: torch.Tensor, maxima: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> ids and logits of the k largest over all ranks, both [N, k].
+
+        They are in the k chunks of the largest maxima: before a token of another chunk come those
+        k chunks' largest ones. Sorts are stable, so that equal logits stay in the order of ids.
+        """
+        vocab = self._vocab
+        chunks = maxima.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+        columns = chunks[:, :, None] * vocab.chunk_size
+        columns = (columns + torch.arange(vocab.chunk_size, device=logits.device)).flatten(1)
+        values = logits.gather(1, columns).float()
+        values.masked_fill_(columns >= vocab.num_tokens, -torch.inf)
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        values = values[:, :k]
+        ids = (columns.gather(1, order[:, :k]) + vocab.start).int()
+        if self._tp.size == 1:
+            return ids, values
+        ids, values = (
+            self._tp.all_gather(part).transpose(0, 1).flatten(1) for part in (ids, values)
+        )
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        return ids.gather(1, order[:, :k]), values[:, :k]
+
+
+def _log_sum_exp(maxima: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The statistics of all chunks [N, chunks] -> the largest logit, and the logarithm of the sum
+    of exp(logit − largest), both [N, 1] float64."""
+    top = maxima.amax(dim=1, keepdim=True).double()
+    return top, (sums * (maxima - top).exp()).sum(dim=1, keepdim=True).log()
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    for start in range(0, count, PIECE):
+        yield slice(start, min(start + PIECE, count))

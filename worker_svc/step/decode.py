@@ -1,0 +1,227 @@
+"""A step on the wire -> checked arrays. Besides `server`, the only place that knows protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import FailedPreconditionError, InvalidArgumentError
+from shared.pb.worker_pb2 import StepRequest
+from worker_svc.step.features import (
+    Features,
+    PromptTargets,
+    decode_features,
+    decode_prompt_targets,
+)
+from worker_svc.step.wire import (
+    FLOAT32,
+    INT32,
+    UINT8,
+    UINT64,
+    Int32s,
+    check_length,
+    check_offsets,
+    check_values,
+    column,
+)
+
+__all__ = ["Int32s", "Step", "StepLimits", "decode_step"]
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step of the current epoch may contain."""
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """T tokens of S sequences; the columns of `StepRequest` as arrays on the host."""
+
+    step_id: int
+    input_ids: Int32s  # [T]; -1-r: the token sampled at row r of the previous step
+    positions: Int32s  # [T]
+    slot_mapping: Int32s  # [T]
+    query_lens: Int32s  # [S]
+    context_lens: Int32s  # [S]
+    block_table: Int32s  # ragged
+    block_table_offsets: Int32s  # [S+1]
+    samples: NDArray[np.bool_]  # [S]
+    temperatures: NDArray[np.float32]  # [S]
+    seeds: NDArray[np.uint64]  # [S]
+    copies: Int32s = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [C, 2] from, to
+    features: Features | None = None
+    prompt_targets: PromptTargets | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Every sequence has one token."""
+        return len(self.input_ids) == len(self.query_lens)
+
+
+def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None) -> Step:
+    """Decodes and checks a step; `previous` is the one before it in the same epoch.
+
+    Raises:
+        FailedPreconditionError: the step is out of order.
+        InvalidArgumentError: a column is malformed; the message names it.
+    """
+    expected_id = previous.step_id + 1 if previous else 1
+    if request.step_id != expected_id:
+        raise FailedPreconditionError(f"step_id: {request.step_id}, expected {expected_id}")
+    samples = column("samples", request.samples, UINT8)
+    step = Step(
+        step_id=request.step_id,
+        input_ids=column("input_ids", request.input_ids, INT32),
+        positions=column("positions", request.positions, INT32),
+        slot_mapping=column("slot_mapping", request.slot_mapping, INT32),
+        query_lens=column("query_lens", request.query_lens, INT32),
+        context_lens=column("context_lens", request.context_lens, INT32),
+        block_table=column("block_table", request.block_table, INT32),
+        block_table_offsets=column("block_table_offsets", request.block_table_offsets, INT32),
+        samples=samples.view(np.bool_),
+        temperatures=column("temperatures", request.temperatures, FLOAT32),
+        seeds=column("seeds", request.seeds, UINT64),
+        copies=_decode_copies(request.copies, limits),
+    )
+    if samples.max(initial=0) > 1:
+        raise InvalidArgumentError("samples", "not 0 or 1")
+    _check_lengths(step)
+    _check_sequences(step, limits)
+    _check_block_table(step, limits)
+    _check_tokens(step, limits)
+    _check_input_ids(step, limits, previous)
+    return _with_features(step, request, limits)
+
+
+def _with_features(step: Step, request: StepRequest, limits: StepLimits) -> Step:
+    features, targets = None, None
+    if request.HasField("features"):
+        features = decode_features(
+            request.features, step.samples, step.context_lens, limits.vocab_size
+        )
+    if request.HasField("prompt_logprobs"):
+        targets = decode_prompt_targets(request.prompt_logprobs, step.query_lens, limits.vocab_size)
+    if features is None and targets is None:
+        return step
+    return replace(step, features=features, prompt_targets=targets)
+
+
+def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
+    blocks = column("copies", data, INT32)
+    if not len(blocks):
+        return blocks.reshape(0, 2)
+    if len(blocks) % 2:
+        raise InvalidArgumentError("copies", f"{len(blocks)} entries, not pairs")
+    last = limits.num_blocks - 1
+    check_values("copies", blocks, (blocks >= 0) & (blocks <= last), f"in 0..{last}")
+    copies = blocks.reshape(-1, 2)
+    sources, destinations = copies.T
+    written, times = np.unique(destinations, return_counts=True)
+    if len(twice := written[times > 1]):
+        raise InvalidArgumentError("copies", f"block {twice[0]} is copied to twice")
+    if len(both := np.intersect1d(written, sources)):
+        raise InvalidArgumentError("copies", f"block {both[0]} is copied to and from")
+    return copies
+
+
+def _check_lengths(step: Step) -> None:
+    if step.num_seqs == 0:
+        raise InvalidArgumentError("query_lens", "a step has at least one sequence")
+    for name in ("context_lens", "samples", "temperatures", "seeds"):
+        check_length(name, getattr(step, name), step.num_seqs)
+    for name in ("positions", "slot_mapping"):
+        check_length(name, getattr(step, name), step.num_tokens)
+
+
+def _check_sequences(step: Step, limits: StepLimits) -> None:
+    if step.num_seqs > limits.max_num_seqs:
+        raise InvalidArgumentError(
+            "query_lens", f"{step.num_seqs} sequences, the limit is {limits.max_num_seqs}"
+        )
+    if step.num_tokens > limits.max_num_batched_tokens:
+        raise InvalidArgumentError(
+            "input_ids", f"{step.num_tokens} tokens, the limit is {limits.max_num_batched_tokens}"
+        )
+    if step.query_lens.min() < 1:
+        raise InvalidArgumentError("query_lens", "every sequence has at least one token")
+    if (total := int(step.query_lens.sum(dtype=np.int64))) != step.num_tokens:
+        raise InvalidArgumentError(
+            "query_lens", f"sum {total}, but input_ids has {step.num_tokens} tokens"
+        )
+    if (step.context_lens < step.query_lens).any():
+        raise InvalidArgumentError("context_lens", "less than the tokens of this step")
+    if (longest := step.context_lens.max()) > limits.max_model_len:
+        raise InvalidArgumentError(
+            "context_lens", f"{longest} tokens, the limit is {limits.max_model_len}"
+        )
+    # NaN fails the comparison too.
+    if not ((step.temperatures >= 0) & np.isfinite(step.temperatures)).all():
+        raise InvalidArgumentError("temperatures", "not finite, or negative")
+
+
+def _check_block_table(step: Step, limits: StepLimits) -> None:
+    offsets, table = step.block_table_offsets, step.block_table
+    check_offsets("block_table_offsets", offsets, step.num_seqs, len(table))
+    num_blocks = np.diff(offsets)
+    if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
+        raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
+    if (most := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():
+        raise InvalidArgumentError(
+            "block_table", f"{num_blocks.max()} blocks of one sequence, the limit is {most}"
+        )
+    # As unsigned, a negative one is too large.
+    if table.view("<u4").max() >= limits.num_blocks:
+        raise InvalidArgumentError(
+            "block_table", f"a block out of range; there are {limits.num_blocks}"
+        )
+
+
+def _check_tokens(step: Step, limits: StepLimits) -> None:
+    """Positions and slots follow from the other columns: whoever sends others has lost count."""
+    ends = np.cumsum(step.query_lens)
+    shift = step.context_lens - ends
+    positions = np.arange(step.num_tokens) + np.repeat(shift, step.query_lens)
+    if not np.array_equal(positions, step.positions):
+        raise InvalidArgumentError("positions", "not the last query_lens positions of context_lens")
+    first_block = np.repeat(step.block_table_offsets[:-1], step.query_lens)
+    blocks = step.block_table[first_block + positions // limits.block_size].astype(np.int64)
+    if not np.array_equal(
+        blocks * limits.block_size + positions % limits.block_size, step.slot_mapping
+    ):
+        raise InvalidArgumentError(
+            "slot_mapping", "not the slots of these positions in the sequence's block_table"
+        )
+
+
+def _check_input_ids(step: Step, limits: StepLimits, previous: Step | None) -> None:
+    ids = step.input_ids
+    if ids.max() >= limits.vocab_size:
+        raise InvalidArgumentError(
+            "input_ids", f"{ids.max()} is out of range; the vocabulary has {limits.vocab_size}"
+        )
+    rows = -1 - ids[ids < 0]
+    if not len(rows):
+        return
+    if previous is None or rows.max() >= previous.num_seqs:
+        raise InvalidArgumentError(
+            "input_ids", f"row {rows.max()} of the previous step, which has no such row"
+        )
+    if not previous.samples[rows].all():
+        raise InvalidArgumentError("input_ids", "a row of the previous step that sampled nothing")

@@ -1,0 +1,191 @@
+"""What some rows of a step ask for beyond a temperature: decoded and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures
+from worker_svc.step.wire import (
+    FLOAT32,
+    INT32,
+    UINT32,
+    Float32s,
+    Int32s,
+    check_ascending,
+    check_length,
+    check_offsets,
+    check_values,
+    column,
+)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The columns of `SamplingFeatures`, of F rows."""
+
+    rows: Int32s  # [F]
+    top_k: Int32s  # [F]
+    top_p: Float32s  # [F]
+    min_p: Float32s  # [F]
+    repetition_penalties: Float32s  # [F]
+    presence_penalties: Float32s  # [F]
+    frequency_penalties: Float32s  # [F]
+    prompt_lens: Int32s  # [F]
+    num_logprobs: Int32s  # [F]
+    bias_offsets: Int32s  # [F+1]
+    bias_ids: Int32s  # ragged
+    bias_values: Float32s  # ragged
+    masked: Int32s  # [M], into rows
+    masks: NDArray[np.uint32]  # [M, ceil(vocab / 32)]
+
+    @property
+    def penalized(self) -> NDArray[np.bool_]:
+        """[F]"""
+        repeated: NDArray[np.bool_] = self.repetition_penalties != 1
+        counted: NDArray[np.bool_] = (self.presence_penalties != 0) | (
+            self.frequency_penalties != 0
+        )
+        return repeated | counted
+
+    @property
+    def filtered(self) -> NDArray[np.bool_]:
+        """[F], unless the row is greedy."""
+        some: NDArray[np.bool_] = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return some
+
+
+@dataclass(frozen=True)
+class PromptTargets:
+    """The columns of `PromptLogprobs`, of P rows."""
+
+    rows: Int32s  # [P]
+    num_logprobs: Int32s  # [P]
+    offsets: Int32s  # [P+1]
+    targets: Int32s  # ragged, N in all
+
+    def token_indices(self, query_lens: Int32s) -> Int32s:
+        """[N], the tokens of the step that the targets follow; query_lens [S] of the step."""
+        starts = np.cumsum(query_lens) - query_lens
+        shift = (starts[self.rows] - self.offsets[:-1]).astype(np.int32)
+        places = np.arange(len(self.targets), dtype=np.int32)
+        return places + np.repeat(shift, np.diff(self.offsets))
+
+
+def decode_features(
+    message: SamplingFeatures, samples: NDArray[np.bool_], context_lens: Int32s, vocab_size: int
+) -> Features:
+    """
+    Args:
+        samples: [S], of the step, as context_lens.
+
+    Raises:
+        InvalidArgumentError: a column is malformed; the message names it.
+    """
+    masked = column("features.masked", message.masked, INT32)
+    masks = column("features.masks", message.masks, UINT32)
+    words = -(-vocab_size // 32)
+    check_length("features.masks", masks, len(masked) * words)
+    features = Features(
+        rows=column("features.rows", message.rows, INT32),
+        top_k=column("features.top_k", message.top_k, INT32),
+        top_p=column("features.top_p", message.top_p, FLOAT32),
+        min_p=column("features.min_p", message.min_p, FLOAT32),
+        repetition_penalties=column(
+            "features.repetition_penalties", message.repetition_penalties, FLOAT32
+        ),
+        presence_penalties=column(
+            "features.presence_penalties", message.presence_penalties, FLOAT32
+        ),
+        frequency_penalties=column(
+            "features.frequency_penalties", message.frequency_penalties, FLOAT32
+        ),
+        prompt_lens=column("features.prompt_lens", message.prompt_lens, INT32),
+        num_logprobs=column("features.num_logprobs", message.num_logprobs, INT32),
+        bias_offsets=column("features.bias_offsets", message.bias_offsets, INT32),
+        bias_ids=column("features.bias_ids", message.bias_ids, INT32),
+        bias_values=column("features.bias_values", message.bias_values, FLOAT32),
+        masked=masked,
+        masks=masks.reshape(len(masked), words),
+    )
+    _check_rows(features, samples)
+    _check_numbers(features, vocab_size)
+    lens = features.prompt_lens
+    within = (lens >= 0) & (lens <= context_lens[features.rows])
+    check_values("features.prompt_lens", lens, within, "in 0..context_len of its row")
+    _check_bias(features, vocab_size)
+    check_ascending("features.masked", masked, len(features.rows))
+    return features
+
+
+def decode_prompt_targets(
+    message: PromptLogprobs, query_lens: Int32s, vocab_size: int
+) -> PromptTargets:
+    """
+    Args:
+        query_lens: [S], of the step.
+
+    Raises:
+        InvalidArgumentError: a column is malformed; the message names it.
+    """
+    rows = column("prompt_logprobs.rows", message.rows, INT32)
+    counts = column("prompt_logprobs.num_logprobs", message.num_logprobs, INT32)
+    offsets = column("prompt_logprobs.target_offsets", message.target_offsets, INT32)
+    targets = column("prompt_logprobs.targets", message.targets, INT32)
+    check_ascending("prompt_logprobs.rows", rows, len(query_lens))
+    check_length("prompt_logprobs.num_logprobs", counts, len(rows))
+    valid = (counts >= 0) & (counts <= vocab_size)
+    check_values("prompt_logprobs.num_logprobs", counts, valid, f"in 0..{vocab_size}")
+    check_offsets("prompt_logprobs.target_offsets", offsets, len(rows), len(targets))
+    lens = np.diff(offsets)
+    within = lens <= query_lens[rows]
+    check_values("prompt_logprobs.target_offsets", lens, within, "in 0..query_len targets of a row")
+    valid = (targets >= 0) & (targets < vocab_size)
+    check_values("prompt_logprobs.targets", targets, valid, f"in 0..{vocab_size - 1}")
+    return PromptTargets(rows, counts, offsets, targets)
+
+
+def _check_rows(features: Features, samples: NDArray[np.bool_]) -> None:
+    rows = features.rows
+    check_ascending("features.rows", rows, len(samples))
+    check_values("features.rows", rows, samples[rows], "a row that samples")
+    for name in (
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalties",
+        "presence_penalties",
+        "frequency_penalties",
+        "prompt_lens",
+        "num_logprobs",
+    ):
+        check_length(f"features.{name}", getattr(features, name), len(rows))
+
+
+def _check_numbers(features: Features, vocab_size: int) -> None:
+    """NaN fails every comparison."""
+    f = features
+    check_values("features.top_k", f.top_k, f.top_k >= 0, "0 or more")
+    check_values("features.top_p", f.top_p, (f.top_p > 0) & (f.top_p <= 1), "in (0, 1]")
+    check_values("features.min_p", f.min_p, (f.min_p >= 0) & (f.min_p <= 1), "in [0, 1]")
+    repetition = f.repetition_penalties
+    positive = (repetition > 0) & np.isfinite(repetition)
+    check_values("features.repetition_penalties", repetition, positive, "finite and above 0")
+    for name in ("presence_penalties", "frequency_penalties"):
+        penalties = getattr(f, name)
+        check_values(f"features.{name}", penalties, np.isfinite(penalties), "finite")
+    counts = f.num_logprobs
+    valid = (counts >= -1) & (counts <= vocab_size)
+    check_values("features.num_logprobs", counts, valid, f"in -1..{vocab_size}")
+
+
+def _check_bias(features: Features, vocab_size: int) -> None:
+    ids, values = features.bias_ids, features.bias_values
+    check_offsets("features.bias_offsets", features.bias_offsets, len(features.rows), len(ids))
+    check_values(
+        "features.bias_ids", ids, (ids >= 0) & (ids < vocab_size), f"in 0..{vocab_size - 1}"
+    )
+    check_length("features.bias_values", values, len(ids))
+    check_values("features.bias_values", values, values < np.inf, "finite or -inf")

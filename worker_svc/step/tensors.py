@@ -1,0 +1,138 @@
+"""A step on the device: all columns of it in one buffer, so that one copy brings them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_svc.sampling.uniforms import uniforms
+from worker_svc.step.decode import Int32s, Step
+
+# Every column begins at a multiple of this, in bytes: kernels are compiled for aligned addresses.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """T tokens of S sequences."""
+
+    uniforms: torch.Tensor  # [S] float64, the random number of each sequence's next token
+    temperatures: torch.Tensor  # [S] float32
+    input_ids: torch.Tensor  # [T] int32, as are all that follow
+    positions: torch.Tensor  # [T]
+    slot_mapping: torch.Tensor  # [T]
+    query_starts: torch.Tensor  # [S+1]
+    context_lens: torch.Tensor  # [S]
+    attention: torch.Tensor  # what the attention backend wants besides (`AttentionBackend.column`)
+    table_offsets: torch.Tensor  # [S+1]
+    block_table: torch.Tensor  # ragged; last, so that only its own length depends on it
+
+
+def columns(step: Step, attention: Int32s) -> list[NDArray[Any]]:
+    """In the order of `StepTensors`."""
+    query_starts = np.zeros(step.num_seqs + 1, np.int32)
+    np.cumsum(step.query_lens, out=query_starts[1:])
+    return [
+        uniforms(step.seeds, step.context_lens),
+        step.temperatures,
+        step.input_ids,
+        step.positions,
+        step.slot_mapping,
+        query_starts,
+        step.context_lens,
+        attention,
+        step.block_table_offsets,
+        step.block_table,
+    ]
+
+
+def pack(arrays: Sequence[NDArray[Any]], *, pinned: bool) -> torch.Tensor:
+    """-> [bytes] uint8 on the host. Pinned memory comes from torch's cache of it, which waits for
+    copies that still read a buffer before it hands it out again."""
+    offsets, size = _layout([array.nbytes for array in arrays])
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    data = buffer.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        data[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, lengths: Sequence[int]) -> StepTensors:
+    """Views of `buffer`, which may be longer, for columns of these many entries."""
+    return StepTensors(*views(buffer, lengths, _DTYPES))
+
+
+def views(
+    buffer: torch.Tensor, lengths: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """What `pack` made one buffer of, column by column."""
+    sizes = [length * dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
+    offsets, _ = _layout(sizes)
+    return [
+        buffer[offset : offset + size].view(dtype)
+        for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
+    ]
+
+
+def upload(
+    arrays: Sequence[NDArray[Any]], device: torch.device, *, pinned: bool
+) -> list[torch.Tensor]:
+    """One copy brings them to the device, flat."""
+    buffer = pack(arrays, pinned=pinned).to(device, non_blocking=True)
+    dtypes = [_TORCH_DTYPES[array.dtype.name] for array in arrays]
+    return views(buffer, [array.size for array in arrays], dtypes)
+
+
+def upload_step(
+    step: Step, attention: Int32s, device: torch.device, *, pinned: bool = False
+) -> StepTensors:
+    """Its columns on the device; `attention` is the backend's."""
+    return StepTensors(*upload(columns(step, attention), device, pinned=pinned))
+
+
+def padded(step: Step, size: int) -> Step:
+    """`step`, of decodes only, with sequences added up to `size` that write nowhere and see
+    nothing."""
+    missing = size - step.num_seqs
+    if not missing:
+        return step
+
+    def pad(column: NDArray[Any], value: int) -> NDArray[Any]:
+        return np.concatenate((column, np.full(missing, value, column.dtype)))
+
+    return Step(
+        step_id=step.step_id,
+        input_ids=pad(step.input_ids, 0),
+        positions=pad(step.positions, 0),
+        slot_mapping=pad(step.slot_mapping, -1),
+        query_lens=pad(step.query_lens, 1),
+        context_lens=pad(step.context_lens, 0),
+        block_table=step.block_table,
+        block_table_offsets=pad(step.block_table_offsets, len(step.block_table)),
+        samples=pad(step.samples, 0),
+        temperatures=pad(step.temperatures, 0),
+        seeds=pad(step.seeds, 0),
+    )
+
+
+_TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "uint32": torch.int32,  # bit patterns
+}
+_DTYPES = [torch.float64, torch.float32] + [torch.int32] * (len(fields(StepTensors)) - 2)
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Sizes of the columns in bytes -> where they begin, and the size of all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
