@@ -15,8 +15,9 @@ from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.edge.step_encoding import encode_step, read_answer
 from scheduler_svc.engine import Engine, WorkersLostError
+from scheduler_svc.grammar import constraints
 from scheduler_svc.grammar.compiler import Grammars
-from scheduler_svc.grammar.matcher import GrammarError, GrammarKind, GrammarsBusyError, constraints
+from scheduler_svc.grammar.matcher import GrammarError, GrammarKind, GrammarsBusyError
 from scheduler_svc.sampling import Grammar, SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence

@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from scheduler_svc.grammar import compiler as grammar_compiler
 from scheduler_svc.grammar.compiler import MAX_JSON_WHITESPACE, MAX_TEXT_BYTES, Grammars
 from scheduler_svc.grammar.matcher import (
     CompiledGrammar,
@@ -27,7 +28,6 @@ from scheduler_svc.grammar.matcher import (
     GrammarsBusyError,
     Matcher,
 )
-from scheduler_svc.grammar.matcher import compiler as grammar_compiler
 from scheduler_svc.grammar.schema import schema_problem
 from scheduler_svc.grammar.vocabulary import VocabularyError, read_vocabulary
 
