@@ -9,7 +9,7 @@ from worker_svc.kernels.ops import Ops
 from worker_svc.kv_cache import TokenCache
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.feature_tensors import FeatureTensors
-from worker_svc.sampling.filters import Limit, keep_likely
+from worker_svc.sampling.filters import keep_likely
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.tensors import StepTensors
 
@@ -76,9 +76,7 @@ class FeatureSampler:
             logits,
             self._vocab,
             temperatures,
-            Limit(features.top_k_rows, features.top_k),
-            Limit(features.top_p_rows, features.top_p),
-            Limit(features.min_p_rows, features.min_p),
+            features.filters,
             self._tp,
             self._ops,
         )
