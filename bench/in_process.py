@@ -153,7 +153,7 @@ class RunnerEngine:
         now = time.perf_counter()
         for output in outputs:
             if output.token is not None:
-                self._traces[output.seq.key[1]].arrivals.append((now, 1))
+                self._traces[output.seq.key.number].arrivals.append((now, 1))
                 self._received(1)
             if output.finished is not None:
                 self._unfinished -= 1

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -85,7 +86,7 @@ class Engine:
         self._on_serving = on_serving
         self._serving = True
         self._steps_ahead = 0 if sync else 1
-        self._most_in_flight = 1 + self._steps_ahead
+        self._max_in_flight = 1 + self._steps_ahead
         self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
         self._last_answer = 0.0
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
@@ -103,20 +104,20 @@ class Engine:
             self._constraints.begin(seq, n)
         else:
             message = "sampling.structured_output: not available here"
-            self.emit([End(seq, finished=FinishCause.INVALID, message=message)])
+            self.refuse(seq, End(FinishCause.INVALID, message))
 
     def queue(self, seq: Sequence, n: int) -> None:
-        """As `submit`, of what may be scheduled at once."""
-        refused = self.scheduler.add(seq, n)
-        if refused:
-            self.refuse(refused)
+        """Takes in what may be scheduled at once."""
+        if end := self.scheduler.add(seq, n):
+            self.refuse(seq, end)
         self.wake()
 
-    def refuse(self, refused: End) -> None:
+    def refuse(self, seq: Sequence, end: End) -> None:
         """Tells a frontend that a sequence is not accepted."""
-        if refused.finished is FinishCause.QUEUE_FULL:
-            refused.retry_after_s = self.load.retry_after_s(self.clock())
-        self.emit([refused])
+        seq.status = Status.FINISHED
+        if end.cause is FinishCause.QUEUE_FULL and not end.retry_after_s:
+            end = replace(end, retry_after_s=self.load.retry_after_s(self.clock()))
+        self.emit([Output(seq, end=end)])
 
     def wake(self) -> None:
         """There may be something new to schedule."""
@@ -133,7 +134,7 @@ class Engine:
         if self._constraints:
             self._constraints.abort_connection(connection)
         for key in self.scheduler.open_sequences():
-            if key[0] == connection:
+            if key.connection == connection:
                 self.scheduler.abort(key)
         self.wake()
 
@@ -143,7 +144,7 @@ class Engine:
         try:
             while True:
                 try:
-                    await self._turn()
+                    await self._iterate()
                 except WorkersLostError as error:
                     await self._recover(str(error))
         finally:
@@ -152,7 +153,7 @@ class Engine:
             if self._constraints:
                 self._constraints.close()
 
-    async def _turn(self) -> None:
+    async def _iterate(self) -> None:
         """Sends what can be sent, then waits for an answer or for something new to send."""
         self._wake.clear()
         if self._watching and self._watching.done():
@@ -161,7 +162,7 @@ class Engine:
             self.emit(expired)
         if self._suspects or self._trying:
             await self._try_suspects()
-        while len(self._in_flight) < self._most_in_flight:
+        while len(self._in_flight) < self._max_in_flight:
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
@@ -178,7 +179,7 @@ class Engine:
             if self._suspects:
                 for row in step.rows:
                     self._suspects.passed(row.seq, row.start + row.num_tokens)
-            if step.asks and self._constraints:
+            if step.has_features and self._constraints:
                 self._constraints.advance(outputs)
             now = self.clock()
             self.load.update(now - max(sent, self._last_answer), now)
@@ -189,7 +190,7 @@ class Engine:
         step could be sent."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._executor.receive())
-        if len(self._in_flight) == self._most_in_flight:
+        if len(self._in_flight) == self._max_in_flight:
             await asyncio.wait([self._answer])
             return True
         answer: asyncio.Future[Any] = self._answer
@@ -224,7 +225,7 @@ class Engine:
                 self._suspects.forget(seq)
         group = self._suspects.on_trial
         self._trying = bool(group)
-        self._most_in_flight = 1 if group else 1 + self._steps_ahead
+        self._max_in_flight = 1 if group else 1 + self._steps_ahead
         if not group:
             self.scheduler.restrict(None)
         elif not self._in_flight:

@@ -12,6 +12,7 @@ from grpc import aio
 
 from scheduler_svc.edge.frontend_messages import read_sequence, step_output
 from scheduler_svc.engine import Engine
+from scheduler_svc.sequence import SequenceKey
 from scheduler_svc.step import Output
 from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2
@@ -90,7 +91,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     def emit(self, outputs: list[Output]) -> None:
         """Hands outputs to the connections that their sequences came from."""
         for output in outputs:
-            connection = self._connections.get(output.seq.key[0])
+            connection = self._connections.get(output.seq.key.connection)
             if connection is not None:
                 connection.add(output)
 
@@ -158,4 +159,4 @@ async def _read(
             seq = read_sequence(number, message.submit, engine.clock())
             engine.submit(seq, message.submit.n or 1)
         elif message.HasField("abort"):
-            engine.abort((number, message.abort.request))
+            engine.abort(SequenceKey(number, message.abort.request))

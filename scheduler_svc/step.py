@@ -28,13 +28,13 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """`copies` are blocks (from, to), copied before anything is written. `asks` is false where no
-    row can ask for more than a temperature and a seed."""
+    """`copies` are blocks (from, to), copied before anything is written. `has_features` is false
+    where no row can ask for more than a temperature and a seed."""
 
     number: int  # 1, 2, 3, ...
     rows: list[Row]
     copies: Seq[tuple[int, int]] = ()
-    asks: bool = True
+    has_features: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +56,16 @@ class Answer:
     prompt_logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a sequence ended, and what a client is told about it."""
+
+    cause: FinishCause
+    message: str = ""
+    retry_after_s: float = 0.0  # with QUEUE_FULL
+    score: float = 0.0  # of beam search
+
+
 @dataclass(slots=True, eq=False)
 class Output:
     """News of one sequence: a token and its index in the completion, its end, or both; or
@@ -64,27 +74,24 @@ class Output:
     seq: Sequence
     token: int | None = None
     offset: int = 0
-    finished: FinishCause | None = None
+    end: End | None = None
     logprobs: Logprobs | None = None  # of the token
     prompt_logprobs: Logprobs | None = None
 
-
-@dataclass(slots=True, eq=False)
-class End(Output):
-    """The end of a sequence that does not come with a token."""
-
-    message: str = ""
-    retry_after_s: float = 0.0  # with QUEUE_FULL
-    score: float = 0.0  # of beam search
+    @property
+    def finished(self) -> FinishCause | None:
+        """Why the sequence ended, if it did."""
+        return None if self.end is None else self.end.cause
 
 
-def prompt_outputs(step: Step, answer: Answer) -> Iterator[Output]:
-    """What of the prompts' log-probabilities was not delivered before it was computed again; from
-    now on it is."""
+def take_prompt_logprobs(step: Step, answer: Answer) -> Iterator[Output]:
+    """The prompts' log-probabilities that an answer brings, less those that were delivered before
+    their tokens were computed again; counts them as delivered."""
     for place, logprobs in answer.prompt_logprobs.items():
         row, seq = step.rows[place], step.rows[place].seq
         if seq.status is not Status.FINISHED:
-            known = seq.num_prompt_logprobs - row.start
-            seq.num_prompt_logprobs = row.start + len(logprobs.ids)
+            assert seq.features is not None
+            known = seq.features.num_scored - row.start
+            seq.features.num_scored = row.start + len(logprobs.ids)
             new = Logprobs(logprobs.ids[known:], logprobs.values[known:])
             yield Output(seq, offset=row.start + known + 1, prompt_logprobs=new)

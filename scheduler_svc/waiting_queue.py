@@ -30,7 +30,7 @@ class _Line:
     """One frontend's sequences of one priority."""
 
     length: int = 0
-    last_turn: int = -1
+    last_tag: int = -1
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Level:
     """The sequences of one priority."""
 
     length: int = 0
-    turn: int = 0  # of the sequence that was admitted last
+    virtual_time: int = 0  # the largest start tag of those that were admitted
     lines: dict[int, _Line] = field(default_factory=dict)
 
 
@@ -50,6 +50,7 @@ class WaitingQueue:
         self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
         self._max_short_tokens = max_short_tokens
         self._tickets: dict[Sequence, int] = {}  # of the sequences in the queue
+        self._start_tags: dict[Sequence, int] = {}  # likewise
         self._numbers = itertools.count()
         self._arrivals = itertools.count()
         self._ordered: LazyHeap[tuple[int, int, int]] = LazyHeap(self._holds)
@@ -72,17 +73,18 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         """Queues a new sequence, or one that was preempted, which goes before the new ones."""
         level = self._levels.setdefault(seq.priority, _Level())
-        line = level.lines.setdefault(seq.key[0], _Line())
+        line = level.lines.setdefault(seq.key.connection, _Line())
         if seq.arrival_number < 0:
             self.arrive(seq)
-            seq.turn = line.last_turn = max(level.turn, line.last_turn + 1)
+            tag = line.last_tag = max(level.virtual_time, line.last_tag + 1)
         else:
-            seq.turn = -1
+            tag = -1
         level.length += 1
         line.length += 1
         self.num_tokens += seq.num_tokens
         ticket = self._tickets[seq] = next(self._numbers)
-        key = (seq.priority, seq.turn, seq.arrival_number)
+        self._start_tags[seq] = tag
+        key = (seq.priority, tag, seq.arrival_number)
         self._ordered.push(key, ticket, seq)
         if seq.num_tokens <= self._max_short_tokens:
             self._ordered_short.push(key, ticket, seq)
@@ -107,7 +109,7 @@ class WaitingQueue:
         is_next = self.only is None and seq is self.peek()
         is_first = seq is _sequence(self._ordered)
         level = self._levels[seq.priority]
-        level.turn = max(level.turn, seq.turn)
+        level.virtual_time = max(level.virtual_time, self._start_tags[seq])
         self.remove(seq)
         self._num_admissions += is_next
         if is_next and not is_first:
@@ -115,14 +117,14 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Takes out any sequence."""
-        del self._tickets[seq]
+        del self._tickets[seq], self._start_tags[seq]
         self.num_tokens -= seq.num_tokens
         level = self._levels[seq.priority]
-        line = level.lines[seq.key[0]]
+        line = level.lines[seq.key.connection]
         level.length -= 1
         line.length -= 1
         if not line.length:
-            del level.lines[seq.key[0]]
+            del level.lines[seq.key.connection]
         if not level.length:
             del self._levels[seq.priority]
 

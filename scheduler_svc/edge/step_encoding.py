@@ -53,7 +53,7 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
     )
     if step.copies:
         request.copies = array("i", chain.from_iterable(step.copies)).tobytes()
-    if step.asks:
+    if step.has_features:
         encode_features(request, rows)
     return request
 

@@ -212,7 +212,9 @@ class WorkerClient:
         seq.block_table.append(0)
         watching = asyncio.ensure_future(self.watch())
         try:
-            await self.send(Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], asks=False))
+            await self.send(
+                Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], has_features=False)
+            )
             await self.receive()
         finally:
             watching.cancel()

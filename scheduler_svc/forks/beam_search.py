@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.sampling import num_continuations
+
 # Of a live beam: token ids int[k] and their log-probabilities float32[k], descending.
 Candidates = tuple[npt.ArrayLike, npt.ArrayLike]
 
@@ -66,8 +68,7 @@ class BeamSearch:
         self.num_tokens = 0  # of each live beam
         self.hypotheses: list[Hypothesis] = []  # best first; final once there is no live beam
         self._live = [_Beam((), np.float32(0))]
-        # As many can be end tokens without leaving fewer than `width` to live on.
-        self._num_kept = max(2, 1 + len(self.end_token_ids)) * width
+        self._num_kept = num_continuations(width, len(self.end_token_ids))
         self._ends = np.array(sorted(self.end_token_ids), np.int64)
 
     @property

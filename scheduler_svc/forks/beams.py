@@ -42,9 +42,9 @@ class BeamGroup:
         self.live = [first]
 
     def keys(self) -> list[SequenceKey]:
-        """Of all live beams there may ever be, and of the completions."""
+        """The keys of all live beams there may ever be, which are those of the completions."""
         connection, number = self._first.key
-        return [(connection, number + i) for i in range(self._search.width)]
+        return [SequenceKey(connection, number + i) for i in range(self._search.width)]
 
     def has_candidates(self, seq: Sequence) -> bool:
         """Whether a live beam waits for the others: there is nothing to compute for it."""
@@ -89,20 +89,20 @@ class BeamGroup:
             seq = self._sequence(key)
             tokens = enumerate(hypothesis.token_ids)
             outputs += [Output(seq, token, offset) for offset, token in tokens]
-            cause = self._cause(hypothesis)
-            outputs.append(End(seq, finished=cause, score=hypothesis.score))
+            end = End(self._cause(hypothesis), score=hypothesis.score)
+            outputs.append(Output(seq, end=end))
         # A vocabulary can be too small for as many.
-        return outputs + self.ends(FinishCause.LENGTH)[len(found) :]
+        return outputs + self.ends(End(FinishCause.LENGTH))[len(found) :]
 
-    def ends(self, cause: FinishCause, message: str = "") -> list[Output]:
+    def ends(self, end: End) -> list[Output]:
         """One end for each completion that the request was to have."""
-        return [End(self._sequence(k), finished=cause, message=message) for k in self.keys()]
+        return [Output(self._sequence(key), end=end) for key in self.keys()]
 
     def _child(self, key: SequenceKey, parent: Sequence, token: int) -> Sequence:
         child = self._sequence(key)
         child.tokens.extend(parent.tokens[parent.num_prompt_tokens :])
         child.tokens.append(token)
-        child.beams, child.held = self, False
+        child.held = False
         child.arrival_number = parent.arrival_number
         return child
 

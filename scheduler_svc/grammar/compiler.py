@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from scheduler_svc.grammar.matcher import (
     CompiledGrammar,
     GrammarError,
-    GrammarKind,
     GrammarsBusyError,
     Matcher,
     fill_masks,
 )
 from scheduler_svc.grammar.schema import patterns, schema_problem
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from scheduler_svc.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar as XGrammar

@@ -1,7 +1,7 @@
 """Structured output: which tokens may come next, so that a completion matches a grammar.
 
 The matching is xgrammar's. It is imported, which takes seconds and brings torch along, by
-`grammar_compiler` on a thread, and only when a grammar is first asked for.
+`compiler` on a thread, and only when a grammar is first asked for.
 """
 
 from __future__ import annotations
@@ -9,31 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.sampling import GrammarKind
+
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar as XGrammar
 
 FILL_THREADS = 2
-
-
-class GrammarKind(IntEnum):
-    """What a grammar's text is; the numbers are those of `scheduler.proto`."""
-
-    JSON_SCHEMA = 1
-    REGEX = 2
-    EBNF = 3
-    JSON = 4  # any object or array; no text
-
-    @property
-    def field(self) -> str:
-        """Where a request has it."""
-        return "sampling.structured_output." + _FIELDS[self]
-
 
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "json_schema",
@@ -48,7 +34,7 @@ class GrammarError(Exception):
     client and names the field."""
 
     def __init__(self, kind: GrammarKind, reason: str) -> None:
-        super().__init__(f"{kind.field}: {reason}")
+        super().__init__(f"sampling.structured_output.{_FIELDS[kind]}: {reason}")
 
 
 class GrammarsBusyError(Exception):
