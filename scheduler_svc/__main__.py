@@ -8,7 +8,8 @@ from pathlib import Path
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.edge.worker_client import WorkerClient, WorkerMismatchError
+from scheduler_svc.edge.worker_client import WorkerClient
+from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.compiler import Grammars
 from scheduler_svc.scheduler import Scheduler
