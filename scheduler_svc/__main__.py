@@ -1,4 +1,4 @@
-"""`python -m scheduler_svc`: one per engine."""
+"""`python -m scheduler_svc` runs an engine's scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.server import Server
 
 
 async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None:
-    """Serves until a signal comes.
+    """Serves until a signal arrives.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.

@@ -1,4 +1,4 @@
-"""Which sequences are refused at once."""
+"""Decides which sequences are refused on arrival."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_REQUEST = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a step (`max_num_seqs`, `max_num_batched_tokens`; `max_num_prefill_tokens` of prompts
-    beside decodes), of a sequence and of the queue."""
+    """Limits on a step (`max_num_seqs`, `max_num_batched_tokens`, and `max_num_prefill_tokens` for
+    prompts that share it with decodes), on a sequence and on the queue."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -31,8 +31,8 @@ class Limits:
 
 
 def refusal(seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue) -> End | None:
-    """Why a sequence, with the other n - 1 completions of its prompt, cannot be accepted; None if
-    it can. In the queue it counts once: it is the only one that waits there."""
+    """The reason to refuse a sequence and the other n - 1 completions of its prompt, or None. They
+    count as one in the queue, where only the first of them waits."""
     if problem := _problem(seq, n, limits):
         return End(FinishCause.INVALID, problem)
     if seq.resubmitted:

@@ -1,4 +1,4 @@
-"""What a sequence's rows ask of a step beyond a temperature and a seed."""
+"""Features: whatever a sequence's rows need in a step beyond a temperature and a seed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from scheduler_svc.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Features:
-    """Kept by the few sequences that have any: rows that start before position `end` may need
-    columns of their own."""
+    """Kept for the few sequences that have any. Rows that start before position `end` may need
+    columns of their own; later rows need none."""
 
     end: int
     num_to_score: int  # leading tokens whose successor in the prompt gets log-probabilities
@@ -23,7 +23,7 @@ class Features:
 
 
 def features_of(params: SamplingParams, num_prompt_tokens: int) -> Features | None:
-    """The features of a new sequence, None if no row of it will ever ask for any."""
+    """The features of a new sequence, or None if its rows will never need any."""
     num_to_score = end = 0
     if params.prompt_logprobs is not None:
         num_to_score = end = num_prompt_tokens - 1

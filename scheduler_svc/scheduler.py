@@ -30,7 +30,7 @@ from scheduler_svc.waiting_queue import WaitingQueue
 
 @dataclass
 class Stats:
-    """Counted since the start."""
+    """Counters since the start."""
 
     steps: int = 0
     step_sequences: int = 0
@@ -43,8 +43,8 @@ class Stats:
 
 
 class Scheduler:
-    """Every sequence that `add` accepted ends exactly once, either with an `Output` that has its
-    `end` or by `abort`."""
+    """Plans steps and applies their answers. Every sequence that `add` accepts ends exactly once,
+    with an `Output` that carries its `end`, or silently by `abort`."""
 
     def __init__(self, limits: Limits, blocks: BlockManager) -> None:
         self.limits = limits
@@ -58,7 +58,7 @@ class Scheduler:
         self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
         self._deadline_numbers = count()
         self._last_step = self._last_answered = 0
-        # Ended, their blocks still written by steps in flight: by the last of these.
+        # Ended sequences by the last step in flight that still writes their blocks.
         self._fenced: dict[int, list[Sequence]] = {}
 
     @property
@@ -78,9 +78,9 @@ class Scheduler:
         return list(self._sequences)
 
     def add(self, seq: Sequence, n: int = 1) -> End | None:
-        """Queues a sequence, or returns its end at once when it cannot be accepted. With it come
-        the other n - 1 completions of its prompt, numbered and seeded after it; they are accepted
-        or refused together."""
+        """Queues a sequence, or returns its end if it cannot be accepted. The other n - 1
+        completions of its prompt, numbered and seeded from it onwards, are accepted or refused
+        with it."""
         end = self.refusal(seq, n)
         if end is None and (cause := seq.finish_cause()):  # resubmitted with all its tokens
             end = End(cause)
@@ -95,7 +95,7 @@ class Scheduler:
         return None
 
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
-        """Why `add` would not accept a sequence now, None if it would."""
+        """The reason that `add` would give for refusing a sequence now, or None."""
         connection, number = seq.key
         if end := refusal(seq, n, self.limits, self._waiting):
             return end
@@ -106,31 +106,31 @@ class Scheduler:
         return None
 
     def followers(self, seq: Sequence) -> list[Sequence]:
-        """The other completions of a sequence's prompt, while they wait for it."""
+        """The other completions of a sequence's prompt that are still waiting for it."""
         return self._forks.followers_of(seq)
 
     def abort(self, key: tuple[int, int]) -> None:
-        """Ends a sequence, or all beams of a search, without an output; one that has ended already
-        is no error."""
+        """Ends a sequence, or all beams of its search, without an output. It may have ended
+        already."""
         if seq := self._sequences.get(SequenceKey(*key)):
             self._close_all_of(seq)
 
     def expire(self, now: float) -> list[Output]:
-        """Ends the sequences whose deadline is not after `now`."""
+        """Ends the sequences whose deadline has passed at `now`."""
         outputs: list[Output] = []
         while (first := self._deadlines.peek()) and first[0] <= now:
             outputs += self.end(first[1], FinishCause.DEADLINE)
         return outputs
 
     def end(self, seq: Sequence, cause: FinishCause, message: str = "") -> list[Output]:
-        """Ends a sequence, or all beams of a search, before its time."""
+        """Ends a sequence, or all beams of its search, early."""
         outputs = self._forks.ends(seq, End(cause, message))
         self._close_all_of(seq)
         return outputs
 
     def release(self, seq: Sequence, mask: bytes | None = None) -> None:
         """Lets a held sequence sample its next token, one that `mask` allows: uint32[ceil(vocab /
-        32)], lowest bit first. One that has ended meanwhile is no error."""
+        32)], lowest bit first. It may have ended in the meantime."""
         if seq.status is not Status.FINISHED:
             assert seq.held, "was not held"
             assert seq.features is not None
@@ -139,7 +139,7 @@ class Scheduler:
             seq.num_unscheduled_tokens += 1
 
     def schedule(self, now: float = 0.0) -> Step | None:
-        """The next step, or None when there is nothing to do, or nothing before an answer comes.
+        """Plans the next step, or returns None if there is nothing to do until an answer comes.
 
         Decodes come first, so that streams keep their pace; `_schedule_prompts` gives out what is
         left of the token budget. When decodes find too few blocks, running sequences are
@@ -185,7 +185,7 @@ class Scheduler:
         return Step(number, rows, self.blocks.take_copies(), has_features=self._num_featured > 0)
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:
-        """Takes in the answer to the oldest step in flight."""
+        """Applies the answer to the oldest step in flight, and returns the news."""
         self._last_answered = step.number
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
@@ -222,24 +222,24 @@ class Scheduler:
         return scored + outputs if scored else outputs
 
     def fail(self, seq: Sequence, message: str) -> list[Output]:
-        """Gives up on a sequence that no worker can run, and on those that wait for its prompt;
-        `requeue_all` follows."""
+        """Gives up on a sequence that no worker can run, and on its followers. Call `requeue_all`
+        next."""
         outputs: list[Output] = []
         for each in (*self.followers(seq), seq):
             outputs += self.end(each, FinishCause.INTERNAL, message)
         return outputs
 
     def restrict(self, only: Seq[Sequence] | None) -> None:
-        """Schedules only these until told otherwise; others that run are preempted, for which no
-        step may be in flight. None: all again."""
+        """Schedules only these sequences from now on, or all again if None. Preempts any others
+        that run, so no step may be in flight."""
         self._waiting.only = only
         if only is not None:
             for seq in [seq for seq in self._running if seq not in only]:
                 self._preempt(seq)
 
     def requeue_all(self) -> None:
-        """The cache is lost, and with it the steps in flight: everything that ran is computed
-        again, before anything that waits with the same priority."""
+        """Recovers from the loss of the cache and of the steps in flight: every running sequence is
+        computed again, ahead of those that wait with the same priority."""
         for seq in self._running:
             self.queue_again(seq)
         self.stats.preemptions += len(self._running)
@@ -250,7 +250,7 @@ class Scheduler:
         self.blocks.reset()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when blocks or queues contradict each other. For tests."""
+        """Raises AssertionError if blocks or queues contradict each other. For tests."""
         self.blocks.check_integrity([*self._running, *chain(*self._fenced.values())])
         self._waiting.check_integrity()
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
@@ -269,7 +269,7 @@ class Scheduler:
             self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
 
     def close(self, seq: Sequence) -> None:
-        """Takes a sequence out; its blocks wait for the answers of steps that still write them."""
+        """Takes a sequence out. Its blocks are freed once no step in flight still writes them."""
         if seq.status is Status.WAITING:
             self._waiting.remove(seq)
         elif seq.status is Status.RUNNING:
@@ -285,8 +285,8 @@ class Scheduler:
         self._forks.closed(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets a sequence run on what its parent has computed. Without a slot or blocks it waits as
-        the preempted do, and finds that in the prefix cache."""
+        """Lets a sequence run on what its parent has computed. If it finds no slot or no blocks, it
+        waits as preempted ones do, and later finds the prompt in the prefix cache."""
         may_run = parent.status is Status.RUNNING and len(self._running) < self.limits.max_num_seqs
         if may_run and self.blocks.fork(parent, child):
             assert parent.first_scheduled is not None
@@ -304,7 +304,7 @@ class Scheduler:
     def _schedule_prompts(
         self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
     ) -> Iterator[tuple[Sequence, int]]:
-        """Shares `budget` tokens among `prompts` and waiting sequences, which it admits.
+        """Shares out `budget` tokens to `prompts` and to waiting sequences, which it admits.
 
         Short prompts come first, in half of the budget, so that they do not queue behind a long
         one's chunks; then everything goes in order, one long prompt after another.
@@ -336,8 +336,8 @@ class Scheduler:
             yield waiting, num_tokens
 
     def _next_short(self, max_tokens: int) -> Sequence | None:
-        """A waiting sequence of at most `max_tokens` that may go now: the next one, or another if
-        it takes nothing that the next one needs."""
+        """A waiting sequence of at most `max_tokens` that may go now: the next in line, or one that
+        takes nothing the next in line needs."""
         seq, first = self._waiting.peek_short(), self._waiting.peek()
         if seq is None or seq.num_tokens > max_tokens or first is None:
             return None
@@ -351,7 +351,7 @@ class Scheduler:
         return seq if seq is first or fits_beside else None
 
     def _admit(self, seq: Sequence, now: float) -> bool:
-        """Lets a waiting sequence run, if there are blocks for it."""
+        """Lets a waiting sequence run if there are blocks for it."""
         if len(self._running) >= self.limits.max_num_seqs or not self.blocks.allocate_prompt(seq):
             return False
         self._waiting.admit(seq)
@@ -360,7 +360,7 @@ class Scheduler:
         return True
 
     def _run(self, seq: Sequence, now: float) -> None:
-        """A sequence has got its blocks."""
+        """Starts a sequence that has been given its blocks."""
         if seq.first_scheduled is None:
             seq.first_scheduled = now
             seq.num_cached_prompt_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
@@ -371,13 +371,13 @@ class Scheduler:
         self._num_featured += seq.features is not None
 
     def _leave(self, seq: Sequence) -> None:
-        """A sequence runs no more."""
+        """Stops running a sequence."""
         del self._running[seq]
         self._num_featured -= seq.features is not None
 
     def _give_way(self) -> bool:
-        """Where nothing can go on, since beams that wait for others hold what those need, preempts
-        one of them; false if there is none."""
+        """Resolves a deadlock, in which idle beams hold the blocks that others need, by preempting
+        one of them. False if there is none."""
         if self._last_answered < self._last_step or not self._waiting:
             return False
         idle = [seq for seq in self._running if self._forks.is_idle(seq)]
@@ -404,13 +404,13 @@ class Scheduler:
 
 
 def _prefill_budget(limits: Limits, num_decodes: int) -> int:
-    """Prompt tokens in a step with `num_decodes` decodes."""
+    """The prompt tokens that fit a step with `num_decodes` decodes."""
     budget = limits.max_num_batched_tokens - num_decodes
     return min(budget, limits.max_num_prefill_tokens) if num_decodes else budget
 
 
 def _schedule_row(seq: Sequence, num_tokens: int, step: int, index: int) -> Row:
-    """Makes row `index` of a step of a sequence's next tokens, which are scheduled now."""
+    """Schedules a sequence's next tokens as row `index` of a step."""
     start = seq.num_scheduled_tokens
     previous_row = seq.last_row if start == len(seq.tokens) else None
     end = seq.num_scheduled_tokens = start + num_tokens

@@ -20,7 +20,7 @@ class Status(Enum):
 
 
 class FinishCause(IntEnum):
-    """Why a sequence ended; the numbers are those of `scheduler.proto`."""
+    """Why a sequence ended. The numbers are those of `scheduler.proto`."""
 
     EOS = 1
     LENGTH = 2
@@ -32,23 +32,24 @@ class FinishCause(IntEnum):
 
 
 class SequenceKey(NamedTuple):
-    """A completion's name in the engine."""
+    """Identifies a completion within the engine."""
 
     connection: int  # the frontend's stream that it came on
     number: int  # of its request there, plus its index among the request's completions
 
 
 class Sequence:
-    """Tokens int32[prompt + generated], of which the first `num_computed_tokens` are in the cache,
-    and the first `num_scheduled_tokens` will be once the steps in flight are answered.
+    """The tokens int32[prompt + generated] of a completion. The first `num_computed_tokens` are in
+    the cache, and the first `num_scheduled_tokens` will be once the steps in flight are answered.
 
-    `num_unscheduled_tokens` counts a token that a step in flight will sample, too, unless it is the
-    last that the sequence may have.
+    `num_unscheduled_tokens` includes a token that a step in flight will sample, unless that is the
+    last one the sequence may have.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
-    A `stepwise` sequence is `held` from its beginning, and again from each of its tokens on, until
-    `Scheduler.release`: all but its last token may be computed meanwhile, and nothing is sampled.
+    A `stepwise` sequence is `held` at the start, and again after each of its tokens, until
+    `Scheduler.release`. While it is held, all but its last token may be computed, but nothing is
+    sampled.
     """
 
     __slots__ = (
@@ -129,7 +130,7 @@ class Sequence:
 
     @property
     def queued(self) -> bool:
-        """Whether a scheduler has accepted it."""
+        """Whether a scheduler has accepted the sequence."""
         return self.arrival_number >= 0
 
     @property
@@ -142,13 +143,13 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many may be taken from the prefix cache: those whose logits nobody needs any more."""
+        """The tokens that may come from the prefix cache, because nobody needs their logits."""
         if self.features is None or self.features.prompt_is_scored:
             return len(self.tokens) - 1
         return self.features.num_scored
 
     def finish_cause(self) -> FinishCause | None:
-        """What the last token ends this sequence with, None while it goes on."""
+        """The reason that the last token ends the sequence, or None if it goes on."""
         if self.num_generated_tokens == 0:
             return None
         token, params = self.tokens[-1], self.params
@@ -161,7 +162,7 @@ class Sequence:
         return None
 
     def reset(self) -> None:
-        """Forgets the cache: everything is to be computed again."""
+        """Forgets the cache: every token has to be computed again."""
         self.status = Status.WAITING
         self.begin_at(0)
         self.last_step = 0  # that had this sequence
@@ -171,6 +172,6 @@ class Sequence:
         self.block_table = array("i")
 
     def begin_at(self, num_tokens: int) -> None:
-        """That many leading tokens are in the cache."""
+        """Starts computing after `num_tokens` tokens that are in the cache."""
         self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
         self.num_unscheduled_tokens = len(self.tokens) - num_tokens - self.held

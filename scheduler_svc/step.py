@@ -1,4 +1,4 @@
-"""What goes to the workers and what comes back, as plain data."""
+"""Steps, answers and outputs: the scheduler's decisions and their results, as plain data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Logprobs:
-    """Of consecutive tokens: each token's own, then those of the k most likely ones."""
+    """Log-probabilities of consecutive tokens: the token's own, then the k largest."""
 
     ids: npt.NDArray[np.int32]  # [tokens, 1 + k]
     values: npt.NDArray[np.float32]  # [tokens, 1 + k]
@@ -47,9 +47,9 @@ class Logprobs:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """To a step: one sampled id per row, anything for rows that sample nothing; log-probabilities
-    by the index of the row that asked for them, of the token that it sampled (one) and of its
-    tokens' successors in the prompt."""
+    """The answer to a step: one sampled id per row, meaningless for rows that sample nothing, and
+    log-probabilities by index of the row that asked for them. `logprobs` are those of the one
+    sampled token, `prompt_logprobs` those of the successors of the row's tokens in the prompt."""
 
     token_ids: Seq[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a sequence ended, and what a client is told about it."""
+    """Why a sequence ended, and what to tell its client."""
 
     cause: FinishCause
     message: str = ""

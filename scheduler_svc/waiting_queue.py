@@ -1,8 +1,8 @@
-"""The waiting queue: which sequence is admitted next.
+"""The waiting queue, which decides what is admitted next.
 
-By priority, lower first. Among equal priorities the frontends take turns, so that one that submits
+Lower priorities go first. Among equal ones the frontends alternate, so that one that submits
 thousands does not make another's requests wait for all of them (fair queueing after Nagle, RFC 970,
-by start tags as in Goyal et al., "Start-time Fair Queueing"). One frontend's requests go in order
+by start tags as in Goyal et al., "Start-time Fair Queueing"). A frontend's requests go in order
 of arrival.
 
 Nothing starves: every `OLDEST_EVERY`-th admission goes to the sequence that arrived first, whatever
@@ -43,7 +43,7 @@ class _Level:
 
 
 class WaitingQueue:
-    """Sequences of up to `max_short_tokens` tokens can be found apart from the others."""
+    """Waiting sequences, of which those of up to `max_short_tokens` tokens can be found apart."""
 
     def __init__(self, max_short_tokens: int) -> None:
         self.num_tokens = 0  # of all sequences in the queue
@@ -66,12 +66,12 @@ class WaitingQueue:
         return seq in self._tickets
 
     def arrive(self, seq: Sequence) -> None:
-        """Gives a new sequence its place among the others, though it is not to be queued yet. When
-        it is, it counts as one that was preempted."""
+        """Gives a new sequence its place among the others without queueing it. When it is queued
+        later, it counts as preempted."""
         seq.arrival_number = next(self._arrivals)
 
     def push(self, seq: Sequence) -> None:
-        """Queues a new sequence, or one that was preempted, which goes before the new ones."""
+        """Queues a new sequence, or a preempted one, which goes ahead of the new ones."""
         level = self._levels.setdefault(seq.priority, _Level())
         line = level.lines.setdefault(seq.key.connection, _Line())
         if seq.arrival_number < 0:
@@ -91,7 +91,8 @@ class WaitingQueue:
         self._oldest.push(seq.arrival_number, ticket, seq)
 
     def peek(self) -> Sequence | None:
-        """The next to be admitted; the same one until it is, or until a better one comes."""
+        """The next sequence to admit. It stays the same until admitted, or until a better one
+        comes."""
         if self.only is not None:
             return next((seq for seq in self.only if seq in self), None)
         if self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1:
@@ -99,13 +100,13 @@ class WaitingQueue:
         return _sequence(self._ordered)
 
     def peek_short(self) -> Sequence | None:
-        """The next among the short ones."""
+        """The next of the short sequences."""
         if self.only is not None:
             return None
         return _sequence(self._ordered_short)
 
     def admit(self, seq: Sequence) -> None:
-        """Takes out a sequence that `peek` or `peek_short` named."""
+        """Takes out a sequence that `peek` or `peek_short` returned."""
         is_next = self.only is None and seq is self.peek()
         is_first = seq is _sequence(self._ordered)
         level = self._levels[seq.priority]
@@ -116,7 +117,7 @@ class WaitingQueue:
             seq.priority = _FIRST_OF_ALL
 
     def remove(self, seq: Sequence) -> None:
-        """Takes out any sequence."""
+        """Takes out any sequence in the queue."""
         del self._tickets[seq], self._start_tags[seq]
         self.num_tokens -= seq.num_tokens
         level = self._levels[seq.priority]
@@ -129,7 +130,7 @@ class WaitingQueue:
             del self._levels[seq.priority]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts contradict the sequences. For tests."""
+        """Raises AssertionError if the counts contradict the sequences. For tests."""
         assert self.num_tokens == sum(s.num_tokens for s in self._tickets), "waiting tokens"
         assert sum(level.length for level in self._levels.values()) == len(self), "levels"
         for level in self._levels.values():

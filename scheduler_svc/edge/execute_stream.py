@@ -1,4 +1,4 @@
-"""A rank's `Execute` stream: whatever goes wrong on it means that workers are lost."""
+"""A rank's `Execute` stream. Any failure on it means that the workers are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExecuteStream:
-    """Steps of one epoch to one rank, and their answers in order."""
+    """Carries one epoch's steps to one rank and brings their answers back, in order."""
 
     def __init__(self, stub: WorkerServiceAsyncStub) -> None:
         self._call: aio.StreamStreamCall[worker_pb2.StepRequest, worker_pb2.StepResponse] = (
@@ -57,12 +57,12 @@ class ExecuteStream:
         return response
 
     async def end_reason(self) -> str:
-        """The status that the stream ended with; waits for its end."""
+        """The status with which the stream ended; waits until it has."""
         return f"{(await self._call.code()).name}: {await self._call.details()}"
 
 
 def _lost_or_cancelled(error: asyncio.CancelledError) -> BaseException:
-    """grpc.aio raises the same where its call was cancelled, and not the task that uses it."""
+    """Tells a cancelled call from a cancelled task: grpc.aio raises the same error for both."""
     task = asyncio.current_task()
     if task is None or task.cancelling():
         return error

@@ -34,10 +34,10 @@ Result = TypeVar("Result")
 
 _RETRY_S = 0.2
 _INFO_TIMEOUT_S = 10.0
-# Workers that fail whatever they are asked are asked again after that, and twice that, ...
+# Workers that fail at everything are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
-# Shares of `hang_timeout_s`: what is noticed at the second look, and then does not answer for so
-# long, is found within it.
+# Shares of `hang_timeout_s`: a rank that two looks in a row find idle, and that then leaves a call
+# unanswered this long, is found within it.
 _LOOK_SHARE, _ANSWER_SHARE = 0.12, 0.7
 
 
@@ -48,7 +48,7 @@ class WorkerClient:
         addresses: gRPC addresses in order of rank.
         max_num_seqs: of a step, passed on to the workers.
         max_num_batched_tokens: likewise; None for what the workers say.
-        hang_timeout_s: a rank that answers nothing for so long is lost.
+        hang_timeout_s: a rank that stays silent this long is lost.
         dialer: how to connect.
 
     Raises:
@@ -80,13 +80,13 @@ class WorkerClient:
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
-        """Waits for every rank, however long it loads, and configures them all for one epoch.
+        """Waits for every rank, however long it loads, then configures them all for one epoch.
 
         Args:
             num_blocks: size of the cache; None for as much as fits.
 
         Raises:
-            WorkerMismatchError: see there.
+            WorkerMismatchError: the ranks contradict each other or the settings.
         """
         reason = None
         while True:
@@ -121,8 +121,8 @@ class WorkerClient:
                 return
 
     async def watch(self) -> str:
-        """Returns why, once a rank has ended its stream, or answers nothing any more. A step may
-        take its time: a worker knows best how long, and ends itself when one hangs."""
+        """Returns the reason once a rank has ended its stream or stopped answering. A step may take
+        its time: a worker knows best how long one should, and ends itself if one hangs."""
         while True:
             before = self._num_answers
             await asyncio.sleep(_LOOK_SHARE * self._hang_timeout_s)
@@ -156,7 +156,7 @@ class WorkerClient:
             await channel.close()
 
     async def _follow_certificates(self) -> None:
-        """Opens the channels anew if there are other files than they were opened with."""
+        """Reopens the channels if the certificates have changed since they were opened."""
         stamp = self._dialer.stamp()
         if stamp == self._stamp:
             return
@@ -174,7 +174,7 @@ class WorkerClient:
             stream.cancel()
 
     async def _silent_rank(self) -> str | None:
-        """Which rank listens but does not answer, if one does."""
+        """The rank that accepts calls but never answers them, if there is one."""
         timeout_s = _ANSWER_SHARE * self._hang_timeout_s
         request = worker_pb2.GetInfoRequest()
         answers = await asyncio.gather(
@@ -190,10 +190,10 @@ class WorkerClient:
         return None
 
     async def _prove(self) -> None:
-        """Has all ranks run a step of one token, in a block that nobody uses yet.
+        """Has all ranks run a step of one token, in a block that nobody is using yet.
 
         Raises:
-            WorkersLostError: they do not.
+            WorkersLostError: one fails to.
         """
         seq = Sequence((-1, 0), [0], SamplingParams(max_tokens=1, temperature=0.0))
         seq.block_table.append(0)

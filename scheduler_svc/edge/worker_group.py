@@ -1,4 +1,4 @@
-"""What the ranks of an engine say of themselves, checked against each other."""
+"""The ranks of an engine, checked against each other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shared.pb import worker_pb2
 
 
 class WorkerMismatchError(Exception):
-    """The workers contradict each other or the settings: no retry can help."""
+    """The workers contradict each other or the settings; retrying cannot help."""
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """What all ranks agree on."""
+    """The facts that all ranks agree on."""
 
     num_blocks: int  # what the rank with the least memory can hold
     block_size: int
@@ -25,7 +25,7 @@ class WorkerGroup:
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
-    """The ranks as one group: block counts, lengths and limits are the smallest of any.
+    """Combines the ranks into a group with the smallest block count, length and limits of any.
 
     Raises:
         WorkerMismatchError: ranks are out of order or missing, or loaded different things.

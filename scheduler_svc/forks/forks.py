@@ -1,8 +1,8 @@
 """Sequences of one request that share blocks: its n completions, or the beams of its search.
 
-Completions follow the first of them until its prompt is computed, and are forked from it then. Live
-beams are forked and ended as they are chosen; one that is preempted while it waits for the others
-is parked until then.
+Completions follow the first of them until the prompt is computed, and are then forked from it.
+Beams are forked and ended as the search chooses; one that is preempted while it waits for the
+others is parked until they have caught up.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class Host(Protocol):
     """The scheduler, which owns the sequences."""
 
     def open(self, seq: Sequence) -> None:
-        """Counts a new sequence among those that have not ended."""
+        """Registers a new sequence."""
 
     def close(self, seq: Sequence) -> None:
-        """Ends one without an output."""
+        """Ends a sequence without an output."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets `child` run on what `parent` has computed, or queues it."""
 
     def queue_again(self, seq: Sequence) -> None:
-        """Sends one that holds no blocks back to wait."""
+        """Sends a sequence that holds no blocks back to wait."""
 
     def release(self, seq: Sequence) -> None:
-        """Lets one that is held go on."""
+        """Lets a held sequence go on."""
 
 
 class Forks:
-    """Told by the scheduler what happens to sequences; most of them have no relatives."""
+    """Hears from the scheduler what happens to its sequences, most of which have no relatives."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -48,15 +48,15 @@ class Forks:
 
     @property
     def beams(self) -> Container[Sequence]:
-        """The live ones. Their sampled tokens do not count: a search chooses among candidates."""
+        """The live beams. The tokens sampled for them do not count: their search picks others."""
         return self._beams
 
     def may_claim(self, key: SequenceKey) -> bool:
-        """Whether a key is a beam's, or may become one's."""
+        """Whether a key belongs to a beam, or may come to."""
         return key in self._beam_keys
 
     def add(self, seq: Sequence, n: int) -> list[Sequence]:
-        """Takes in a new sequence, and makes the n - 1 that follow it."""
+        """Takes in a new sequence and makes its n - 1 followers."""
         if seq.params.beam_width:
             group = self._beams[seq] = BeamGroup(seq)
             self._beam_keys.update(group.keys())
@@ -69,7 +69,7 @@ class Forks:
         return self._followers.of(seq)
 
     def all_of(self, seq: Sequence) -> list[Sequence]:
-        """The sequences that end together with this one: all beams of a search, or it alone."""
+        """The sequences that end along with this one: all beams of its search, or just itself."""
         group = self._beams.get(seq)
         return list(group.live) if group else [seq]
 
@@ -79,7 +79,7 @@ class Forks:
         return group.ends(end) if group else [Output(seq, end=end)]
 
     def prompts_computed(self, step: Step) -> None:
-        """Forks those that followed a sequence whose prompt this answered step has completed."""
+        """Forks the followers of every sequence whose prompt this answered step completed."""
         if not self._followers:
             return
         for row in step.rows:
@@ -89,7 +89,8 @@ class Forks:
                     self._host.fork(row.seq, child)
 
     def advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Output]:
-        """Takes in what may follow live beams; chooses the next ones where it is there for all."""
+        """Takes in the candidates found for live beams, and moves each search on that has all of
+        its own."""
         outputs: list[Output] = []
         for seq, logprobs in found.items():
             group = self._beams.get(seq)
@@ -100,24 +101,24 @@ class Forks:
         return outputs
 
     def is_idle(self, seq: Sequence) -> bool:
-        """Whether it is a beam that waits for the others: there is nothing to compute for it."""
+        """Whether this is a beam that waits for the others, with nothing left to compute."""
         group = self._beams.get(seq)
         return group is not None and group.has_candidates(seq)
 
     def park(self, seq: Sequence) -> None:
-        """Keeps an idle beam that has lost its blocks."""
+        """Sets aside an idle beam that has lost its blocks."""
         seq.status = Status.PARKED
         self._parked.add(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes out one that follows or is parked."""
+        """Takes out a follower or a parked beam."""
         if seq.status is Status.FOLLOWING:
             self._followers.remove(seq)
         else:
             self._parked.remove(seq)
 
     def closed(self, seq: Sequence) -> None:
-        """A sequence has ended: the first that followed it leads the others from now on."""
+        """Notes that a sequence has ended; its first follower now leads the others."""
         if followers := self._followers.pop(seq):
             self._host.queue_again(followers[0])
             self._followers.add(followers[0], followers[1:])
@@ -126,10 +127,10 @@ class Forks:
             self._beam_keys.difference_update(group.keys())
 
     def check_integrity(self, num_waiting_here: int) -> None:
-        """Raises AssertionError when they contradict each other. For tests.
+        """Raises AssertionError if the records contradict each other. For tests.
 
         Args:
-            num_waiting_here: sequences that have not ended and are in no queue of the scheduler's.
+            num_waiting_here: open sequences that neither run nor wait in the scheduler's queue.
         """
         self._followers.check_integrity()
         assert all(s.status is Status.PARKED and not s.block_table for s in self._parked), "parked"

@@ -1,7 +1,7 @@
-"""Structured output: sequences of which each token waits for a mask.
+"""Structured output: sequences whose every token waits for a mask.
 
-A grammar is compiled before its sequence is queued. After each token the sequence is held until the
-mask of the next one is there, which another thread computes: steps go on without it.
+A grammar is compiled before its sequence is queued. After each token the sequence is held while
+another thread computes the mask of the next one; steps go on without it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from scheduler_svc.step import End, Output
 
 log = structlog.get_logger(__name__)
 
-# Where all places to compile are taken; nothing bounds how long they are.
+# When all places to compile are taken, which may last for any length of time.
 _RETRY_AFTER_S = 5.0
 
 
 class Engine(Protocol):
-    """What is asked of the engine."""
+    """The part of the engine that is needed here."""
 
     scheduler: Scheduler
 
@@ -38,17 +38,17 @@ class Engine(Protocol):
         """Queues a sequence and the other completions of its prompt, or emits its end."""
 
     def refuse(self, seq: Sequence, end: End) -> None:
-        """Emits the end of a sequence that is not accepted."""
+        """Emits the end of a sequence that was not accepted."""
 
     def emit(self, outputs: list[Output]) -> None:
-        """Tells the frontends."""
+        """Sends outputs to the frontends."""
 
     def wake(self) -> None:
-        """A sequence can go on."""
+        """Has the engine look for something to schedule."""
 
 
 class Constraints:
-    """To be used from the engine's loop."""
+    """Supplies the masks of constrained sequences. Use it only from the engine's event loop."""
 
     def __init__(self, grammars: Grammars, engine: Engine) -> None:
         self._grammars = grammars
@@ -58,7 +58,7 @@ class Constraints:
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
     def begin(self, seq: Sequence, n: int) -> None:
-        """Queues a sequence once its grammar is compiled, or emits its end."""
+        """Queues a sequence once its grammar is compiled, or emits its end if that fails."""
         if end := self._refusal(seq, n):
             self._engine.refuse(seq, end)
             return
@@ -67,7 +67,7 @@ class Constraints:
         task.add_done_callback(lambda _: self._beginning.pop(seq.key))
 
     def abort(self, key: SequenceKey) -> None:
-        """Forgets a sequence that is not queued yet, if it is one."""
+        """Drops a sequence if its grammar is still being compiled."""
         if task := self._beginning.get(key):
             task.cancel()
 
@@ -77,7 +77,7 @@ class Constraints:
                 task.cancel()
 
     def advance(self, outputs: Seq[Output]) -> None:
-        """Takes in a step's tokens, and has the masks of the next ones computed."""
+        """Advances the matchers by a step's tokens and has the next masks computed."""
         grown = [
             output.seq
             for output in outputs
@@ -94,7 +94,7 @@ class Constraints:
         self._grammars.close()
 
     def _refusal(self, seq: Sequence, n: int) -> End | None:
-        """Why a sequence's grammar is not worth the work, None if it is."""
+        """The reason not to start on a sequence's grammar, or None."""
         scheduler = self._engine.scheduler
         if end := scheduler.refusal(seq, n):
             return end
@@ -141,7 +141,7 @@ class Constraints:
         self._engine.wake()
 
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
-        """Of each sequence's next token; None of one that has ended, or does so now."""
+        """The next token's mask per sequence; None if it has ended."""
         matchers = [self._matchers[seq] for seq in seqs]
         masks: list[bytes | None] = []
         for seq, mask in zip(seqs, await self._grammars.masks(matchers), strict=True):
@@ -153,7 +153,7 @@ class Constraints:
         return masks
 
     async def _guarded(self, work: Callable[[], Awaitable[None]], seqs: list[Sequence]) -> None:
-        """Whatever goes wrong ends the sequences, and nothing else."""
+        """Confines any failure to these sequences, which end with it."""
         try:
             await work()
         except GrammarError as error:
@@ -177,7 +177,7 @@ class Constraints:
 
 
 def without_early_end(seq: Sequence, mask: bytes) -> bytes:
-    """Before `min_tokens` end tokens are left out, unless nothing else can follow."""
+    """Removes the end tokens from a mask before `min_tokens`, unless nothing else could follow."""
     if seq.num_generated_tokens >= seq.params.min_tokens:
         return mask
     words = np.frombuffer(mask, np.uint32).copy()
