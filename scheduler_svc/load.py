@@ -39,8 +39,8 @@ class Load:
         return self._step_seconds.per_second(now) / steps if steps else 0.0
 
     def retry_after_s(self, now: float) -> float:
-        """The seconds that a refused request should wait: until a tenth of the queue has been admitted at
-        the current rate, so that requests refused together find room."""
+        """The seconds that a refused request should wait: until a tenth of the queue has been
+        admitted at the current rate, so that requests refused together find room."""
         rate = self._admissions.per_second(now)
         if not rate:
             return _UNKNOWN_RETRY_S
