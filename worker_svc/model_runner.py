@@ -22,7 +22,7 @@ from worker_svc.layers.embedding import VocabPartition
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
 from worker_svc.platforms.base import PendingArrays, Platform, Stopwatch
 from worker_svc.platforms.choice import choose_platform
-from worker_svc.sampling.feature_runner import FeatureRunner
+from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs, asked_for
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step

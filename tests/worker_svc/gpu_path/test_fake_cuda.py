@@ -22,7 +22,7 @@ from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.sampling.feature_runner import FeatureRunner
+from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step
