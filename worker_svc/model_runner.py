@@ -278,8 +278,8 @@ class ModelRunner:
         return PendingStep(step.samples, counts, stopwatch.fetch(results))
 
     def _to_device(self, step: Step) -> StepTensors:
-        attention, platform = self._backend.column(step), self._platform
-        return upload_step(step, attention, platform.device, pinned=platform.pinned)
+        plan_column, platform = self._backend.plan_column(step), self._platform
+        return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
 
     def _warm_up(self) -> int:
         """Runs the largest prompts and decodes there can be, so that kernels are compiled and
@@ -295,8 +295,8 @@ class ModelRunner:
             self._vocab.vocab_size,
         )
         self._allocate(1)
-        prompts_bytes = platform.peak_bytes(partial(self.run, prompts))
-        decodes_bytes = platform.peak_bytes(partial(self.run, decodes))
+        prompts_bytes = platform.measure_peak_bytes(partial(self.run, prompts))
+        decodes_bytes = platform.measure_peak_bytes(partial(self.run, decodes))
         if platform.compiles and not platform.captures:
             # Each number of sequences has its own kernels; capturing does the same for graphs.
             for size in graph_sizes(self._settings.max_num_seqs):

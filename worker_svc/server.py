@@ -48,7 +48,7 @@ MAX_STEPS_AHEAD = 8
 
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
 # Joining the other ranks has a timeout of its own, allocating and capturing take what they take.
-_MOST_CONFIGURE_S = 600.0
+_MAX_CONFIGURE_S = 600.0
 
 
 @dataclass
@@ -89,7 +89,7 @@ class WorkerService(WorkerServiceServicer):
         self._newest_epoch = 0  # asked for, maybe not reached
         self._epoch: Epoch | None = None
         self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
-        self._least_step_s = 0.0
+        self._min_step_s = 0.0
 
     async def load(self) -> None:
         """Loads the model and warms it up.
@@ -101,7 +101,7 @@ class WorkerService(WorkerServiceServicer):
         self._runner = await loop.run_in_executor(self._thread, ModelRunner, self._settings)
         if self._settings.tp > 1 and self._runner.info.device != "cpu":
             # Collectives wait on the devices: which rank it is that hangs cannot be told there.
-            self._least_step_s = COLLECTIVE_TIMEOUT.total_seconds()
+            self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
         self._watch.start(loop)
 
     def check(self) -> None:
@@ -173,7 +173,7 @@ class WorkerService(WorkerServiceServicer):
 
     def _configure(self, runner: ModelRunner, epoch: int, num_blocks: int) -> None:
         """On the execution thread."""
-        with self._watch.doing(f"configuring epoch {epoch}", _MOST_CONFIGURE_S):
+        with self._watch.doing(f"configuring epoch {epoch}", _MAX_CONFIGURE_S):
             runner.configure(epoch, num_blocks, lambda: self._newest_epoch > epoch)
 
     async def Execute(
@@ -223,7 +223,7 @@ class WorkerService(WorkerServiceServicer):
             if epoch.ended:
                 raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
             started = time.monotonic()
-            with self._watch.running(step, self._least_step_s):
+            with self._watch.running(step, self._min_step_s):
                 pending = runner.launch(step)
             if pending.ready():
                 self._watch.record(step, time.monotonic() - started)
@@ -241,7 +241,7 @@ class WorkerService(WorkerServiceServicer):
         """On the thread that waits for results."""
         try:
             started = time.monotonic()
-            with self._watch.running(step, self._least_step_s):
+            with self._watch.running(step, self._min_step_s):
                 found = pending.wait()
             self._watch.record(step, time.monotonic() - started)
         except Exception as error:
@@ -286,7 +286,7 @@ class WorkerService(WorkerServiceServicer):
         return self._runner
 
     def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
-        most = {
+        maxima = {
             # Not what fits: that is an estimate, lower at one start than at another, and an engine
             # that lost a worker wants the cache it had. But a CPU's memory can be promised many
             # times over, and the process is killed when the promise is called in.
@@ -294,7 +294,7 @@ class WorkerService(WorkerServiceServicer):
             "max_num_seqs": self._settings.max_num_seqs,
             "max_num_batched_tokens": runner.info.max_num_batched_tokens,
         }
-        for field, limit in most.items():
+        for field, limit in maxima.items():
             value = getattr(request, field)
             if not 1 <= value <= limit:
                 raise InvalidArgumentError(field, f"{value} is not in 1..{limit}")

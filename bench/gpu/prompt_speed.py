@@ -40,7 +40,7 @@ class Prompts:
         size = (step.num_tokens, heads.heads, heads.head_dim)
         q = torch.randn(size, device=setup.device, generator=generator)
         self._q = q.to(setup.dtype)
-        self._tensors = upload_step(step, backend.column(step), setup.device)
+        self._tensors = upload_step(step, backend.plan_column(step), setup.device)
         self._metadata: Any = backend.plan(step, self._tensors, context)
 
     def rate(self, tiling: Tiling | None = None) -> float:

@@ -71,8 +71,8 @@ def keep_likely(
         thresholds[rows] = _search(weigh, part_of, thresholds[rows], maxima[rows], tp, ops)
     if len(min_p.rows):
         rows = min_p.rows
-        least = maxima[rows] + temperatures[rows] * min_p.values.log()
-        thresholds[rows] = thresholds[rows].maximum(least)
+        lowest = maxima[rows] + temperatures[rows] * min_p.values.log()
+        thresholds[rows] = thresholds[rows].maximum(lowest)
     thresholds.masked_fill_(temperatures == 0, -torch.inf)
     local = logits[:, : vocab.num_tokens]
     local.masked_fill_(local < thresholds[:, None], -torch.inf)

@@ -122,7 +122,7 @@ def test_equals_the_reference(
     them the weight 0, for which a cache is zeros at first, and then what others have left."""
     backend = make_backend(name, heads, dtype)
     step, slots, num_blocks = make_step(case, backend.block_size)
-    tensors = upload_step(step, backend.column(step), DEVICE)
+    tensors = upload_step(step, backend.plan_column(step), DEVICE)
     random = generator(seed=len(slots))
 
     def normal(rows: int, count: int) -> torch.Tensor:
@@ -167,13 +167,11 @@ def test_equals_the_reference(
 
 
 @gpu_only
-@pytest.mark.parametrize(
-    ("name", "is_installed"), [("fa3", fa3.is_installed), ("flash_attn", flash_attn.is_installed)]
-)
-def test_what_is_installed_can_be_used(name: str, is_installed: Callable[[], bool]) -> None:
+@pytest.mark.parametrize(("name", "load"), [("fa3", fa3.load), ("flash_attn", flash_attn.load)])
+def test_what_is_installed_can_be_used(name: str, load: Callable[[], bool]) -> None:
     """For a model as most are. Elsewhere a library that cannot be used is skipped: also one that is
     called wrongly."""
-    if not is_installed():
+    if not load():
         pytest.skip(f"{name} is not installed")
     if name == "fa3" and torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("it is for Hopper GPUs")

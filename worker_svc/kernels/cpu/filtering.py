@@ -16,7 +16,7 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 
 MIN_EXPONENT = np.float32(-29)  # far below what weighs 1
-MIN_KEY = 0x00800000  # of the least finite logit
+MIN_KEY = 0x00800000  # of the lowest finite logit
 MAX_KEY = 0xFF800000  # of inf
 PIECE = 64  # of a row
 
@@ -86,22 +86,22 @@ def _logit(key: int) -> np.float32:
 
 
 @njit(inline="always")
-def _any_between(piece: Float32s, least: np.float32, largest: np.float32) -> bool:
+def _any_between(piece: Float32s, min_logit: np.float32, max_logit: np.float32) -> bool:
     """Most pieces of a row have nothing to count, and this is vectorized."""
     found = 0
     for logit in piece:
-        found += (logit >= least) & (logit <= largest)
+        found += (logit >= min_logit) & (logit <= max_logit)
     return found > 0
 
 
 @njit
 def _count_row(row: Float32s, low: int, shift: int, bins: Int64s) -> None:
-    least, largest = _logit(low), _logit(low + (len(bins) << shift) - 1)
+    min_logit, max_logit = _logit(low), _logit(low + (len(bins) << shift) - 1)
     for start in range(0, len(row), PIECE):
         piece = row[start : start + PIECE]
-        if _any_between(piece, least, largest):
+        if _any_between(piece, min_logit, max_logit):
             for logit in piece:
-                if least <= logit <= largest:
+                if min_logit <= logit <= max_logit:
                     bins[(_key(logit) - low) >> shift] += 1
 
 
@@ -124,15 +124,15 @@ def _weigh_row(
     row: Float32s, largest_logit: np.float32, scale: np.float32, low: int, shift: int, bins: Int64s
 ) -> None:
     weights = np.empty(PIECE, np.float32)
-    least, largest = _logit(low), _logit(low + (len(bins) << shift) - 1)
-    least = max(least, largest_logit + MIN_EXPONENT / scale)
+    min_logit, max_logit = _logit(low), _logit(low + (len(bins) << shift) - 1)
+    min_logit = max(min_logit, largest_logit + MIN_EXPONENT / scale)
     for start in range(0, len(row), PIECE):
         piece = row[start : start + PIECE]
-        if _any_between(piece, least, largest):
+        if _any_between(piece, min_logit, max_logit):
             for i, logit in enumerate(piece):
                 weights[i] = exp((logit - largest_logit) * scale) * np.float32(LARGEST_WEIGHT)
             for i, logit in enumerate(piece):
-                if least <= logit <= largest:
+                if min_logit <= logit <= max_logit:
                     bins[(_key(logit) - low) >> shift] += np.int64(weights[i])
 
 

@@ -91,6 +91,6 @@ class PanelWeight:
             bits(self._no_bias if bias is None else bias),
             bits(out),
             cpu_linear.PIECES_PER_THREAD * numba.get_num_threads(),
-            max(rows // cpu_linear.MOST_ROWS, 1) * cpu_linear.MOST_ROWS,
+            max(rows // cpu_linear.MAX_ROWS, 1) * cpu_linear.MAX_ROWS,
         )
         return out

@@ -239,7 +239,7 @@ def _number(values: tl.tensor, low: tl.tensor, shift: tl.tensor) -> tuple[tl.ten
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -SIGN, 0, bits)  # -0.0
     keys = tl.where(bits < 0, -1 - bits, bits ^ -SIGN).to(tl.uint32, bitcast=True)
-    least = low.to(tl.uint32)
-    number = (keys - least) >> shift.to(tl.uint32)
-    inside = (keys >= least) & (number < BINS) & (values > float("-inf"))
+    lowest = low.to(tl.uint32)
+    number = (keys - lowest) >> shift.to(tl.uint32)
+    inside = (keys >= lowest) & (number < BINS) & (values > float("-inf"))
     return tl.where(inside, number.to(tl.int32), 0), inside
