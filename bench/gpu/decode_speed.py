@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from bench.gpu.ceilings import bandwidth
+from bench.gpu.heads import Heads
 from bench.gpu.records import Report
-from bench.gpu.setup import BACKENDS, Heads, Setup
+from bench.gpu.setup import BACKENDS, Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace

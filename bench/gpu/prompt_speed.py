@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bench.gpu.ceilings import matmul_rate
+from bench.gpu.heads import Heads
 from bench.gpu.records import Report
-from bench.gpu.setup import BACKENDS, Heads, Setup
+from bench.gpu.setup import BACKENDS, Setup
 from bench.gpu.steps import make_step
 from worker_svc.kernels.triton.paged_attention import Tiling
 from worker_svc.kernels.triton.prompt_attention import prompt_attention

@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import (
-    DEVICE,
-    ODD,
-    ON_GPU,
-    QWEN_0_6B,
-    QWEN_8B,
-    Heads,
-    by_device,
-    generator,
-    gpu_only,
-)
+from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
+from tests.worker_svc.device import DEVICE, ODD, ON_GPU, by_device, generator, gpu_only
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from tests.worker_svc.kernels.triton.precision import poisoned_memory, relative_error, row_bound
