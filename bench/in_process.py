@@ -26,8 +26,9 @@ from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Output, Step
 from shared.config import SettingsError, WorkerSettings, load_settings
 from worker_svc.errors import StartError
-from worker_svc.model_runner import ModelRunner, StepResult
+from worker_svc.model_runner import ModelRunner
 from worker_svc.step import decode as worker_step
+from worker_svc.step_result import StepResult
 
 _EPOCH = 1
 
