@@ -22,6 +22,7 @@ from frontend.token_stream import TokenStream
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.sampling_params import NUMBERS
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
 
@@ -452,11 +453,8 @@ async def test_get_model(service: Service) -> None:
     assert model.vocab_size == INFO.vocab_size
     assert list(model.eos_token_ids) == [1535, 1533]
     assert {field.name: value for field, value in model.default_sampling.ListFields()} == {
+        **{name: each.default for name, each in NUMBERS.items() if each.from_model},
         "temperature": pytest.approx(0.6),
-        "top_k": 0,
-        "top_p": 1,
-        "min_p": 0,
-        "repetition_penalty": 1,
     }
     assert model.capacity == pb.EngineCapacity(
         num_blocks=64,
