@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.config import WorkerSettings
 from worker_svc.config import find_model_dir, load_model_config
 from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
@@ -25,6 +24,7 @@ from worker_svc.platforms.choice import choose_platform
 from worker_svc.sampling.feature_runner import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs, asked_for
 from worker_svc.sampling.sampler import Sampler
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, upload, upload_step
 from worker_svc.step.wire import Float32s, Int32s

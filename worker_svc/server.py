@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 from grpc import aio
 
-from shared.config import WorkerSettings
 from shared.errors import (
     FailedPreconditionError,
     InternalError,
@@ -34,6 +33,7 @@ from worker_svc.distributed import COLLECTIVE_TIMEOUT
 from worker_svc.errors import StartError, is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 
 log = structlog.get_logger(__name__)

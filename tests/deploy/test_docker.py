@@ -23,7 +23,10 @@ import yaml
 
 from deploy.compose import compose_variables, rank_services
 from deploy.plan import Layout, StackSettings
-from shared.config import FrontendSettings, SchedulerSettings, ServiceSettings, WorkerSettings
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import ServiceSettings
+from worker_svc.settings import WorkerSettings
 
 from .conftest import Launcher
 
