@@ -25,18 +25,8 @@ TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates")
-
-
-@pytest.fixture(scope="module")
-def authority(directory: Path) -> Authority:
-    return Authority(directory, "ours")
-
-
-@pytest.fixture(scope="module")
-def stranger(directory: Path) -> Authority:
-    return Authority(directory, "theirs")
+def stranger(certificates: Path) -> Authority:
+    return Authority(certificates, "theirs")
 
 
 @pytest.fixture
