@@ -59,7 +59,7 @@ class Service:
 
 async def read(stream: TokenStream, seen: int) -> Sequence[int]:
     """The tokens after the first `seen`, once there are some or the completion is complete."""
-    await stream.reader.wait(stream.ended or len(stream.tokens) > seen)
+    await stream.waiter.wait(stream.ended or len(stream.tokens) > seen)
     stream.check()
     return stream.tokens[seen:]
 
