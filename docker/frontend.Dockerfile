@@ -9,7 +9,7 @@ COPY shared shared
 COPY frontend frontend
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-RUN pip install --no-cache-dir -c constraints.txt ".[frontend]"
+RUN pip install --no-cache-dir -c constraints.txt -e ".[frontend]"
 
 USER nano
 ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
