@@ -9,6 +9,7 @@ COPY shared shared
 COPY frontend frontend
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
+# Editable, since a wheel would hold the client alone.
 RUN pip install --no-cache-dir -c constraints.txt -e ".[frontend]"
 
 USER nano

@@ -11,6 +11,7 @@ COPY scheduler_svc scheduler_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
 ARG PIP_ARGS=""
+# Editable, since a wheel would hold the client alone.
 RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[scheduler]"
 
 USER nano

@@ -18,6 +18,7 @@ COPY worker_svc worker_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
 ARG PIP_ARGS=""
+# Editable, since a wheel would hold the client alone.
 RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[worker]"
 
 USER nano
