@@ -16,7 +16,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.__main__ import serve
-from scheduler_svc.edge.worker_client import WorkerMismatchError
+from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2

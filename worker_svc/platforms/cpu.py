@@ -91,7 +91,7 @@ class CpuPlatform(Platform):
     ) -> Callable[[], None]:
         return run
 
-    def peak_bytes(self, run: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         """Runs it, and measures nothing: activations are small beside what `CACHE_SHARE` leaves."""
         run()
         return 0

@@ -160,7 +160,7 @@ class CudaPlatform(Platform):
             run()
         return graph.replay
 
-    def peak_bytes(self, run: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         run()  # compiles kernels, which allocates too
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

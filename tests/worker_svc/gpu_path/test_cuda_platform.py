@@ -251,7 +251,7 @@ def test_memory(cuda: FakeCuda) -> None:
     assert "without CUDA graphs" in logs[0]["event"]
     assert platform.captures
     runs: list[int] = []
-    assert platform.peak_bytes(lambda: runs.append(1)) == 8 * MIB
+    assert platform.measure_peak_bytes(lambda: runs.append(1)) == 8 * MIB
     assert len(runs) == 2  # once to compile, once to measure
     # 90 of 100 MiB, of which 30 are taken and 8 are kept for activations.
     settings = WorkerSettings()
