@@ -210,19 +210,19 @@ BUGS = [
     ),
     Bug(
         "tables have no partly filled block",
-        "step_encoding.py",
+        "edge/step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",
         "num_blocks = np.maximum(context_lens // block_size, 1)",
     ),
     Bug(
         "tables have a block too many at a boundary",
-        "step_encoding.py",
+        "edge/step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",
         "num_blocks = context_lens // block_size + 1",
     ),
     Bug(
         "tables begin where the prompt's tables would",
-        "step_encoding.py",
+        "edge/step_encoding.py",
         "        tables = [table[:n] for",
         "        tables = [table[-n:] for",
     ),
@@ -259,13 +259,13 @@ BUGS = [
     ),
     Bug(
         "siblings have one seed",
-        "forks.py",
+        "forks/followers.py",
         "seed=(seq.params.seed + i) % _SEEDS",
         "seed=seq.params.seed",
     ),
     Bug(
         "end tokens are banned a token too long",
-        "step_features.py",
+        "edge/step_features.py",
         "if index < seq.params.min_tokens else",
         "if index <= seq.params.min_tokens else",
     ),
@@ -296,8 +296,8 @@ BUGS = [
     Bug(
         "a submission does not wake the engine",
         "engine.py",
-        "            self.emit([refused])\n        self.wake()\n",
-        "            self.emit([refused])\n",
+        "            self.refuse(refused)\n        self.wake()\n",
+        "            self.refuse(refused)\n",
     ),
     Bug(
         "an answer of before a loss is taken for one of after it",
