@@ -57,7 +57,14 @@ def authority(certificates: Path) -> Authority:
     return Authority(certificates, "ours")
 
 
-# With `-n 2 --dist loadgroup` these run one after another, beside the others: stacks of processes
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`, which `make test` passes: a worker per processor, but none where tests are
+    named, since workers take longer to start than most tests to run."""
+    named = config.option.keyword or not all(Path(each).is_dir() for each in config.args)
+    return 0 if named else len(os.sched_getaffinity(0))
+
+
+# With `--dist loadgroup` these run one after another, beside the others: stacks of processes
 # that are harmed, with time limits of their own.
 _HARMED = [Path(__file__).parent / name for name in ("chaos", "faults", "fuzz")]
 
