@@ -146,7 +146,7 @@ class RunnerEngine:
         self._done.clear()
         for number, request in enumerate(requests):
             self._traces[number] = Trace(len(request.prompt), sent=time.perf_counter())
-            params = SamplingParams(request.output_len, TEMPERATURE, request.seed)
+            params = SamplingParams(request.output_len, temperature=TEMPERATURE, seed=request.seed)
             self._engine.submit(Sequence((0, number), request.prompt, params))
         await self._done.wait()
         return list(self._traces.values())

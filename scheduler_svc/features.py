@@ -12,6 +12,7 @@ class Features:
     """Kept for the few sequences that have any. Rows that start before position `end` may need
     columns of their own; later rows need none."""
 
+    always: bool  # every token's row has columns
     end: int
     num_to_score: int  # leading tokens whose successor in the prompt gets log-probabilities
     num_scored: int = 0  # of these, how many have been delivered
@@ -29,6 +30,7 @@ def features_of(params: SamplingParams, num_prompt_tokens: int) -> Features | No
         num_to_score = end = num_prompt_tokens - 1
     if params.min_tokens and (params.eos_token_ids or params.stop_token_ids):  # these are banned
         end = max(end, num_prompt_tokens + params.min_tokens - 1)
-    if params.has_features or params.stepwise:
+    always = params.has_features
+    if always or params.stepwise:
         end = num_prompt_tokens + params.max_tokens
-    return Features(end, num_to_score) if end else None
+    return Features(always, end, num_to_score) if end else None

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
+
+from shared.sampling_params import COLUMNS, SamplingNumbers
+
+_column_values = attrgetter(*COLUMNS)
+_ALL_OFF = tuple(each.default for each in COLUMNS.values())
 
 
 class GrammarKind(IntEnum):
@@ -24,21 +30,14 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers):
     """What the scheduler and the sampler need to know about a request's sampling."""
 
     max_tokens: int
-    temperature: float = 1.0
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # before these neither kind of token above can be sampled
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # 1: off
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
     logprobs: int | None = None  # how many beside the sampled token's
@@ -59,12 +58,8 @@ class SamplingParams:
     @property
     def has_features(self) -> bool:
         """Whether every token's row needs more than a temperature and a seed."""
-        return (
-            self.num_logprobs is not None
-            or bool(self.top_k or self.bias_ids)
-            or (self.top_p, self.min_p, self.repetition_penalty) != (1.0, 0.0, 1.0)
-            or (self.presence_penalty, self.frequency_penalty) != (0.0, 0.0)
-        )
+        changes_logits = bool(self.bias_ids) or _column_values(self) != _ALL_OFF
+        return changes_logits or self.num_logprobs is not None
 
     @property
     def stepwise(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import End, Output
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
+from shared.sampling_params import NUMBERS
+
+_ZEROS = [(name, each.zero) for name, each in NUMBERS.items()]
 
 
 def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequence:
@@ -34,21 +38,16 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
 
 def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
     grammar = sampling.grammar if sampling.HasField("grammar") else None
+    ids, values = sampling.bias_ids, sampling.bias_values
+    numbers: dict[str, Any] = {name: getattr(sampling, name) or zero for name, zero in _ZEROS}
     return SamplingParams(
         max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
         seed=sampling.seed,
         eos_token_ids=frozenset(sampling.eos_token_ids),
         stop_token_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p or 1.0,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty or 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        bias_ids=tuple(_ids(sampling.bias_ids, "submit.sampling.bias_ids")),
-        bias_values=tuple(_floats(sampling.bias_values, "submit.sampling.bias_values")),
+        bias_ids=tuple(_ids(ids, "submit.sampling.bias_ids")) if ids else (),
+        bias_values=tuple(_floats(values, "submit.sampling.bias_values")) if values else (),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=(
             sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
@@ -56,6 +55,7 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
         grammar=grammar and Grammar(grammar.kind, grammar.text),
+        **numbers,
     )
 
 

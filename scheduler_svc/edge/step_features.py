@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from array import array
 from itertools import accumulate
+from operator import attrgetter
+from struct import pack
 
 import numpy as np
 
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Logprobs, Row
 from shared.pb import worker_pb2
+from shared.sampling_params import COLUMNS
 
 _NEVER = float("-inf")
+# Name, type and value of each parameter that is a column.
+_COLUMNS = [
+    (each.column, "i" if each.whole else "f", attrgetter(name)) for name, each in COLUMNS.items()
+]
 
 
 class MalformedAnswerError(Exception):
@@ -74,7 +81,9 @@ def read_logprobs(
 
 
 def _has_features(row: Row) -> bool:
-    return row.seq.params.has_features or _mask(row.seq) is not None or bool(_banned(row))
+    features = row.seq.features
+    assert features is not None
+    return features.always or features.mask is not None or bool(_banned(row))
 
 
 def _mask(seq: Sequence) -> bytes | None:
@@ -94,9 +103,8 @@ def _banned(row: Row) -> frozenset[int]:
 def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures:
     seqs = [rows[i].seq for i in places]
     params = [seq.params for seq in seqs]
-    bias_ids, bias_values, bias_lens = array("i"), array("f"), []
+    bias_ids, bias_values, bias_offsets = array("i"), array("f"), array("i", [0])
     for place, p in zip(places, params, strict=True):
-        before = len(bias_ids)
         if p.bias_ids:
             bias_ids.extend(p.bias_ids)
             bias_values.extend(p.bias_values)
@@ -104,24 +112,19 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
             banned = sorted(_banned(rows[place]))
             bias_ids.extend(banned)
             bias_values.extend([_NEVER] * len(banned))
-        bias_lens.append(len(bias_ids) - before)
-    num_logprobs = [-1 if p.num_logprobs is None else p.num_logprobs for p in params]
+        bias_offsets.append(len(bias_ids))
+    num_logprobs = [-1 if (k := p.num_logprobs) is None else k for p in params]
     masks = {i: mask for i, seq in enumerate(seqs) if (mask := _mask(seq)) is not None}
     return worker_pb2.SamplingFeatures(
         rows=_column("i", places),
-        top_k=_column("i", [p.top_k for p in params]),
-        top_p=_column("f", [p.top_p for p in params]),
-        min_p=_column("f", [p.min_p for p in params]),
-        repetition_penalties=_column("f", [p.repetition_penalty for p in params]),
-        presence_penalties=_column("f", [p.presence_penalty for p in params]),
-        frequency_penalties=_column("f", [p.frequency_penalty for p in params]),
         prompt_lens=_column("i", [seq.num_prompt_tokens for seq in seqs]),
         num_logprobs=_column("i", num_logprobs),
-        bias_offsets=_column("i", list(accumulate(bias_lens, initial=0))),
+        bias_offsets=bias_offsets.tobytes(),
         bias_ids=bias_ids.tobytes(),
         bias_values=bias_values.tobytes(),
         masked=_column("i", list(masks)),
         masks=b"".join(masks.values()),
+        **{name: pack(f"<{len(params)}{code}", *map(of, params)) for name, code, of in _COLUMNS},
     )
 
 

@@ -634,8 +634,8 @@ async def test_every_feature_reaches_the_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "n", "word"),
     [
-        ({"top_p": float("nan")}, 1, "sampling.top_p: nan; must be 0 to 1"),
-        ({"min_tokens": 4}, 1, "sampling.min_tokens: 4; must be 0 to 3"),
+        ({"top_p": float("nan")}, 1, "sampling.top_p: nan; must be in (0, 1]"),
+        ({"min_tokens": 4}, 1, "sampling.min_tokens: 4; must be in [0, 3]"),
         ({"bias_ids": bytes(4)}, 1, "sampling.logit_bias"),
         ({"logprobs": 5000}, 1, "sampling.logprobs: 5000"),
         ({}, 65, "sampling.n: 65"),

@@ -3,14 +3,16 @@ device, the logits that it changes, and the log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.sampling_params import FILTERS
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.kv_cache import TokenCache
@@ -33,6 +35,7 @@ class FeatureTensors:
 
     rows: torch.Tensor  # [F] of the step; empty: the logits stay as they are
     penalizes: bool
+    filters: Mapping[str, Limit]  # those that some row has, by rows of F
     prompt_lens: torch.Tensor  # [F], as the three that follow empty unless `penalizes`
     repetition: torch.Tensor  # [F] float32
     presence: torch.Tensor  # [F] float32
@@ -42,12 +45,6 @@ class FeatureTensors:
     bias_values: torch.Tensor  # [B] float32
     masked: torch.Tensor  # [M] of F
     masks: torch.Tensor  # [M, ceil(vocab / 32)], bit patterns
-    top_k_rows: torch.Tensor  # of F, as the others with a filter
-    top_k: torch.Tensor
-    top_p_rows: torch.Tensor
-    top_p: torch.Tensor  # float32
-    min_p_rows: torch.Tensor
-    min_p: torch.Tensor  # float32
     scored_rows: torch.Tensor  # [L] of the step
 
 
@@ -169,9 +166,7 @@ class FeatureSampler:
             logits,
             self._vocab,
             temperatures,
-            Limit(features.top_k_rows, features.top_k),
-            Limit(features.top_p_rows, features.top_p),
-            Limit(features.min_p_rows, features.min_p),
+            features.filters,
             self._tp,
             self._ops,
         )
@@ -192,27 +187,26 @@ def feature_tensors(
     kept = np.flatnonzero(changed)  # what F stands for on the device
     penalized = kept if features.penalized.any() else kept[:0]
 
-    def filtered(active: NDArray[np.bool_], values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Row numbers of F, and their values."""
-        chosen = np.flatnonzero(active & drawn)
-        return [_places(kept, chosen), values[chosen]]
-
+    limits: dict[str, list[NDArray[Any]]] = {}  # row numbers of F, and their values
+    for name in FILTERS:
+        chosen = np.flatnonzero(features.active(name) & drawn)
+        if len(chosen):
+            limits[name] = [_places(kept, chosen), features.numbers[name][chosen]]
     arrays = [
         features.rows[kept],
         features.prompt_lens[penalized],
-        features.repetition_penalties[penalized],
-        features.presence_penalties[penalized],
-        features.frequency_penalties[penalized],
+        features.numbers["repetition_penalty"][penalized],
+        features.numbers["presence_penalty"][penalized],
+        features.numbers["frequency_penalty"][penalized],
         *_local_bias(features, kept, vocab),
         _places(kept, features.masked),
         features.masks,
-        *filtered(features.top_k > 0, features.top_k),
-        *filtered(features.top_p < 1, features.top_p),
-        *filtered(features.min_p > 0, features.min_p),
         features.rows[features.num_logprobs >= 0],
     ]
-    rows, *others = upload(arrays)
-    tensors = FeatureTensors(rows, len(penalized) > 0, *others)
+    uploaded = iter(upload([*arrays, *chain.from_iterable(limits.values())]))
+    rows, *others = islice(uploaded, len(arrays))
+    filters = {name: Limit(next(uploaded), next(uploaded)) for name in limits}
+    tensors = FeatureTensors(rows, len(penalized) > 0, filters, *others)
     return replace(tensors, masks=tensors.masks.view(features.masks.shape))
 
 

@@ -37,7 +37,7 @@ def check_length(name: str, array: NDArray[Any], expected: int) -> None:
 
 
 def check_values(
-    name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: str
+    name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: object
 ) -> None:
     """Refuses the first entry of `array` that is not `valid`, which has the given meaning."""
     if not valid.all():

@@ -95,8 +95,8 @@ def test_many_count_as_one_in_the_queue_and_are_refused_together() -> None:
 @pytest.mark.parametrize(
     ("number", "n", "generated_ids", "word"),
     [
-        (1, 0, (), "sampling.n: 0; must be 1 to 64"),
-        (1, 65, (), "sampling.n: 65; must be 1 to 64"),
+        (1, 0, (), "sampling.n: 0; must be in [1, 64]"),
+        (1, 65, (), "sampling.n: 65; must be in [1, 64]"),
         (1, -3, (), "sampling.n: -3"),
         (1, 2, (7,), "resumed"),
         (2**64 - 2, 3, (), "request"),

@@ -71,10 +71,13 @@ def filter_shard(
     part = local[:, : vocab.num_tokens]
     part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
     temperatures = torch.tensor([each.temperature for each in params], device=DEVICE)
-    top_k = limit(params, "top_k", 0, torch.int32)
-    top_p = limit(params, "top_p", 1, torch.float32)
-    min_p = limit(params, "min_p", 0, torch.float32)
-    keep_likely(local, vocab, temperatures, top_k, top_p, min_p, tp, ops)
+    filters = {
+        "top_k": limit(params, "top_k", 0, torch.int32),
+        "top_p": limit(params, "top_p", 1, torch.float32),
+        "min_p": limit(params, "min_p", 0, torch.float32),
+    }
+    filters = {name: each for name, each in filters.items() if len(each.rows)}
+    keep_likely(local, vocab, temperatures, filters, tp, ops)
     assert local[:, vocab.num_tokens :].isnan().all()
     return part.to(logits.device)
 
