@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
-from worker_svc.distributed import SupersededError
-from worker_svc.errors import ModelError, StartError
+from worker_svc.errors import ModelError, StartError, SupersededError
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.launch import Launcher
