@@ -7,7 +7,6 @@ It speaks `worker.proto`, checks nothing and answers every step at once or, with
 from __future__ import annotations
 
 import argparse
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 
 VOCAB_SIZE = 32_000
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class InstantWorker(WorkerServiceServicer):
@@ -81,15 +79,12 @@ def main() -> None:
     parser.add_argument("--token-us", type=float, default=0.0, help="and of each token in it")
     options = parser.parse_args()
     end_with_parent()
-    # Before there are threads, which inherit it: none but `sigwait` takes them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # Threads and not asyncio, whose sleeps are whole milliseconds: a step may take less.
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)])
     add_WorkerServiceServicer_to_server(InstantWorker(options), server)
     server.add_insecure_port(options.address)
     server.start()
-    signal.sigwait(STOP_SIGNALS)
-    server.stop(None)
+    server.wait_for_termination()
 
 
 if __name__ == "__main__":
