@@ -60,8 +60,8 @@ async def measure_burst(
             prompts.append(prompt(SHORT_PROMPT))
     num_seqs = streams + len(prompts)
     # No stream may end before the last prompt is through, however few of its tokens a step takes.
-    most_tokens = long_prompt_tokens * long_prompts // 8 + 4 * steps_before + 1000
-    model_len = max(most_tokens, long_prompt_tokens) + 1000
+    max_tokens = long_prompt_tokens * long_prompts // 8 + 4 * steps_before + 1000
+    model_len = max(max_tokens, long_prompt_tokens) + 1000
     sizes = Sizes(
         max_num_seqs=max(256, num_seqs),
         max_num_batched_tokens=max(2048, 2 * num_seqs),
@@ -72,7 +72,7 @@ async def measure_burst(
     )
     async with running_scheduler(sizes) as scheduler, connect(scheduler.stub) as connection:
         for _ in range(streams):
-            await connection.submit(prompt(STREAM_PROMPT), most_tokens)
+            await connection.submit(prompt(STREAM_PROMPT), max_tokens)
         await connection.read_until(lambda: connection.num_started == streams)
         quiet = len(connection.messages)
         await connection.read_until(lambda: len(connection.messages) >= quiet + steps_before)

@@ -39,12 +39,12 @@ async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -
         BenchError: the scheduler failed, or made other steps than decodes of all sequences.
     """
     # Until the last of them runs the others already decode: room for twice the window.
-    most_tokens = context + 2 * steps
+    max_tokens = context + 2 * steps
     sizes = Sizes(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(2048, 2 * num_seqs),
-        max_model_len=most_tokens,
-        num_blocks=num_seqs * (most_tokens // _BLOCK_SIZE + 1),
+        max_model_len=max_tokens,
+        num_blocks=num_seqs * (max_tokens // _BLOCK_SIZE + 1),
         block_size=_BLOCK_SIZE,
     )
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -
         for _ in range(rounds):
             prompts = _prompts(rng, num_seqs, prompt_len)
             async with connect(scheduler.stub) as connection:
-                await _start(connection, prompts, most_tokens - prompt_len)
+                await _start(connection, prompts, max_tokens - prompt_len)
                 found.append(await _window(scheduler, connection, num_seqs, steps))
             while (await scheduler.load()).running:
                 pass  # what was aborted is being taken out

@@ -1,13 +1,13 @@
-"""Which sequences are refused at once."""
+"""Decides which sequences are refused on arrival."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 
-from scheduler_svc.grammar.matcher import GrammarKind
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sampling import GrammarKind, SamplingParams
 from scheduler_svc.sequence import FinishCause, Sequence
+from scheduler_svc.step import End
 from scheduler_svc.waiting_queue import WaitingQueue
 
 MAX_N = 64
@@ -18,8 +18,8 @@ _MAX_REQUEST = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a step (`max_num_seqs`, `max_num_batched_tokens`; `max_num_prefill_tokens` of prompts
-    beside decodes), of a sequence and of the queue."""
+    """Limits on a step (`max_num_seqs`, `max_num_batched_tokens`, and `max_num_prefill_tokens` for
+    prompts that share it with decodes), on a sequence and on the queue."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,21 +30,20 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
 
 
-def refusal(
-    seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue
-) -> tuple[FinishCause, str] | None:
-    """Why a sequence, with the other n - 1 completions of its prompt, cannot be accepted; None if
-    it can. In the queue it counts once: it is the only one that waits there."""
+def refusal(seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue) -> End | None:
+    """The reason to refuse a sequence and the other n - 1 completions of its prompt, or None. They
+    count as one in the queue, where only the first of them waits."""
     if problem := _problem(seq, n, limits):
-        return FinishCause.INVALID, problem
+        return End(FinishCause.INVALID, problem)
     if seq.resubmitted:
         return None  # it was in the queue, or beyond it, when the connection was lost
     if len(waiting) >= limits.max_waiting:
-        return FinishCause.QUEUE_FULL, f"{len(waiting)} requests are waiting already"
+        return End(FinishCause.QUEUE_FULL, f"{len(waiting)} requests are waiting already")
     if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
-        return FinishCause.QUEUE_FULL, (
-            f"requests of {waiting.num_tokens} tokens are waiting already, "
-            f"with {seq.num_tokens} more they would exceed the limit of {limits.max_waiting_tokens}"
+        return End(
+            FinishCause.QUEUE_FULL,
+            f"requests of {waiting.num_tokens} tokens are waiting already, with {seq.num_tokens} "
+            f"more they would exceed the limit of {limits.max_waiting_tokens}",
         )
     return None
 
@@ -82,8 +81,8 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
     if seq.params.beam_width and seq.num_generated_tokens:
         return f"sampling.beam_width: {seq.params.beam_width}; must be 0 where tokens are resumed"
     count = max(n, seq.params.beam_width)
-    if seq.key[1] + count - 1 > _MAX_REQUEST:
-        return f"request: {seq.key[1]} leaves no numbers for {count} completions"
+    if seq.key.number + count - 1 > _MAX_REQUEST:
+        return f"request: {seq.key.number} leaves no numbers for {count} completions"
     return ""
 
 

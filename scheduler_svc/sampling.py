@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+
+
+class GrammarKind(IntEnum):
+    """The language that a grammar is written in; the numbers are those of `scheduler.proto`."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+    JSON = 4  # any object or array; no text
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must match; the kinds are those of `scheduler.proto`."""
+    """A language that the completion must belong to; `kind` is a `GrammarKind`, once checked."""
 
     kind: int
     text: str
@@ -39,12 +49,12 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many to ask the workers for: beam search needs the candidates after a beam, and more
-        where some of them are end tokens."""
+        """How many to ask the workers for: beam search needs the continuations that it keeps, and
+        as many more as there are end tokens, which may be banned."""
         if not self.beam_width:
             return self.logprobs
         num_ends = len(self.eos_token_ids | self.stop_token_ids)
-        return max(2, 1 + num_ends) * self.beam_width + num_ends
+        return num_continuations(self.beam_width, num_ends) + num_ends
 
     @property
     def has_features(self) -> bool:
@@ -60,3 +70,9 @@ class SamplingParams:
     def stepwise(self) -> bool:
         """Whether what comes after a token depends on more than the workers know."""
         return self.grammar is not None or self.beam_width > 0
+
+
+def num_continuations(beam_width: int, num_end_tokens: int) -> int:
+    """How many of the best continuations a beam search keeps at each step: that many can be end
+    tokens without leaving fewer than `beam_width` to live on."""
+    return max(2, 1 + num_end_tokens) * beam_width

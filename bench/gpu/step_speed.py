@@ -17,9 +17,10 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.ceilings import bandwidth, matmul_rate
+from bench.gpu.heads import Heads
 from bench.gpu.prompt_speed import attention_flops
 from bench.gpu.records import Report
-from bench.gpu.setup import Heads, Setup
+from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from tools.make_model import tensor_shapes
 from worker_svc.model_runner import ModelRunner
@@ -56,7 +57,7 @@ class Loaded:
         info = self.runner.info
         return make_step(*self.cases[case], info.block_size, info.vocab_size)
 
-    def least_ms(self, case: str, report: Report) -> float:
+    def min_ms(self, case: str, report: Report) -> float:
         """That the step takes at the bandwidth, or at the rate of the matrix product."""
         config, itemsize = self.config, self.setup.dtype.itemsize
         layers: int = config["num_hidden_layers"]
@@ -122,9 +123,9 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
     for event in events:
         times[event["name"]] += event["dur"] / few
     kernels_ms = times.total() / 1e3
-    least_ms = loaded.least_ms(case, report)
-    report.figure(f"step, {case}: on the GPU", 1e3 * statistics.median(seconds), "ms", least_ms)
-    report.figure(f"step, {case}: its kernels", kernels_ms, "ms", least_ms)
+    min_ms = loaded.min_ms(case, report)
+    report.figure(f"step, {case}: on the GPU", 1e3 * statistics.median(seconds), "ms", min_ms)
+    report.figure(f"step, {case}: its kernels", kernels_ms, "ms", min_ms)
     report.figure(f"step, {case}: back to back", each_ms, "ms", kernels_ms)
     report.figure(f"step, {case}: launch on the CPU", 1e6 * statistics.median(launches), "us")
     report.figure(f"step, {case}: launches", len(events) / few, "kernels")

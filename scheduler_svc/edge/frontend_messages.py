@@ -74,11 +74,11 @@ def _floats(column: bytes, field: str) -> array[float]:
 def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
     tokens = [output for output in outputs if output.token is not None]
     return scheduler_pb2.StepOutput(
-        requests=array("Q", [output.seq.key[1] for output in tokens]).tobytes(),
+        requests=array("Q", [output.seq.key.number for output in tokens]).tobytes(),
         offsets=array("i", [output.offset for output in tokens]).tobytes(),
         token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
         started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
-        finished=[_finished(output) for output in outputs if output.finished is not None],
+        finished=[_finished(o.seq, o.end) for o in outputs if o.end is not None],
         logprobs=[rows for output in outputs for rows in _logprobs(output)],
     )
 
@@ -86,29 +86,26 @@ def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
 def _started(seq: Sequence) -> scheduler_pb2.Started:
     assert seq.first_scheduled is not None
     return scheduler_pb2.Started(
-        request=seq.key[1],
+        request=seq.key.number,
         cached_prompt_tokens=seq.num_cached_prompt_tokens,
         queue_s=seq.first_scheduled - seq.arrival,
     )
 
 
-def _finished(output: Output) -> scheduler_pb2.Finished:
-    assert output.finished is not None
-    finished = scheduler_pb2.Finished(
-        request=output.seq.key[1],
-        cause=scheduler_pb2.FinishCause.ValueType(output.finished),
+def _finished(seq: Sequence, end: End) -> scheduler_pb2.Finished:
+    return scheduler_pb2.Finished(
+        request=seq.key.number,
+        cause=scheduler_pb2.FinishCause.ValueType(end.cause),
+        message=end.message,
+        retry_after_s=end.retry_after_s,
+        score=end.score,
     )
-    if isinstance(output, End):
-        finished.message = output.message
-        finished.retry_after_s = output.retry_after_s
-        finished.score = output.score
-    return finished
 
 
 def _logprobs(output: Output) -> list[scheduler_pb2.LogprobRows]:
     return [
         scheduler_pb2.LogprobRows(
-            request=output.seq.key[1],
+            request=output.seq.key.number,
             prompt=logprobs is output.prompt_logprobs,
             first=output.offset,
             width=logprobs.ids.shape[1],

@@ -20,7 +20,11 @@ class MalformedAnswerError(Exception):
 
 def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
     """Adds the columns of the rows that ask for any."""
-    asking = [i for i, row in enumerate(rows) if row.start < row.seq.num_featured_tokens]
+    asking = [
+        i
+        for i, row in enumerate(rows)
+        if row.seq.features is not None and row.start < row.seq.features.end
+    ]
     sampling = [i for i in asking if rows[i].samples and _has_features(rows[i])]
     if sampling:
         request.features.CopyFrom(_features(rows, sampling))
@@ -70,15 +74,18 @@ def read_logprobs(
 
 
 def _has_features(row: Row) -> bool:
-    seq = row.seq
-    return seq.has_features or seq.mask is not None or bool(_banned(row))
+    return row.seq.params.has_features or _mask(row.seq) is not None or bool(_banned(row))
+
+
+def _mask(seq: Sequence) -> bytes | None:
+    return None if seq.features is None else seq.features.mask
 
 
 def _banned(row: Row) -> frozenset[int]:
     """Tokens that must not be sampled, since they would end the sequence too early. A mask leaves
     them out by itself."""
     seq = row.seq
-    if seq.mask is not None:
+    if _mask(seq) is not None:
         return frozenset()
     index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the token that it samples
     return seq.end_token_ids if index < seq.params.min_tokens else frozenset()
@@ -99,7 +106,7 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
             bias_values.extend([_NEVER] * len(banned))
         bias_lens.append(len(bias_ids) - before)
     num_logprobs = [-1 if p.num_logprobs is None else p.num_logprobs for p in params]
-    masked = [i for i, seq in enumerate(seqs) if seq.mask is not None]
+    masks = {i: mask for i, seq in enumerate(seqs) if (mask := _mask(seq)) is not None}
     return worker_pb2.SamplingFeatures(
         rows=_column("i", places),
         top_k=_column("i", [p.top_k for p in params]),
@@ -113,19 +120,18 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
         bias_offsets=_column("i", list(accumulate(bias_lens, initial=0))),
         bias_ids=bias_ids.tobytes(),
         bias_values=bias_values.tobytes(),
-        masked=_column("i", masked),
-        masks=b"".join(seq.mask for seq in seqs if seq.mask is not None),
+        masked=_column("i", list(masks)),
+        masks=b"".join(masks.values()),
     )
 
 
 def _num_targets(row: Row) -> int:
     """How many of its tokens have a successor in the prompt that is to be scored; 0 if all of these
     were delivered before it was computed again."""
-    seq, last = row.seq, row.seq.num_prompt_tokens - 1
-    if seq.params.prompt_logprobs is None:
-        return 0
-    end = min(row.start + row.num_tokens, last)
-    return max(end - row.start, 0) if end > seq.num_prompt_logprobs else 0
+    features = row.seq.features
+    assert features is not None
+    end = min(row.start + row.num_tokens, features.num_to_score)
+    return max(end - row.start, 0) if end > features.num_scored else 0
 
 
 def _prompt_logprobs(rows: list[Row], places: list[int]) -> worker_pb2.PromptLogprobs:

@@ -16,8 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.__main__ import serve
-from scheduler_svc.edge.worker_client import WorkerMismatchError
-from shared.config import SchedulerSettings, load_settings
+from scheduler_svc.edge.worker_group import WorkerMismatchError
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker

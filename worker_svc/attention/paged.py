@@ -62,8 +62,8 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         self._mixed = mixed
         self._decodes = decodes
 
-    def column(self, step: Step) -> Int32s:
-        return self._backend(step).column(step)
+    def plan_column(self, step: Step) -> Int32s:
+        return self._backend(step).plan_column(step)
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
         backend = self._backend(step)

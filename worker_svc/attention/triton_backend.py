@@ -40,7 +40,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         self._decode_tiling = decoding.choose_tiling(shape.head_dim, shape.dtype)
         self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype)
 
-    def column(self, step: Step) -> Int32s:
+    def plan_column(self, step: Step) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
         # One that starts when most have ended keeps a few processors busy and the others idle.
         decodes = decodes[np.argsort(-step.context_lens[decodes], kind="stable")]
@@ -58,8 +58,8 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         splits = choose_splits(num_decodes, shape.num_kv_heads, self._num_sms) if num_decodes else 1
         return TritonMetadata(
             tensors,
-            decodes=tensors.attention[:num_decodes],
-            tiles=tensors.attention[num_decodes:].view(-1, 2),
+            decodes=tensors.plan_column[:num_decodes],
+            tiles=tensors.plan_column[num_decodes:].view(-1, 2),
             splits=splits,
             workspace=decode_workspace(
                 num_decodes, shape.num_heads, shape.head_dim, splits, shape.device

@@ -25,9 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels.cpu.sampling import inverse_temperatures
-from worker_svc.kernels.filtering_reference import keys_of, logits_of
-from worker_svc.kernels.ops import BIN_BITS, Ops
+from worker_svc.kernels.logits import BIN_BITS, BINS, inverse_temperatures, keys_of, logits_of
+from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabPartition
 
 KEY_BITS = 32
@@ -72,8 +71,8 @@ def keep_likely(
         thresholds[rows] = _search(weigh, part_of, thresholds[rows], maxima[rows], tp, ops)
     if len(min_p.rows):
         rows = min_p.rows
-        least = maxima[rows] + temperatures[rows] * min_p.values.log()
-        thresholds[rows] = thresholds[rows].maximum(least)
+        lowest = maxima[rows] + temperatures[rows] * min_p.values.log()
+        thresholds[rows] = thresholds[rows].maximum(lowest)
     thresholds.masked_fill_(temperatures == 0, -torch.inf)
     local = logits[:, : vocab.num_tokens]
     local.masked_fill_(local < thresholds[:, None], -torch.inf)
@@ -114,7 +113,7 @@ def _search(
     bits = (keys_of(maxima) - low).clamp_(min=0).double().frexp().exponent
     shifts = (bits.long() - BIN_BITS).clamp_(min=0)
     targets = above = torch.zeros_like(low)
-    for number, bins in enumerate(low.new_zeros(KEY_BITS // BIN_BITS, len(low), 2**BIN_BITS)):
+    for number, bins in enumerate(low.new_zeros(KEY_BITS // BIN_BITS, len(low), BINS)):
         add_to_bins(low, shifts, bins)
         tp.all_reduce(bins)
         if number == 0:

@@ -18,7 +18,7 @@ from worker_svc.step.wire import (
     check_length,
     check_offsets,
     check_values,
-    column,
+    decode_column,
 )
 
 
@@ -84,29 +84,29 @@ def decode_features(
     Raises:
         InvalidArgumentError: a column is malformed; the message names it.
     """
-    masked = column("features.masked", message.masked, INT32)
-    masks = column("features.masks", message.masks, UINT32)
+    masked = decode_column("features.masked", message.masked, INT32)
+    masks = decode_column("features.masks", message.masks, UINT32)
     words = -(-vocab_size // 32)
     check_length("features.masks", masks, len(masked) * words)
     features = Features(
-        rows=column("features.rows", message.rows, INT32),
-        top_k=column("features.top_k", message.top_k, INT32),
-        top_p=column("features.top_p", message.top_p, FLOAT32),
-        min_p=column("features.min_p", message.min_p, FLOAT32),
-        repetition_penalties=column(
+        rows=decode_column("features.rows", message.rows, INT32),
+        top_k=decode_column("features.top_k", message.top_k, INT32),
+        top_p=decode_column("features.top_p", message.top_p, FLOAT32),
+        min_p=decode_column("features.min_p", message.min_p, FLOAT32),
+        repetition_penalties=decode_column(
             "features.repetition_penalties", message.repetition_penalties, FLOAT32
         ),
-        presence_penalties=column(
+        presence_penalties=decode_column(
             "features.presence_penalties", message.presence_penalties, FLOAT32
         ),
-        frequency_penalties=column(
+        frequency_penalties=decode_column(
             "features.frequency_penalties", message.frequency_penalties, FLOAT32
         ),
-        prompt_lens=column("features.prompt_lens", message.prompt_lens, INT32),
-        num_logprobs=column("features.num_logprobs", message.num_logprobs, INT32),
-        bias_offsets=column("features.bias_offsets", message.bias_offsets, INT32),
-        bias_ids=column("features.bias_ids", message.bias_ids, INT32),
-        bias_values=column("features.bias_values", message.bias_values, FLOAT32),
+        prompt_lens=decode_column("features.prompt_lens", message.prompt_lens, INT32),
+        num_logprobs=decode_column("features.num_logprobs", message.num_logprobs, INT32),
+        bias_offsets=decode_column("features.bias_offsets", message.bias_offsets, INT32),
+        bias_ids=decode_column("features.bias_ids", message.bias_ids, INT32),
+        bias_values=decode_column("features.bias_values", message.bias_values, FLOAT32),
         masked=masked,
         masks=masks.reshape(len(masked), words),
     )
@@ -130,10 +130,10 @@ def decode_prompt_targets(
     Raises:
         InvalidArgumentError: a column is malformed; the message names it.
     """
-    rows = column("prompt_logprobs.rows", message.rows, INT32)
-    counts = column("prompt_logprobs.num_logprobs", message.num_logprobs, INT32)
-    offsets = column("prompt_logprobs.target_offsets", message.target_offsets, INT32)
-    targets = column("prompt_logprobs.targets", message.targets, INT32)
+    rows = decode_column("prompt_logprobs.rows", message.rows, INT32)
+    counts = decode_column("prompt_logprobs.num_logprobs", message.num_logprobs, INT32)
+    offsets = decode_column("prompt_logprobs.target_offsets", message.target_offsets, INT32)
+    targets = decode_column("prompt_logprobs.targets", message.targets, INT32)
     check_ascending("prompt_logprobs.rows", rows, len(query_lens))
     check_length("prompt_logprobs.num_logprobs", counts, len(rows))
     valid = (counts >= 0) & (counts <= vocab_size)

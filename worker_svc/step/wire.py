@@ -20,7 +20,7 @@ FLOAT32: np.dtype[np.float32] = np.dtype("<f4")
 UINT8: np.dtype[np.uint8] = np.dtype("u1")
 
 
-def column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
+def decode_column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
     """
     Raises:
         InvalidArgumentError: `data` is no whole number of entries; it names the column, as those of

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.worker_svc.device import QWEN_0_6B, Heads, by_device
+from bench.gpu.heads import QWEN_0_6B, Heads
+from tests.worker_svc.device import by_device
 from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from tests.worker_svc.platforms import GpuPlatform
 from tests.worker_svc.test_model_runner import prompts
-from worker_svc.model_runner import ModelRunner, StepResult
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step_result import StepResult
 
 VOCAB = 150
 SMALL: dict[str, Any] = {

@@ -30,7 +30,7 @@ from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.filters import Limit, keep_likely
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.sampling.uniforms import uniforms
+from worker_svc.step.uniforms import uniforms
 
 EPS = 1e-6  # of probability: what is this near to a boundary may be on either side of it
 LOGIT_EPS = 1e-5  # likewise of min_p, relative: its boundary is rounded as a logit

@@ -21,8 +21,7 @@ from tests.worker_svc.harness import Asked, Batch, limits
 from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
 from worker_svc.distributed import TensorParallel
 from worker_svc.kv_cache import TokenCache
-from worker_svc.sampling.feature_sampler import FeatureSampler
-from worker_svc.sampling.feature_tensors import feature_tensors
+from worker_svc.sampling.features import FeatureSampler, feature_tensors
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, upload, upload_step
