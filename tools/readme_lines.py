@@ -24,10 +24,14 @@ PARTS = (
 
 
 def table(root: Path) -> str:
-    """A row per part: its Python files, their lines, the median and the largest file."""
+    """A row per part and one of all: Python files, their lines, the median and the largest file."""
+    parts = {
+        title: {path: _lines(path) for path in _files(root / folder, others)}
+        for title, folder, others in PARTS
+    }
+    parts["all of these"] = {path: lines for part in parts.values() for path, lines in part.items()}
     rows = ["| | files | lines | median | largest |", "|---|---|---|---|---|"]
-    for title, folder, others in PARTS:
-        counts = {path: _lines(path) for path in _files(root / folder, others)}
+    for title, counts in parts.items():
         largest = max(counts, key=counts.__getitem__)
         rows.append(
             f"| {title} | {len(counts)} | {sum(counts.values()):,} | "

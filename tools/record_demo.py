@@ -54,8 +54,8 @@ class Terminal:
         if self.pid == 0:
             # PORT in the environment is as good as PORT=... after each make.
             environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFL"))}
-            environment |= {"PORT": str(port), "PS1": _PROMPT, "TERM": "xterm-256color"}
-            environment["PROMPT_COMMAND"] = ""
+            environment |= {"PORT": str(port), "PS1": _PROMPT, "PROMPT_COMMAND": ""}
+            environment["TERM"] = "xterm-256color"
             os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, COLUMNS, 0, 0))
         # Programs ask where the cursor is and wait for the answer.
@@ -90,6 +90,7 @@ class Recorder:
     Attributes:
         caption: what the line below the terminals says from now on.
         speed: seconds of the recording per second, from now on.
+        duration: of the recording, seconds.
     """
 
     def __init__(self, *terminals: Terminal) -> None:
@@ -97,7 +98,7 @@ class Recorder:
         self.speed = 1.0
         self.frames: list[Frame] = []
         self._terminals = terminals
-        self._shown = 0.0
+        self.duration = 0.0
         self._last = time.monotonic()
 
     def wait(self, until: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
@@ -118,7 +119,7 @@ class Recorder:
         """Keeps the screens as they are for `seconds` of the recording."""
         end = time.monotonic() + 0.3
         self.wait(lambda: time.monotonic() > end, "quiet")
-        self._shown += seconds
+        self.duration += seconds
 
     def type(self, terminal: Terminal, line: str, *, enter: bool = True) -> None:
         speed, self.speed = self.speed, _FAST
@@ -132,10 +133,6 @@ class Recorder:
 
     def enter(self, terminal: Terminal) -> None:
         os.write(terminal.fd, b"\r")
-
-    @property
-    def duration(self) -> float:
-        return self._shown
 
     def _read(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -152,9 +149,9 @@ class Recorder:
             return
         now = time.monotonic()
         passed = (now - self._last) * self.speed
-        self._shown += min(passed, _LONGEST_PAUSE * max(self.speed, 1.0))
+        self.duration += min(passed, _LONGEST_PAUSE * max(self.speed, 1.0))
         self._last = now
-        self.frames.append(Frame(self._shown if self.frames else 0.0, rows))
+        self.frames.append(Frame(self.duration if self.frames else 0.0, rows))
 
 
 def record(port: int) -> str:
