@@ -25,7 +25,8 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos gpu-check test check clean
+.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos gpu-check test check clean \
+	check-style check-types check-imports check-stubs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -77,8 +78,8 @@ bench: $(STAMP)  ## measure (MODE, OUT: a JSON file, PORT: of a running stack; A
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
-test: $(STAMP)  ## run the tests (ARGS: for pytest)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests, on all cores (ARGS: for pytest; tests that are named run in one process)
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
@@ -86,11 +87,20 @@ simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SE
 chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, OUT)
 	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED OUT)
 
-check: $(STAMP)  ## linter, formatter, types, import rule, and whether shared/pb is up to date
+check: check-style check-types check-imports check-stubs  ## linter, formatter, types, import rule, and whether shared/pb is up to date
+
+# Each is a hook of .pre-commit-config.yaml, too.
+check-style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+check-types: $(STAMP)
 	$(BIN)/mypy
+
+check-imports: $(STAMP)
 	$(BIN)/lint-imports
+
+check-stubs: $(STAMP)
 	@stubs=$$(mktemp -d) && trap 'rm -r "$$stubs"' EXIT && $(call protoc,"$$stubs") && \
 	diff -r --exclude=__init__.py --exclude=__pycache__ shared/pb "$$stubs/shared/pb" && \
 	echo "shared/pb is up to date"

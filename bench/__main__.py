@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -35,10 +36,6 @@ def _mode_parser() -> argparse.ArgumentParser:
         default="stack",
         help="%(default)s; the others have flags of their own",
     )
-    for mode in ("scheduler", "frontend", "features"):
-        parser.add_argument(
-            f"--{mode}", action="store_const", const=mode, dest="mode", help=f"--mode {mode}"
-        )
     return parser
 
 
@@ -164,20 +161,11 @@ def progress(name: str, total: int, console: Console) -> Iterator[Received]:
 
 
 def main(args: list[str]) -> int:
-    # Imported when asked for: each mode needs other services.
-    mode, rest = _mode_parser().parse_known_args(args)
-    if mode.mode == "scheduler":
-        from bench import scheduler_mode
-
-        return scheduler_mode.main(rest)
-    if mode.mode == "frontend":
-        from bench import frontend_mode
-
-        return frontend_mode.main(rest)
-    if mode.mode == "features":
-        from bench import features_mode
-
-        return features_mode.main(rest)
+    chosen, rest = _mode_parser().parse_known_args(args)
+    if chosen.mode != "stack":
+        # Imported when asked for: each mode needs other services.
+        status: int = import_module(f"bench.{chosen.mode}_mode").main(rest)
+        return status
     options = parse_args(args)
     console = Console()
     try:

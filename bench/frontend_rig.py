@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from bench.instant_scheduler import InstantScheduler
 from bench.machine import cpu_s
 from bench.step_clock import StepClock
 from bench.stream_client import LATENCY_UNIT_S
+from deploy.ports import free_port
 from frontend.model_files import ModelFilesError, read_model_facts
 
 HOST = "127.0.0.1"
@@ -58,7 +58,7 @@ class Rig:
         self._clock = Path(directory) / "clock"
         self._scheduler_address = f"unix:{directory}/scheduler.sock"
         self._scheduler = InstantScheduler(vocab_size, StepClock(self._clock, vocab_size))
-        self._port = _free_port()
+        self._port = free_port()
         self._frontends: list[psutil.Popen] = []
 
     async def start(self) -> None:
@@ -189,10 +189,3 @@ def _quantile(latencies: Counter[int], quantile: float) -> float:
         if seen >= enough:
             return latency * LATENCY_UNIT_S
     raise ValueError("there are no latencies")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -24,9 +24,10 @@ from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Output, Step
-from shared.config import SettingsError, WorkerSettings, load_settings
+from shared.config import SettingsError, load_settings
 from worker_svc.errors import StartError
 from worker_svc.model_runner import ModelRunner
+from worker_svc.settings import WorkerSettings
 from worker_svc.step import decode as worker_step
 from worker_svc.step_result import StepResult
 

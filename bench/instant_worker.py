@@ -7,12 +7,9 @@ It speaks `worker.proto`, checks nothing and answers every step at once or, with
 from __future__ import annotations
 
 import argparse
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 
 import grpc
 import numpy as np
@@ -87,14 +84,7 @@ def main() -> None:
     add_WorkerServiceServicer_to_server(InstantWorker(options), server)
     server.add_insecure_port(options.address)
     server.start()
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    signal.signal(signal.SIGTERM, stop)
-    stopped.wait()
-    server.stop(None)
+    server.wait_for_termination()
 
 
 if __name__ == "__main__":

@@ -84,14 +84,14 @@ class _DecodingBatch:
             self._add(number, prompt, max_tokens)
             if number == 0:
                 while not self._scheduler.stats.sampled_tokens:
-                    self._turn()
+                    self._step()
         while self._scheduler.num_running < num_seqs:
-            self._turn()
+            self._step()
         for number in range(waiting):
             prompt = rng.integers(VOCAB_SIZE, size=_WAITING_PROMPT).tolist()
             self._add(num_seqs + number, prompt, max_tokens)
         for _ in range(_WARM_UP):
-            self._turn()
+            self._step()
 
     def run(self, steps: int) -> list[tuple[float, float, float]]:
         """Seconds to plan, encode and apply, of each step.
@@ -101,13 +101,13 @@ class _DecodingBatch:
         """
         gc.collect()
         before = self._scheduler.stats.step_tokens
-        samples = [self._turn() for _ in range(steps)]
+        samples = [self._step() for _ in range(steps)]
         done = self._scheduler.stats.step_tokens - before
         if done != steps * self._scheduler.limits.max_num_seqs:
             raise BenchError(f"{steps} steps had {done} tokens")
         return samples
 
-    def _turn(self) -> tuple[float, float, float]:
+    def _step(self) -> tuple[float, float, float]:
         """Plans a step, then applies the answer to the one before."""
         began = time.perf_counter()
         step = self._scheduler.schedule(began)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
-from deploy.errors import LaunchError, StartError, SupervisorGoneError
+from deploy.errors import LaunchError, StartError
 from deploy.first_tokens import PROMPT, stream_completion
 from deploy.health import SERVING
 from deploy.plan import Environment, Layout, plan_stack, read_settings
@@ -22,12 +22,7 @@ from deploy.progress import show_progress
 from deploy.stack import Stack, first_token, make_directory, run_directory
 from deploy.startup import wait_until_ready
 from deploy.status import format_status, stack_status
-from deploy.supervisor import (
-    stack_members,
-    start_supervisor,
-    stop_stack,
-    supervised_processes,
-)
+from deploy.supervisor import is_running, stack_members, start_supervisor, stop_stack
 from deploy.supervisor_config import stop_timeout_s
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,7 +36,7 @@ def up(environment: Environment, layout: Layout) -> int:
     if settings.port == 0:
         raise LaunchError("PORT: a stack in the background needs a port that can be named later")
     with _lock(directory):
-        if _is_running(directory):
+        if is_running(directory):
             return _already_up(Stack.load(directory))
         _start_in_background(environment, layout, directory, settings.port)
     return 0
@@ -179,13 +174,6 @@ def _lock(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise LaunchError("PORT: another make up is starting the stack on it") from error
         yield
-
-
-def _is_running(directory: Path) -> bool:
-    try:
-        return bool(supervised_processes(directory))
-    except SupervisorGoneError:
-        return False
 
 
 def _grace_s(directory: Path) -> float:

@@ -24,11 +24,8 @@ def stream_completion(
     token: str | None = None,
     *,
     max_tokens: int = _MAX_TOKENS,
-) -> int:
+) -> None:
     """Streams a greedy completion of `PROMPT`, giving `write` each piece of text as it comes.
-
-    Returns:
-        The number of tokens.
 
     Raises:
         LaunchError: the request failed, with its status.
@@ -36,19 +33,12 @@ def stream_completion(
     request = frontend_pb2.GenerateRequest(text=PROMPT)
     request.sampling.max_tokens = max_tokens
     request.sampling.temperature = 0
-    tokens = 0
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
         stub = frontend_pb2_grpc.InferenceServiceStub(channel)
         try:
             for response in stub.GenerateStream(request, timeout=_TIMEOUT_S, metadata=metadata):
-                tokens += len(response.token_ids)
                 write(response.text)
         except grpc.RpcError as error:
-            raise LaunchError(f"a request failed: {describe_error(error)}") from error
-    return tokens
-
-
-def describe_error(error: grpc.RpcError) -> str:
-    """`CODE: details`."""
-    return f"{error.code().name}: {error.details()}"
+            reason = f"{error.code().name}: {error.details()}"
+            raise LaunchError(f"a request failed: {reason}") from error

@@ -85,6 +85,14 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
     ]
 
 
+def is_running(directory: Path) -> bool:
+    """Whether there is a supervisord with processes to run."""
+    try:
+        return bool(supervised_processes(directory))
+    except SupervisorGoneError:
+        return False
+
+
 def stop_process(directory: Path, process: Process) -> None:
     """Has supervisord stop a process, and kill it after its grace; returns when it has ended.
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from deploy.health import CHANNEL_OPTIONS
 from deploy.stack import Stack
+from deploy.supervisor import is_running
 from shared.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
@@ -24,13 +25,13 @@ _BAR_WIDTH = 40
 
 
 def top(directory: Path) -> int:
-    """Refreshes until Ctrl-C. Where the output is no terminal it shows the load once and returns:
-    1 if the scheduler does not answer.
+    """Refreshes until Ctrl-C, or until the terminal or the stack is gone. Where the output is no
+    terminal it shows the load once and returns: 1 if the scheduler does not answer.
 
     Raises:
         LaunchError: no stack was started in `directory`.
     """
-    stack, console = Stack.load(directory), Console()
+    stack, console = Stack.load(directory), Console(highlight=False)
     tls = stack.tls("scheduler")
     with open_blocking_channel(stack.scheduler_address, tls, CHANNEL_OPTIONS) as channel:
         stub = SchedulerServiceStub(channel)
@@ -39,9 +40,15 @@ def top(directory: Path) -> int:
             console.print(render(stack, load))
             return 0 if load else 1
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(render(stack, _ask(stub)), refresh=True)
+            while console.is_terminal:  # until it hangs up, which sends a signal to some only
+                load = _ask(stub)
+                if load is None and not is_running(directory):
+                    break
+                live.update(render(stack, load), refresh=True)
                 time.sleep(_REFRESH_S)
+    if console.is_terminal:
+        console.print(f"no stack runs on port {stack.port} any more")
+    return 0
 
 
 def _ask(stub: SchedulerServiceStub) -> GetLoadResponse | None:

@@ -57,7 +57,7 @@ def submit_message(
         timeout_s = max(request.deadline - time.monotonic(), _SHORTEST_TIMEOUT_S)
     return pb.FrontendMessage(
         submit=pb.Submit(
-            request=stream.handle,
+            request=stream.number,
             request_id=request.request_id,
             prompt_ids=np.asarray(request.prompt_ids, "<i4").tobytes(),
             generated_ids=np.asarray(stream.tokens, "<i4").tobytes(),
@@ -102,11 +102,11 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
     """Ends a request before its time."""
-    return pb.FrontendMessage(abort=pb.Abort(request=stream.handle))
+    return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
 
 
 def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:
-    """(handle, offset, token id) of each token of a step.
+    """(number, offset, token id) of each token of a step; `number` is its stream's.
 
     Raises:
         ValueError: the columns are not of the same length.

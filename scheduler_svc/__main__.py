@@ -14,7 +14,8 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.compiler import Grammars
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
-from shared.config import SchedulerSettings, settings_or_exit
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import settings_or_exit
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 from shared.process import Ready, run_service

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.certificates import Authority
+
 ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 
 if not ON_GPU:
@@ -44,7 +46,25 @@ def pytest_configure() -> None:
         raise pytest.UsageError("TEST_DEVICE is cuda, but torch finds no CUDA device")
 
 
-# With `-n 2 --dist loadgroup` these run one after another, beside the others: stacks of processes
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for a module's certificates."""
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(certificates: Path) -> Authority:
+    return Authority(certificates, "ours")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`, which `make test` passes: a worker per processor, but none where tests are
+    named, since workers take longer to start than most tests to run."""
+    named = config.option.keyword or not all(Path(each).is_dir() for each in config.args)
+    return 0 if named else len(os.sched_getaffinity(0))
+
+
+# With `--dist loadgroup` these run one after another, beside the others: stacks of processes
 # that are harmed, with time limits of their own.
 _HARMED = [Path(__file__).parent / name for name in ("chaos", "faults", "fuzz")]
 

@@ -216,8 +216,8 @@ def main() -> None:
     model.bfloat16().save_pretrained(args.out)
     # Small in the repository, but computed with in float32: it gives the same tokens whichever way
     # they are computed.
-    config = args.out / "config.json"
-    config.write_text(config.read_text().replace('"dtype": "bfloat16"', '"dtype": "float32"'))
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(args.out)
     (args.out / "model.safetensors").chmod(0o644)  # written for its owner only
     print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes, written to {args.out}")
     print(evaluate(args.out, args.seed, sample=20 if args.quick else None))

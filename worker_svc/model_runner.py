@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from shared.config import WorkerSettings
 from worker_svc.config import find_model_dir, load_model_config
 from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
@@ -23,6 +22,7 @@ from worker_svc.platforms.choice import choose_platform
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, upload, upload_step
 from worker_svc.step.wire import Int32s

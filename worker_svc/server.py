@@ -12,7 +12,6 @@ from typing import Any
 import structlog
 from grpc import aio
 
-from shared.config import WorkerSettings
 from shared.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from shared.pb.worker_pb2 import (
     ConfigureRequest,
@@ -26,6 +25,7 @@ from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from worker_svc.errors import StartError
 from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
 from worker_svc.model_runner import ModelRunner
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 from worker_svc.step_result import StepResult
 

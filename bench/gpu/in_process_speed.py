@@ -112,7 +112,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
     served = {"attention": name, "kv_blocks": blocks, "block_size": log.runner.info.block_size}
     rates: dict[int, list[float]] = {budget: [] for budget in sizes.prefill_budgets}
     round_s = 0.0
-    for budget in in_turn(rates, sizes.rounds):
+    for budget in round_robin(rates, sizes.rounds):
         began = time.monotonic()
         if any(rates.values()) and began - started + round_s > share_s and not setup.rehearse:
             break
@@ -132,7 +132,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
             report.note(f"{budget} prompt tokens: no time left")
 
 
-def in_turn(budgets: Iterable[int], rounds: int) -> Iterator[int]:
+def round_robin(budgets: Iterable[int], rounds: int) -> Iterator[int]:
     """Each budget once, then each again: what time does not allow are repetitions."""
     for _ in range(rounds):
         yield from budgets

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
 from bench.gpu.timing import CudaTimer, StubTimer, Timer
 from bench.workload import Shape
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS as BACKENDS
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import StartError
 from worker_svc.platforms.base import Platform
+from worker_svc.settings import WorkerSettings
 
 MAX_LAYERS = 64
 

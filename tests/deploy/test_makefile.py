@@ -6,8 +6,12 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+DISTRIBUTED = ("-n", "auto", "--dist", "loadgroup")
 
 
 def make(*arguments: str, **environment: str) -> str:
@@ -75,6 +79,22 @@ def test_chaos() -> None:
 def test_restart() -> None:
     words = last_command("restart", "PORT=6000", "SERVICE=worker_svc")
     assert words[1:] == ["-m", "deploy", "restart", "--port", "6000", "--service", "worker_svc"]
+
+
+def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Config) -> None:
+    words = last_command("test", "ARGS=tests/x.py -k y")
+    assert words[1:] == ["-m", "pytest", *DISTRIBUTED, "tests/x.py", "-k", "y"]
+
+    def workers(*args: str, keyword: str = "") -> int:
+        config = SimpleNamespace(args=args, option=SimpleNamespace(keyword=keyword))
+        found: int = pytestconfig.hook.pytest_xdist_auto_num_workers(config=config)
+        return found
+
+    folder = str(ROOT / "tests")
+    assert workers(folder) == workers(folder, folder) == len(os.sched_getaffinity(0))
+    for named in ([__file__], [f"{__file__}::test_x"], [folder, __file__]):
+        assert workers(*named) == 0
+    assert workers(folder, keyword="x") == 0
 
 
 def test_help_lists_the_targets() -> None:

@@ -34,7 +34,9 @@ def test_a_stopped_worker_is_replaced(launcher: Launcher, port: int) -> None:
     assert f'"pid": {stopped.pid}' in log.read_text()
 
 
-def test_a_worker_that_has_not_served_yet_is_left_alone(launcher: Launcher, port: int) -> None:
+def test_a_worker_that_has_not_served_yet_is_left_alone_unless_it_is_stopped(
+    launcher: Launcher, port: int
+) -> None:
     up = launcher.start(
         "up", "--port", port, "--services", "worker", "--tp", 1, STANDIN="silent", **HANG
     )
@@ -49,4 +51,6 @@ def test_a_worker_that_has_not_served_yet_is_left_alone(launcher: Launcher, port
         assert worker.is_running()
         launcher("ps", "--port", port)  # takes longer than the watchdog waits for an answer
     assert worker.is_running()
+    worker.send_signal(signal.SIGSTOP)
+    assert not psutil.wait_procs([worker], timeout=60)[1]
     up.kill()

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.__main__ import serve
 from scheduler_svc.edge.worker_group import WorkerMismatchError
-from shared.config import SchedulerSettings, load_settings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker
@@ -446,6 +447,35 @@ async def test_a_rank_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
         await frontend.read_until_finished(1)
         assert frontend.tokens[1] == completion([1, 2], 9)
     assert {step.epoch for step in ranks[0].steps} >= {1, 2}
+
+
+class SilentOnceRecovered(FakeWorker):
+    """Answers nothing more once it is configured for epoch 2."""
+
+    async def Configure(
+        self, request: worker_pb2.ConfigureRequest, context: object
+    ) -> worker_pb2.ConfigureResponse:
+        if request.epoch == 2:
+            self.num_infos = 0
+            self.gate.clear()
+            self.answers_info.clear()
+        return await super().Configure(request, context)
+
+
+async def test_a_rank_that_falls_silent_in_its_first_step_is_given_up(tmp_path: Path) -> None:
+    """The one by which a recovery is proved."""
+    worker = SilentOnceRecovered()
+    worker.fails = lambda step: step.epoch == 1
+    async with stack_of(tmp_path, worker, hang_timeout_s=1) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1, 2], 9)
+        while worker.num_infos < 2 or worker.gate.is_set():  # asked in vain, and then anew
+            await stack.load()
+        worker.gate.set()
+        worker.answers_info.set()
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2], 9)
+    assert worker.steps[-1].epoch > 2
 
 
 async def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:

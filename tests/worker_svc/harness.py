@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shared.config import WorkerSettings
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 
 TINY: dict[str, Any] = {

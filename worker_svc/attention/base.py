@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
 
 Metadata = TypeVar("Metadata")
 

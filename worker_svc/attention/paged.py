@@ -9,8 +9,9 @@ import torch
 
 from worker_svc.attention.base import AttentionBackend, QKNorm
 from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from worker_svc.kernels.triton.decode_attention import (
     decode_workspace,
 )
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
 
 
 @dataclass(frozen=True)

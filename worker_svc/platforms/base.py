@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import NDArray
 
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.kernels.ops import Ops
+from worker_svc.settings import WorkerSettings
 
 
 class PendingArrays(Protocol):

@@ -1,4 +1,4 @@
-"""A step on the wire -> checked arrays. Besides `server`, the only place that knows protobuf."""
+"""A step on the wire -> checked arrays. With `features` and `server` all that knows protobuf."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from worker_svc.step.wire import (
     check_values,
     decode_column,
 )
-
-__all__ = ["Int32s", "Step", "StepLimits", "decode_step"]
 
 
 @dataclass(frozen=True)

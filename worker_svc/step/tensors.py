@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.uniforms import uniforms
+from worker_svc.step.wire import Int32s
 
 # Every column begins at a multiple of this, in bytes: kernels are compiled for aligned addresses.
 ALIGNMENT = 64

@@ -16,7 +16,7 @@ from tests.worker_svc.harness import Asked, Batch, limits
 from tests.worker_svc.sampling.test_features import expected
 from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import Int32s
+from worker_svc.step.wire import Int32s
 from worker_svc.step_result import StepResult
 
 VOCAB = 301

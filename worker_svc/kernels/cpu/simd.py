@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 LANES = 16  # float32 in a 512-bit register
 PANEL = 2 * LANES  # columns that the inner loop computes at once
+FASTMATH = {"reassoc", "contract", "nsz"}  # sums in any order, but NaN and infinity as they are
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR_I32, _VECTOR_F32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)

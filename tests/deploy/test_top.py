@@ -1,0 +1,70 @@
+"""`top` on a terminal: it ends with the terminal, and with the stack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .conftest import Launcher
+
+END_S = 60.0
+
+
+class Terminal:
+    """What runs `top`, and reads what it shows. `top` is not in its session: a terminal that hangs
+    up sends it no signal."""
+
+    def __init__(self, launcher: Launcher, port: int) -> None:
+        self._side, other = os.openpty()
+        self._open = True
+        self.shown = b""
+        self.top = subprocess.Popen(
+            launcher.command("top", "--port", port),
+            cwd=launcher.directory,
+            env=launcher.environment | {"TERM": "xterm"},
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+        )
+        os.close(other)
+
+    def wait_for(self, text: bytes, times: int = 1) -> None:
+        """Returns once `text` was shown so often."""
+        while self.shown.count(text) < times:
+            self.shown += os.read(self._side, 4096)
+
+    def hang_up(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self._side)
+
+
+@contextmanager
+def shown_on_terminal(launcher: Launcher, port: int) -> Iterator[Terminal]:
+    terminal = Terminal(launcher, port)
+    try:
+        yield terminal
+    finally:
+        terminal.top.kill()
+        terminal.top.wait()
+        terminal.hang_up()
+
+
+def test_top_ends_with_its_terminal(launcher: Launcher, port: int) -> None:
+    assert launcher("up", "--port", port).returncode == 0
+    with shown_on_terminal(launcher, port) as terminal:
+        terminal.wait_for(b"nano-vllm-grpc")
+        terminal.hang_up()
+        terminal.top.wait(END_S)
+
+
+def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, port: int) -> None:
+    assert launcher("up", "--port", port).returncode == 0  # with one that tells no load
+    with shown_on_terminal(launcher, port) as terminal:
+        terminal.wait_for(b"the scheduler does not answer", times=3)
+        assert launcher("down", "--port", port).returncode == 0
+        terminal.wait_for(b"no stack runs on port %d any more" % port)
+        assert terminal.top.wait(END_S) == 0
