@@ -1,4 +1,4 @@
-"""`python -m deploy up|run|down|restart|ps|logs|top`: what the Makefile's targets are."""
+"""`python -m deploy up|run|down|restart|ps|logs|top`: the commands behind the Makefile."""
 
 from __future__ import annotations
 

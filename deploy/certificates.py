@@ -1,4 +1,4 @@
-"""Tries certificates before anything is started, by shaking hands in memory."""
+"""Tries certificates out before anything starts, with TLS handshakes in memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shared.tls import ClientTls, FileError, ServerTls, load_files
 
 
 def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
-    """For a client that has the server's own files, as the launcher has: trusts that certificate
-    alone, under the first of its names, whatever address is dialled.
+    """Returns settings for a client on the server's own host, such as the launcher: it trusts only
+    that server's certificate, under the first of its names, whatever address it dials.
 
     Raises:
         LaunchError: a file cannot be used, or the server would refuse the client.
@@ -26,8 +26,8 @@ def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
 def check_certificates(server: ServerTls, client: ClientTls, addresses: Iterable[str]) -> None:
     """
     Raises:
-        LaunchError: a file cannot be used, or `client` would not trust a server that shows its
-            certificate at one of `addresses`.
+        LaunchError: a file cannot be used, or `client` would not trust the server's certificate at
+            one of `addresses`.
     """
     for address in addresses:
         host = "localhost" if address.startswith("unix:") else address.rpartition(":")[0]
@@ -35,7 +35,7 @@ def check_certificates(server: ServerTls, client: ClientTls, addresses: Iterable
 
 
 def _shake_hands(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
-    """The names in the certificate that the client sees; `host` must be one of them."""
+    """Returns the names in the server's certificate. If `host` is given, it must be one of them."""
     try:
         return _converse(_server_side(server), _client_side(client, host), host)
     except FileError as error:
@@ -59,7 +59,7 @@ def _server_side(server: ServerTls) -> ssl.SSLContext:
 def _client_side(client: ClientTls, host: str | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = host is not None
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC's own check has it
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does
     load_files("client", context, client.cert, client.key, client.ca)
     return context
 

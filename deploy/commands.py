@@ -1,4 +1,4 @@
-"""up, run, down and ps of stacks that run as processes of this host."""
+"""up, run, down and ps for stacks that run as processes on this host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _start_in_background(
 ) -> None:
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
-    stop_stack(directory, _grace_s(directory), print)  # what a killed supervisor left
+    stop_stack(directory, _grace_s(directory), print)  # left behind by a killed supervisor
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
     with reservation, _signals_interrupt():
         supervisor = start_supervisor(stack, shared)
@@ -66,8 +66,8 @@ def _start_in_background(
 
 
 def run(environment: Environment, layout: Layout) -> int:
-    """Starts a private stack and prints `READY HOST:PORT`; ends it and returns when stdin ends or a
-    stop signal comes. If this process is killed, the stack ends all the same."""
+    """Starts a private stack and prints `READY HOST:PORT`; stops it and returns when stdin closes
+    or a stop signal arrives. The stack also stops if this process is killed."""
     settings = read_settings(environment)
     stop = threading.Event()
     for number in _STOP_SIGNALS:
@@ -99,7 +99,7 @@ def run(environment: Environment, layout: Layout) -> int:
 
 
 def down(directory: Path) -> int:
-    """Stops the stack of `directory`, if one runs; also what is left of one."""
+    """Stops the stack in `directory`, if one is running, or whatever is left of one."""
     if stack_members(directory):
         print(f"stopping the stack on port {directory.name}", flush=True)
     count = stop_stack(directory, _grace_s(directory), print)
@@ -108,12 +108,12 @@ def down(directory: Path) -> int:
 
 
 def ps(directory: Path) -> int:
-    """Prints a line per process; returns 1 if no stack runs."""
+    """Prints a line per process; returns 1 if no stack is running."""
     try:
         print(format_status(stack_status(Stack.load(directory))))
     except LaunchError:
         left = len(stack_members(directory))
-        rest = f", but {left} processes of one do; make down ends them" if left else ""
+        rest = f", but {left} processes are left of one; make down ends them" if left else ""
         print(f"no stack runs on port {directory.name}{rest}")
         return 1
     return 0
@@ -128,7 +128,7 @@ def _already_up(stack: Stack) -> int:
         print(f"the stack on port {stack.port} is already up; make down stops it")
         return 0
     raise LaunchError(
-        f"PORT: the stack on port {stack.port} runs already but does not serve; "
+        f"PORT: the stack on port {stack.port} is already running but does not serve; "
         "make ps and make logs show why, make down stops it"
     )
 
@@ -166,7 +166,7 @@ make ps, make logs and make down, each with PORT={stack.port}, show it and stop 
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """One `up` at a time: a second one would take the processes of the first for leftovers."""
+    """Lets one `up` run at a time: a second would take the first one's processes for leftovers."""
     make_directory(directory)
     with (directory / "lock").open("w") as file:
         try:
@@ -177,7 +177,7 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _grace_s(directory: Path) -> float:
-    """Seconds for all services to stop, one after the other."""
+    """Seconds that all services together may take to stop, one after another."""
     try:
         stack = Stack.load(directory)
     except LaunchError:
@@ -193,7 +193,7 @@ def _wait_for_end_of_input(stop: threading.Event) -> None:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP are as Ctrl-C."""
+    """Makes SIGTERM and SIGHUP act like Ctrl-C."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

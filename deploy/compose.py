@@ -1,4 +1,4 @@
-"""RUNTIME=docker: the same commands, by `docker compose` on docker/compose.yaml."""
+"""RUNTIME=docker: the same commands, run by `docker compose` on docker/compose.yaml."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WORKER_PORT = 50053  # within the stack's private network
 
 
 def up(environment: Environment, layout: Layout) -> int:
-    """Builds the images, starts the containers, returns 0 once they have answered a request.
+    """Builds the images and starts the containers; returns 0 once they have answered a request.
 
     Raises:
         SettingsError: a service would refuse a value; the message names it.
-        LaunchError: the reason why the stack cannot start.
+        LaunchError: the stack cannot start; the message says why.
     """
     settings = read_settings(environment)
     if settings.tls_cert or settings.internal_tls_cert or settings.auth_tokens_file:
-        raise LaunchError("RUNTIME=docker: files of TLS and tokens do not get into the containers")
+        raise LaunchError("RUNTIME=docker: files for TLS and tokens do not get into the containers")
     variables = compose_variables(settings, layout)
-    # The host has been checked; within, the stack's own network is private.
+    # The host has been checked; inside, the stack's own network is private.
     check_environment(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
@@ -63,14 +63,14 @@ def ps(environment: Environment) -> int:
 
 
 def logs(environment: Environment, service: str | None) -> int:
-    """Follows the logs, of the containers of `service` or of all."""
+    """Follows the logs of `service`'s containers, or of all."""
     port = read_settings(environment).port
     _compose(port, ["logs", "--follow", *service_names(service)], environment)
     return 0
 
 
 def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]:
-    """What docker/compose.yaml takes from the environment, besides the services' settings."""
+    """The variables that docker/compose.yaml reads besides the services' settings."""
     last_port = settings.port + layout.frontends - 1
     names = ",".join(f"worker-{rank}:{WORKER_PORT}" for rank in range(settings.tp))
     return {
@@ -83,7 +83,7 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
 
 
 def rank_services(tp: int, profile: str) -> dict[str, object]:
-    """A compose file with the ranks that compose.yaml, which has rank 0, lacks."""
+    """A compose file for ranks 1 and up; rank 0 is in compose.yaml."""
     return {
         "services": {
             f"worker-{rank}": {
@@ -97,10 +97,10 @@ def rank_services(tp: int, profile: str) -> dict[str, object]:
 
 
 def service_names(service: str | None) -> list[str]:
-    """What compose.yaml calls a service; all of them are an empty list."""
+    """The names in compose.yaml of `service`; an empty list stands for all services."""
     if service == "worker":
         raise LaunchError(
-            "SERVICE=worker: with docker, see the logs of all, or docker compose logs"
+            "SERVICE=worker: with docker, read the logs of all services, or use docker compose logs"
         )
     return [service] if service else []
 

@@ -1,8 +1,8 @@
 """The launcher's errors.
 
 LaunchError        a stack cannot be started or reached
-├── StartError             one of its processes cannot start; says in which log
-└── SupervisorGoneError    no supervisord answers for it
+├── StartError             one of its processes cannot start; names the log that says more
+└── SupervisorGoneError    its supervisord does not answer
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class LaunchError(Exception):
-    """The message is the reason, for the person who asked."""
+    """A stack cannot be started or reached; the message tells the user why."""
 
 
 class StartError(LaunchError):
-    """A process of the stack cannot start; `log` is where it said more."""
+    """A process of the stack cannot start; its `log` says more."""
 
     def __init__(self, message: str, log: Path) -> None:
         super().__init__(message)
@@ -23,4 +23,4 @@ class StartError(LaunchError):
 
 
 class SupervisorGoneError(LaunchError):
-    """No supervisord answers for this stack: not yet, or not any more."""
+    """The stack's supervisord does not answer: not yet, or no longer."""

@@ -1,4 +1,4 @@
-"""One short completion through the public API, so that whoever starts a stack sees tokens."""
+"""Streams one short completion through the public API, to show tokens to whoever starts a stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.tls import ClientTls
 
 PROMPT = "Once upon a time"
 _MAX_TOKENS = 32
-_TIMEOUT_S = 600.0  # minutes for a token are possible: a large model on few cores
+_TIMEOUT_S = 600.0  # a large model on few cores can take minutes per token
 
 
 def stream_completion(
@@ -25,10 +25,10 @@ def stream_completion(
     *,
     max_tokens: int = _MAX_TOKENS,
 ) -> None:
-    """Streams a greedy completion of `PROMPT`, giving `write` each piece of text as it comes.
+    """Streams a greedy completion of `PROMPT`, passing each piece of text to `write` as it comes.
 
     Raises:
-        LaunchError: the request failed, with its status.
+        LaunchError: the request failed; the message has its status.
     """
     request = frontend_pb2.GenerateRequest(text=PROMPT)
     request.sampling.max_tokens = max_tokens

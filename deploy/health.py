@@ -14,16 +14,16 @@ SERVING = "SERVING"
 UNREACHABLE = "UNREACHABLE"
 SILENT = "SILENT"
 
-# A connection of its own each time: behind a port that processes share, another may answer next.
+# Each check has its own connection: behind a port that processes share, another may answer next.
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
 def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = None) -> str:
-    """What `grpc.health.v1.Health` answers at `address` (`host:port` or `unix:path`).
+    """Asks `grpc.health.v1.Health` at `address` (`host:port` or `unix:path`).
 
     Returns:
-        `SERVING`, `NOT_SERVING`, `UNREACHABLE` when nobody listens, or `SILENT` when somebody does
-        but has not answered within `timeout_s` seconds.
+        `SERVING`, `NOT_SERVING`, `UNREACHABLE` when nothing listens, or `SILENT` when something
+        does but has not answered within `timeout_s` seconds.
     """
     with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -36,8 +36,8 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
 
 
 def main() -> None:
-    """Prints the health of the address in the first argument; exit status 0 is SERVING. TLS is as
-    for clients: NANO_TLS_CA and so on."""
+    """Prints the health of the address in the first argument; exit status 0 is SERVING. TLS is set
+    up as for clients: NANO_TLS_CA and so on."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m deploy.health ADDRESS")
     health = check_health(sys.argv[1], tls=ClientTls.from_environment())

@@ -1,4 +1,4 @@
-"""Reads what the services logged: the reason of a failure, the latest event."""
+"""Reads the services' logs: the reason for a failure, the latest event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAIL_BYTES = 32 << 10
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last `count` lines of `log` that are not empty; none without a file."""
+    """The last `count` non-empty lines of `log`; none if there is no file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -24,13 +24,13 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def last_event(log: Path) -> str:
-    """What the process did last, in its own words."""
+    """The process's latest event, in its own words."""
     lines = last_lines(log, 1)
     return _describe(lines[0]) if lines else ""
 
 
 def failure_reason(log: Path) -> str:
-    """Why the process ended: what it said of it, else its last line (of a traceback, the error)."""
+    """The reason the process gave for ending, else its last line (in a traceback, the error)."""
     lines = last_lines(log, 50)
     for line in reversed(lines):
         entry = _parse(line)
@@ -40,7 +40,7 @@ def failure_reason(log: Path) -> str:
 
 
 def follow(directory: Path, service: str | None) -> NoReturn:
-    """Shows the logs in `directory` as they grow, of all services or one: tail(1) in our place.
+    """Follows the logs in `directory`, of all services or one: tail(1) replaces this process.
 
     Raises:
         LaunchError: there are none.

@@ -1,4 +1,4 @@
-"""MODEL to a directory: hub ids are looked up here and nowhere else, services only see files."""
+"""Turns MODEL into a directory: hub ids are looked up only here, services see only files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from deploy.errors import LaunchError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What the services read, and nothing that would have to be unpickled.
+# The files that the services read, none of which has to be unpickled.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def resolve_model(model: str) -> Path:
-    """The directory of `model`: itself, or where the files of a Hugging Face hub id are.
+    """Returns `model` if it is a directory, else the directory of that Hugging Face hub id's files.
 
     Raises:
         LaunchError: it is neither, or cannot be downloaded.
@@ -29,13 +29,13 @@ def resolve_model(model: str) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    # Imported here: it takes long, and a directory needs none of it.
+    # Imported here: the import is slow, and a directory does not need it.
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
-    except Exception as error:  # of the hub, of its HTTP library, of the operating system
+    except Exception as error:  # from the hub, its HTTP library or the operating system
         reason = str(error).strip().partition("\n")[0]
         raise LaunchError(
-            f"MODEL: {hub_id} is no directory, and cannot be had from the hub: {reason}"
+            f"MODEL: {hub_id} is no directory, and cannot be downloaded from the hub: {reason}"
         ) from error

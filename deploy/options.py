@@ -1,4 +1,4 @@
-"""The launcher's command line: a variable of `make up` is a flag, MAX_NUM_SEQS --max-num-seqs."""
+"""The launcher's command line: `make up`'s variables as flags, --max-num-seqs for MAX_NUM_SEQS."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from scheduler_svc.settings import SchedulerSettings
 from shared.config import PREFIX
 from worker_svc.settings import WorkerSettings
 
-# Given on to the services as NANO_<NAME>. What is not given is not passed: their defaults apply.
+# Passed on to the services as NANO_<NAME>; for those that are not given, their defaults apply.
 _FIELDS: dict[str, FieldInfo] = {
     name: field
     for settings in (FrontendSettings, SchedulerSettings, WorkerSettings)
     for name, field in settings.model_fields.items()
-    if name not in ("rank", "exit_with_parent")  # these are the launcher's to say
+    if name not in ("rank", "exit_with_parent")  # the launcher decides these
 }
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line; `--help` and mistakes end the program."""
+    """Parses the command line; exits on `--help` and on mistakes."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy", description="Starts and stops stacks: worker, scheduler, frontend."
     )
@@ -35,7 +35,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     )
     down = commands.add_parser("down", help="stop the stack")
     restart = commands.add_parser(
-        "restart", help="restart processes one after another, each when the one before serves"
+        "restart", help="restart processes one after another, each once the one before serves"
     )
     ps = commands.add_parser("ps", help="a line per process")
     logs = commands.add_parser("logs", help="show the logs and follow them")
@@ -54,7 +54,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, str]:
-    """The settings given as flags, as environment variables of the services."""
+    """The settings given as flags, as environment variables for the services."""
     values = {name: getattr(options, name, None) for name in _FIELDS}
     return {PREFIX + name.upper(): value for name, value in values.items() if value is not None}
 
@@ -78,7 +78,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def _service(name: str) -> str:
-    """A service by its name, or by that of its package."""
+    """The service with this name, or whose package has it."""
     packages = {package: service for service, package in MODULES.items()}
     return packages.get(name, name)
 

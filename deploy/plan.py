@@ -1,4 +1,4 @@
-"""From variables to a stack: one environment for all processes, checked before any is started."""
+"""Plans a stack from variables: one environment for all processes, checked before any starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Environment = dict[str, str]
 
 
 class StackSettings(PublicSettings):
-    """The part of the services' settings that the launcher decides by, or fills in."""
+    """The services' settings that the launcher acts on or fills in."""
 
     program: ClassVar[str] = "python -m deploy"
 
@@ -40,7 +40,7 @@ class StackSettings(PublicSettings):
         default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
     )
 
-    # Of the launcher's own requests, where clients must have a certificate.
+    # For the launcher's own requests, if clients must have a certificate.
     client_cert: str = ""
     client_key: str = ""
 
@@ -49,9 +49,9 @@ class StackSettings(PublicSettings):
 
 @dataclass(frozen=True)
 class Layout:
-    """What runs on this host, out of the variables that no service reads.
+    """The processes to run on this host, from the variables that no service reads.
 
-    `ranks` is `2` or `0-3`, None for all.
+    `ranks` is `2` or `0-3`, or None for all.
     """
 
     frontends: int = 1
@@ -60,7 +60,7 @@ class Layout:
 
 
 def read_settings(environment: Environment) -> StackSettings:
-    """What `environment` says of the stack as a whole.
+    """Reads the settings of the stack as a whole from `environment`.
 
     Raises:
         SettingsError: a NANO_ variable is unknown or impossible.
@@ -75,15 +75,15 @@ def plan_stack(
     """Decides where everything listens.
 
     Args:
-        environment: of this process, with the variables given to it as NANO_<NAME>.
-        port: the public one, of which `environment` may only say 0.
+        environment: this process's, with the variables given to it as NANO_<NAME>.
+        port: the public port; `environment` may have just 0 for it.
 
     Returns:
-        The stack, and the environment that all of its processes share.
+        The stack, and the environment that all its processes share.
 
     Raises:
         SettingsError: a service would refuse a value; the message names it.
-        LaunchError: a variable of the launcher, or MODEL, is impossible.
+        LaunchError: one of the launcher's variables, or MODEL, is impossible.
     """
     settings = read_settings(environment)
     if unknown := set(layout.services) - set(SERVICES):
@@ -118,7 +118,7 @@ def plan_stack(
         ours["MODEL"] = str(resolve_model(settings.model))
     if settings.tp > 1:
         if not settings.master_port and len(ranks) < settings.tp:
-            raise LaunchError("NANO_MASTER_PORT: give one, as on the hosts of the other ranks")
+            raise LaunchError("NANO_MASTER_PORT: must be set, as on the hosts of the other ranks")
         ours["MASTER_PORT"] = str(settings.master_port or free_port())
     shared = environment | {PREFIX + name: value for name, value in ours.items()}
     check_environment(shared, first_rank=ranks.start)
@@ -138,7 +138,7 @@ def check_environment(environment: Environment, first_rank: int = 0) -> None:
 
 
 def _public_tls(settings: StackSettings) -> ClientTls | None:
-    """How the launcher connects to the frontends."""
+    """The TLS with which the launcher connects to the frontends."""
     server = settings.server_tls
     if server is None:
         return None
@@ -165,7 +165,7 @@ def _tokens_file(settings: StackSettings) -> str:
 
 
 def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
-    """So that services find each other: a certificate with another name would never be trusted."""
+    """Checks that the services will trust the names in each other's certificates."""
     server = settings.internal_tls
     if server is not None and stack.internal_tls is not None:
         inner = (each for each in stack.processes() if each.service != "frontend")
@@ -186,7 +186,7 @@ def _parse_ranks(text: str | None, tp: int) -> range:
 
 @contextmanager
 def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """os.environ is `values` for a while: settings are read from nowhere else."""
+    """Makes os.environ `values` for a while, because settings are read from nowhere else."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(values)

@@ -1,4 +1,4 @@
-"""TCP ports of a stack: is it free, and keep it for us until the services listen."""
+"""A stack's TCP ports: checks that one is free, and holds it until the services listen."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from deploy.errors import LaunchError
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Binds `host:port` (0: any free one) without listening, and keeps it while the socket is open.
+    """Binds `host:port` (0: any free port) without listening; holds it while the socket is open.
 
     Frontends share their port through SO_REUSEPORT, so the kernel would let a second stack take it
-    too, and mix the two. Hence two binds: a plain one that fails if anybody is there, then one that
-    lets our own frontends in and makes the plain bind of any other launcher fail.
+    too and mix the two. Hence two binds: a plain one that fails if the port is in use, then one
+    that lets our own frontends in and makes any other launcher's plain bind fail.
 
     Raises:
-        LaunchError: somebody has the port, or the host is not of this machine.
+        LaunchError: the port is taken, or the host is not an address of this machine.
     """
     try:
         if port:
-            # As servers do it: connections that a stopped stack left in TIME_WAIT do not count.
+            # As servers do: connections that a stopped stack left in TIME_WAIT do not count.
             _bind(host, port, socket.SO_REUSEADDR).close()
         return _bind(host, port, socket.SO_REUSEPORT)
     except OSError as error:
@@ -29,7 +29,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
+    """Returns a TCP port that was free a moment ago."""
     with _bind(host, 0, socket.SO_REUSEADDR) as bound:
         return int(bound.getsockname()[1])
 

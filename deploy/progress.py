@@ -1,4 +1,4 @@
-"""What `up` shows while a stack starts: a live table on a terminal, a line per change elsewhere."""
+"""Shows how a stack is starting: a live table on a terminal, a line per change elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deploy.status import ProcessStatus
 
 @contextmanager
 def show_progress(stack: Stack) -> Iterator[Report]:
-    """Yields what to call with each new state of the processes."""
+    """Yields a function to call with each new state of the processes."""
     console = Console(highlight=False)
     if not console.is_terminal:
         yield _line_reporter()

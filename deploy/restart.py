@@ -19,8 +19,8 @@ from deploy.supervisor import start_process, stop_process
 
 
 def restart(directory: Path, service: str | None) -> int:
-    """Stops and starts each process, of `service` or of all, once the one before serves again;
-    returns 0 when all do.
+    """Restarts each process, of `service` or of all, once the one before serves again; returns 0
+    when all do.
 
     Raises:
         LaunchError: no stack runs in `directory`, or a process does not come back.
@@ -42,8 +42,8 @@ def _restart(stack: Stack, process: Process, report: Report) -> None:
         start_process(stack.directory, process)
     try:
         wait_until_serving(stack, lambda: stack_status(stack), report)
-        # The engine may still be recovering. To lose something again before it has come to compute
-        # anything would look to it as if the same step failed again.
+        # The engine may still be recovering. If it lost something again before it had computed
+        # anything, that would look to it like the same step failing again.
         while not _answers(stack):
             wait_until_serving(stack, lambda: stack_status(stack), report)
     except StartError as error:
@@ -51,11 +51,11 @@ def _restart(stack: Stack, process: Process, report: Report) -> None:
 
 
 def _answers(stack: Stack) -> bool:
-    """Whether the engine answers a request, or has a full queue of them; where only a part of the
-    stack runs there is nobody to ask.
+    """Whether the engine answers a request, or has a full queue of them. True if only a part of the
+    stack runs on this host: then there is nobody to ask.
 
     Raises:
-        LaunchError: it fails for another reason than that something is unavailable.
+        LaunchError: the request fails for another reason than that something is unavailable.
     """
     if set(stack.services) != set(SERVICES):
         return True
@@ -73,7 +73,7 @@ def _answers(stack: Stack) -> bool:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A signal between a stop and its start, which would leave the process stopped, waits."""
+    """Holds back signals between a stop and its start, which would leave the process stopped."""
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

@@ -1,4 +1,4 @@
-"""A stack: which processes run on this host, where they listen, and where their state is kept."""
+"""A stack: the processes that run on this host, where they listen and where they keep state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deploy.errors import LaunchError
 from frontend.auth import read_tokens
 from shared.tls import ClientTls
 
-# In starting order; they stop in reverse, so that whoever asks goes before whoever answers.
+# In starting order; they stop in reverse, so that clients stop before the servers they call.
 SERVICES = ("worker", "scheduler", "frontend")
 MODULES = {"worker": "worker_svc", "scheduler": "scheduler_svc", "frontend": "frontend"}
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -33,7 +33,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stack:
-    """What the commands need to know of a running stack; kept in its directory as stack.json."""
+    """The facts of a running stack that commands need; kept in its directory as stack.json."""
 
     directory: Path
     host: str
@@ -52,11 +52,11 @@ class Stack:
 
     @property
     def address(self) -> str:
-        """The public address, as a client on this host dials it."""
+        """The public address that a client on this host dials."""
         return dialled_address(self.host, self.port)
 
     def count(self, service: str) -> int:
-        """How many processes of `service` run on this host."""
+        """The number of `service` processes on this host."""
         if service not in self.services:
             return 0
         return {"worker": self.num_ranks, "scheduler": 1, "frontend": self.frontends}[service]
@@ -65,14 +65,14 @@ class Stack:
         return self.first_rank if service == "worker" else 0
 
     def processes(self) -> Iterator[Process]:
-        """The processes of this host in starting order."""
+        """Yields this host's processes in starting order."""
         for service in SERVICES:
             first = self.first_index(service)
             for index in range(first, first + self.count(service)):
                 yield Process(service, index, self._address_of(service, index))
 
     def tls(self, service: str) -> ClientTls | None:
-        """How to connect to a `service` of this stack; None is plaintext."""
+        """The TLS for connecting to a `service` of this stack; None is plaintext."""
         return self.public_tls if service == "frontend" else self.internal_tls
 
     def log(self, name: str) -> Path:
@@ -90,7 +90,7 @@ class Stack:
 
     @classmethod
     def load(cls, directory: Path) -> Stack:
-        """The stack that was started in `directory`.
+        """Loads the stack that was started in `directory`.
 
         Raises:
             LaunchError: none was.
@@ -108,30 +108,30 @@ class Stack:
 
 
 def run_directory(port: int) -> Path:
-    """Where the stack on `port` keeps its state: relative, because the path of a Unix socket must
-    stay under 108 bytes however deep the checkout lies."""
+    """The directory for the state of the stack on `port`: relative, because a Unix socket's path
+    must stay under 108 bytes however deep the checkout lies."""
     return Path(".run", str(port))
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a stack's directory, for this user only: its sockets lead to the engine."""
+    """Makes a stack's directory, open to this user only: its sockets lead to the engine."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
 
 
 def dialled_address(host: str, port: int) -> str:
-    """Where a client on this host finds a server that listens on `host` and `port`."""
+    """The address at which a client on this host reaches a server on `host` and `port`."""
     host = host.strip("[]")
     return f"{bracket_host(_ANY_HOST.get(host, host))}:{port}"
 
 
 def bracket_host(host: str) -> str:
-    """`host` as it stands before a port: an IPv6 address in brackets."""
+    """`host` as written before a port: an IPv6 address in brackets."""
     host = host.strip("[]")
     return f"[{host}]" if ":" in host else host
 
 
 def first_token(stack: Stack) -> str | None:
-    """What the launcher's own requests carry, where clients need a token."""
+    """The token for the launcher's own requests, None if clients need none."""
     tokens = read_tokens(stack.auth_tokens_file) if stack.auth_tokens_file else ()
     return tokens[0] if tokens else None

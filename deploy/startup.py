@@ -1,4 +1,4 @@
-"""Waits until a started stack would answer a request, or knows why it never will."""
+"""Waits until a starting stack would answer a request, or finds out why it never will."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def wait_until_ready(
     """Returns once all processes of a stack that was just started are SERVING.
 
     Args:
-        report: given the state of all processes, several times a second.
-        check_stop: called as often; what it raises ends the wait.
+        report: is called with the state of all processes, several times a second.
+        check_stop: is called as often; whatever it raises ends the wait.
 
     Raises:
-        StartError: the reason why the stack cannot start.
+        StartError: the stack cannot start; the message says why.
     """
 
     def ask() -> Sequence[ProcessStatus]:
@@ -53,15 +53,15 @@ def wait_until_serving(
 ) -> None:
     """Returns once all processes are SERVING.
 
-    There is no time limit, since a large model may take any time to load: what ends the wait is a
-    process that says it cannot start, or one that crashes again and again.
+    There is no time limit, since a large model may take any time to load. The wait ends early if a
+    process says that it cannot start, or crashes again and again.
 
     Args:
-        ask: the state of all processes, or none yet; what it raises ends the wait.
-        report: given each answer.
+        ask: returns the state of all processes, or none yet; whatever it raises ends the wait.
+        report: is called with each answer.
 
     Raises:
-        StartError: the reason why a process cannot start.
+        StartError: a process cannot start; the message says why.
     """
     starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
     while True:
@@ -89,7 +89,7 @@ def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
 
 
 def _all_answer(stack: Stack) -> bool:
-    """Whether whichever frontend the kernel picks is serving; one that is not would be hit soon."""
+    """Whether any frontend that the kernel may pick serves; tries often enough to hit them all."""
     tries = 4 * stack.count("frontend") if stack.count("frontend") > 1 else 0
     tls = stack.tls("frontend")
     return all(check_health(stack.address, tls=tls) == SERVING for _ in range(tries))

@@ -1,4 +1,4 @@
-"""The state of each process of a stack: what supervisord says, and what the process itself says."""
+"""The state of a stack's processes, according to supervisord and to the processes themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.supervisor import SupervisedProcess, supervised_processes
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process, its state as supervisord knows it, and its gRPC health."""
+    """A process, its state according to supervisord, and its gRPC health."""
 
     process: Process
     pid: int | None

@@ -1,6 +1,6 @@
 """supervisord as the launcher starts it: `python -m deploy.supervise CONFIG [--tied-to PID]`.
 
-With `--tied-to`, the stack is private to the process PID: when that is gone, however it went, the
+With `--tied-to`, the stack is private to the process PID: once that is gone, however it ended, the
 stack is stopped in order and its directory removed.
 """
 
@@ -24,8 +24,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.tied_to is not None:
         end_with_parent(args.tied_to, signal.SIGTERM)  # on which supervisord stops
-    # It reports there that a log cannot be written, its own or a process's. If that failed too, as
-    # on a full disk, it would end, and the stack with it.
+    # supervisord reports on stderr that a log, its own or a process's, cannot be written. If that
+    # failed too, as on a full disk, it would end, and the stack with it.
     shield_stderr(lambda count: f"{count} lines were dropped")
     try:
         supervisord.main(["-c", str(args.config)])

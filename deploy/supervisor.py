@@ -1,4 +1,4 @@
-"""Starts, asks and stops the supervisord of a stack."""
+"""Starts, queries and stops a stack's supervisord."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from deploy.plan import Environment
 from deploy.stack import Process, Stack, make_directory
 from deploy.supervisor_config import control_socket, render_config
 
-# In the environment of each process of a stack, so that even those whose supervisor was killed are
-# found. Its value is the stack's directory.
+# Set in the environment of each process of a stack, so that they are found even if their supervisor
+# was killed. Its value is the stack's directory.
 MARKER = "NANOVLLM_STACK"
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class SupervisedProcess:
-    """What supervisord knows of a process."""
+    """A process, as supervisord knows it."""
 
     name: str
     state: str  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
-    pid: int | None  # of the one that serves: a fork (`shared.process`)
+    pid: int | None  # of the fork that serves (`shared.process`)
     exit_status: int | None  # None: killed by a signal, or still running
 
 
@@ -43,7 +43,7 @@ def start_supervisor(
 ) -> subprocess.Popen[bytes]:
     """Starts supervisord, which starts the services, in the background.
 
-    `private`: it ends when this process does, and removes the stack's directory.
+    If `private`, it ends when this process does, and removes the stack's directory.
     """
     directory = stack.directory
     make_directory(directory)
@@ -68,7 +68,7 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
     """The processes that supervisord runs, in its order.
 
     Raises:
-        SupervisorGoneError: there is no supervisord, or not any more.
+        SupervisorGoneError: there is no supervisord, or no longer.
     """
     with _supervisor(directory) as supervisor:
         infos: Any = supervisor.getAllProcessInfo()
@@ -77,7 +77,7 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
         SupervisedProcess(
             name=info["name"],
             state=info["statename"],
-            # 0, of one that does not run, is also the parent of the kernel's own.
+            # A process that does not run has pid 0, which is also the parent of the kernel's own.
             pid=forks.get(info["pid"], info["pid"]) if info["pid"] else None,
             exit_status=info["exitstatus"] if info["statename"] == "EXITED" else None,
         )
@@ -86,7 +86,7 @@ def supervised_processes(directory: Path) -> list[SupervisedProcess]:
 
 
 def is_running(directory: Path) -> bool:
-    """Whether there is a supervisord with processes to run."""
+    """Whether a supervisord with processes to run answers."""
     try:
         return bool(supervised_processes(directory))
     except SupervisorGoneError:
@@ -94,20 +94,20 @@ def is_running(directory: Path) -> bool:
 
 
 def stop_process(directory: Path, process: Process) -> None:
-    """Has supervisord stop a process, and kill it after its grace; returns when it has ended.
+    """Has supervisord stop a process, or kill it after its grace period; returns once it has ended.
 
     Raises:
-        SupervisorGoneError: there is no supervisord, or not any more.
+        SupervisorGoneError: there is no supervisord, or no longer.
     """
     with _supervisor(directory) as supervisor, _already(Faults.NOT_RUNNING):
         supervisor.stopProcess(_full_name(process))
 
 
 def start_process(directory: Path, process: Process) -> None:
-    """Has supervisord start a process that does not run.
+    """Has supervisord start a process that is not running.
 
     Raises:
-        SupervisorGoneError: there is no supervisord, or not any more.
+        SupervisorGoneError: there is no supervisord, or no longer.
     """
     with _supervisor(directory) as supervisor, _already(Faults.ALREADY_STARTED):
         supervisor.startProcess(_full_name(process), False)  # its health says when it serves
@@ -115,7 +115,7 @@ def start_process(directory: Path, process: Process) -> None:
 
 @contextmanager
 def _supervisor(directory: Path) -> Iterator[Any]:
-    """supervisord's methods."""
+    """Yields supervisord's RPC methods."""
     transport = SupervisorTransport(serverurl=f"unix://{control_socket(directory)}")
     proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
     try:
@@ -128,7 +128,7 @@ def _supervisor(directory: Path) -> Iterator[Any]:
 
 @contextmanager
 def _already(code: int) -> Iterator[None]:
-    """For what need not be done: supervisord refuses it with `code`."""
+    """Ignores the fault `code`, with which supervisord refuses to do what is already done."""
     try:
         yield
     except xmlrpc.client.Fault as fault:
@@ -141,7 +141,7 @@ def _full_name(process: Process) -> str:
 
 
 def stack_members(directory: Path) -> list[psutil.Process]:
-    """All living processes of the stack: supervisord, if it lives, and the services."""
+    """All living processes of the stack: the services, and supervisord if it is alive."""
     marker = str(directory.absolute())
     members = []
     for process in _running():
@@ -154,19 +154,19 @@ def stack_members(directory: Path) -> list[psutil.Process]:
 
 
 def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -> int:
-    """Ends every process of the stack: supervisord stops them in order; those that it no longer
-    can, and those still there after `grace_s` seconds, are killed. Idempotent.
+    """Ends every process of the stack: supervisord stops them in order; those out of its reach,
+    and those still there after `grace_s` seconds, are killed. Idempotent.
 
     Returns:
-        How many processes there were.
+        The number of processes there were.
     """
     members = set(stack_members(directory))
     pids = {process.pid for process in members}
     for process in members:
-        if _parent(process) not in pids:  # supervisord, or whoever has lost it
+        if _parent(process) not in pids:  # supervisord, or a process that has lost it
             _signal(process.terminate)
     deadline = time.monotonic() + grace_s
-    # Who is ending has no environment to be found by any more, but still its ports.
+    # A process that is ending no longer has an environment to be found by, but still its ports.
     while alive := [process for process in members if _is_alive(process)]:
         if time.monotonic() > deadline:
             report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
@@ -183,8 +183,8 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
 
 
 def _running(attributes: list[str] | None = None) -> Iterator[psutil.Process]:
-    """All processes of this machine, with these `attributes` in their `info`."""
-    # It remembers those of the last call, also where another has got the same pid since.
+    """Yields all processes of this machine, with these `attributes` in their `info`."""
+    # psutil remembers those of the last call, even if another has got the same pid since.
     psutil.process_iter.cache_clear()
     return psutil.process_iter(attributes)
 

@@ -1,7 +1,7 @@
-"""The configuration file of supervisord for a stack.
+"""supervisord's configuration file for a stack.
 
 Settings travel in supervisord's own environment, which its children inherit, and so need no
-escaping here; what remains are paths and numbers.
+escaping here; only paths and numbers remain.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from pathlib import Path
 from deploy.stack import MODULES, SERVICES, Stack
 from shared.process import CANNOT_START
 
-_KILL_AFTER_S = 5.0  # over a service's own grace
+_KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _NEVER_GIVE_UP = 1_000_000
 
 
 def stop_timeout_s(stack: Stack) -> float:
-    """Seconds that a process has to end by itself before it is killed."""
+    """Seconds that a process has to end on its own before it is killed."""
     return stack.drain_timeout_s + _KILL_AFTER_S
 
 
 def render_config(stack: Stack) -> str:
-    """The text of supervisord.conf."""
+    """Returns the text of supervisord.conf."""
     return "\n".join([_supervisord(stack.directory), *_programs(stack)])
 
 
 def control_socket(directory: Path) -> str:
-    """The path of supervisord's socket, as supervisord needs it.
+    """The path of supervisord's socket, in the form that supervisord needs.
 
-    It makes relative paths absolute, which may then be longer than a socket's path can be. This
-    one is absolute already and yet as short as the relative one.
+    It makes relative paths absolute, and may make them longer than a socket's path can be. This
+    one is absolute already, yet hardly longer than the relative one.
     """
     return str(Path("/proc/self/cwd", directory, "supervisor.sock"))
 
@@ -63,7 +63,7 @@ def _programs(stack: Stack) -> list[str]:
             first = stack.first_index(service)
             programs.append(_program(stack, service, module, priority, count, first))
     if stack.count("worker"):
-        # The last to start and the first to stop: a worker that is stopping need not answer.
+        # Last to start and first to stop: a worker that is stopping need not answer.
         module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
         programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1))
     return programs
@@ -72,11 +72,11 @@ def _programs(stack: Stack) -> list[str]:
 def _program(
     stack: Stack, name: str, module: str, priority: int, count: int = 1, first: int = 0
 ) -> str:
-    # -P: modules come from the installation, never from the directory that the user is in.
+    # -P: modules come from the installation, never from the user's current directory.
     command = f"{_escape(shlex.quote(sys.executable))} -P -m {module}"
-    # startsecs 0: supervisord would count a start that fails sooner as one to try again, whatever
-    # its exit status. So it is RUNNING at once, and health says when it really is. What remains
-    # that it counts as a start that failed is a lack of memory, or of space for a log.
+    # startsecs 0: supervisord would retry a process that ends sooner, whatever its exit status. So
+    # it is RUNNING at once, and its health says when it really is. The only failures to start that
+    # supervisord still counts are a lack of memory, or of space for a log.
     return f"""\
 [program:{name}]
 command = {command}

@@ -25,8 +25,8 @@ _BAR_WIDTH = 40
 
 
 def top(directory: Path) -> int:
-    """Refreshes until Ctrl-C, or until the terminal or the stack is gone. Where the output is no
-    terminal it shows the load once and returns: 1 if the scheduler does not answer.
+    """Refreshes until Ctrl-C, or until the terminal or the stack is gone. If the output is not a
+    terminal, shows the load once and returns, with 1 if the scheduler does not answer.
 
     Raises:
         LaunchError: no stack was started in `directory`.
@@ -40,7 +40,7 @@ def top(directory: Path) -> int:
             console.print(render(stack, load))
             return 0 if load else 1
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while console.is_terminal:  # until it hangs up, which sends a signal to some only
+            while console.is_terminal:  # until it hangs up, which does not signal everyone
                 load = _ask(stub)
                 if load is None and not is_running(directory):
                     break
@@ -59,10 +59,10 @@ def _ask(stub: SchedulerServiceStub) -> GetLoadResponse | None:
 
 
 def render(stack: Stack, load: GetLoadResponse | None) -> RenderableType:
-    """The screen for a scheduler's answer, None if there was none."""
+    """Draws the screen for a scheduler's answer, or for None if there was none."""
     title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}")
     if load is None:
-        return Group(title, Text("the scheduler does not answer; make ps, make logs", style="red"))
+        return Group(title, Text("the scheduler does not answer: make ps, make logs", style="red"))
     rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     batch = load.step_sequences / load.steps if load.steps else 0
     rows.add_row("running", f"{load.running}", f"{load.frontends} frontends connected")

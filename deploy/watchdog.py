@@ -1,8 +1,8 @@
-"""Kills local workers that do not answer, for their successors to take over:
+"""Kills local workers that do not answer, so that their successors take over:
 `python -m deploy.watchdog DIRECTORY`.
 
-A worker sees for itself that a step hangs (`worker_svc.hang_watch`). That its process is stopped,
-or that an extension keeps Python's lock, can be seen only from outside.
+A worker notices by itself that a step hangs (`worker_svc.hang_watch`). Only from outside can it be
+seen that its process is stopped, or that an extension holds Python's lock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 
-# Shares of `hang_timeout_s`: together less than it.
+# Shares of `hang_timeout_s`; together less than 1.
 _ANSWER_SHARE, _PAUSE_SHARE = 0.7, 0.15
-# An answer that was waited for this much longer says that the watchdog itself got no processor.
+# A wait this much longer than its timeout means that the watchdog itself got no processor.
 _OWN_DELAY = 1.25
 
 
 class WatchdogSettings(ServiceSettings):
-    """What of the stack's settings it reads."""
+    """The stack's settings that the watchdog reads."""
 
     program: ClassVar[str] = "python -m deploy.watchdog"
 
@@ -43,8 +43,8 @@ class WatchdogSettings(ServiceSettings):
 
 
 def watch(stack: Stack, worker: Process, hang_timeout_s: float) -> None:
-    """Asks one worker for its health, for ever, and kills it when it has served before and does not
-    answer any more, or is stopped. One that is loading may be silent."""
+    """Asks one worker for its health, for ever, and kills it if it does not answer though it has
+    served before, or because it is stopped. A worker that is loading may be silent."""
     served: psutil.Process | None = None
     timeout_s = _ANSWER_SHARE * hang_timeout_s
     while True:
@@ -74,7 +74,7 @@ def _process(stack: Stack, worker: Process) -> psutil.Process | None:
 
 
 def _stopped(process: psutil.Process | None) -> psutil.Process | None:
-    """The process, if it is stopped."""
+    """Returns the process if it is stopped, else None."""
     try:
         return process if process and process.status() == psutil.STATUS_STOPPED else None
     except psutil.NoSuchProcess:
@@ -84,7 +84,7 @@ def _stopped(process: psutil.Process | None) -> psutil.Process | None:
 def _kill(process: psutil.Process) -> None:
     try:
         process.kill()
-    except psutil.NoSuchProcess:  # it has ended, or its number belongs to another now
+    except psutil.NoSuchProcess:  # it has ended, or its pid belongs to another process now
         return
 
 
