@@ -1,9 +1,9 @@
-# `make help` lists the targets, docs/operations.md explains the variables. Those that are not set are
-# not passed on, so that the services' own defaults apply.
+# `make help` lists the targets, docs/operations.md explains the variables. Unset ones are not passed
+# on, so that the services' own defaults apply.
 PYTHON ?= python3
 BIN := .venv/bin
 
-# These only count when given to make: some shells export a HOST, which names the machine, or an OUT.
+# These count only if given to make: some shells export a HOST, which names the machine, or an OUT.
 ifeq ($(origin HOST),environment)
 HOST :=
 endif
@@ -18,7 +18,7 @@ SECURITY := TLS_CERT TLS_KEY TLS_CLIENT_CA INTERNAL_TLS_CERT INTERNAL_TLS_KEY IN
 STACK := MODEL $(ENGINE) $(SECURITY) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
 ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
 
-# $(call flags,A B_C): --a 'value' --b-c 'value', of those variables that are set;
+# $(call flags,A B_C): --a 'value' --b-c 'value', for those variables that are set;
 # $(call environment,A B_C): the same as NANO_A='value' NANO_B_C='value'.
 quote = '$(subst ','\'',$(1))'
 flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z-) $(call quote,$($(name)))))
@@ -31,10 +31,10 @@ environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-# The stamp's name holds the checkout's path and the Python, so that one that was moved or upgraded
-# gets a new environment. The lock makes one of several `make`s do the work and the others wait.
-# Triton is a part of torch's CUDA builds, of just their version. With a CPU build xgrammar and the
-# tests need it: of this version, not of whichever is the newest.
+# The stamp's name depends on the checkout's path and the Python, so that moving or upgrading them
+# makes a new environment. The lock lets one of several `make`s do the work while the others wait.
+# torch's CUDA builds bring Triton in the one version that fits. With a CPU build, xgrammar and the
+# tests still need it, in this version rather than the newest.
 TRITON := triton==3.6.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]' && \
 	touch $@
 
-setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: more for pip)
+setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip)
 
 up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
 	@$(BIN)/python -m deploy up $(call flags,$(STACK))
@@ -56,13 +56,13 @@ up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
 down: $(STAMP)  ## stop the stack
 	@$(BIN)/python -m deploy down $(call flags,PORT RUNTIME)
 
-restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE: of one service)
+restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE: only this one's)
 	@$(BIN)/python -m deploy restart $(call flags,PORT SERVICE)
 
 ps: $(STAMP)  ## a line per process: name, index, pid, address, state
 	@$(BIN)/python -m deploy ps $(call flags,PORT RUNTIME)
 
-logs: $(STAMP)  ## show the logs and follow them (SERVICE: of one service)
+logs: $(STAMP)  ## show the logs and follow them (SERVICE: only this one's)
 	@$(BIN)/python -m deploy logs $(call flags,PORT RUNTIME SERVICE)
 
 top: $(STAMP)  ## show the engine's load, live
@@ -71,14 +71,14 @@ top: $(STAMP)  ## show the engine's load, live
 chat: $(STAMP)  ## talk to the model
 	@$(BIN)/python -m frontend.client.chat --address $(call quote,$(ADDRESS)) $(ARGS)
 
-bench: $(STAMP)  ## measure (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)
+bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: a running stack's; ARGS=--help lists more)
 	@$(call environment,$(ENGINE)) $(BIN)/python -m bench $(call flags,MODE OUT MODEL) \
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
-test: $(STAMP)  ## run the tests, on all cores (ARGS: for pytest; tests that are named run in one process)
+test: $(STAMP)  ## run the tests, on all cores (ARGS: for pytest; tests named there run in one process)
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
@@ -89,7 +89,7 @@ chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how m
 
 check: check-style check-types check-imports check-stubs  ## linter, formatter, types, import rule, and whether shared/pb is up to date
 
-# Each is a hook of .pre-commit-config.yaml, too.
+# Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -9,7 +9,7 @@ COPY shared shared
 COPY frontend frontend
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-# Editable, since a wheel would hold the client alone.
+# Editable, since a wheel would contain only the client.
 RUN pip install --no-cache-dir -c constraints.txt -e ".[frontend]"
 
 USER nano

@@ -1,4 +1,4 @@
-# The engine's scheduler. xgrammar, loaded with the first request for structured output, brings torch:
+# The engine's scheduler. xgrammar, loaded at the first request for structured output, needs torch:
 # PIP_ARGS can point to CPU-only wheels.
 FROM python:3.12-slim
 
@@ -11,7 +11,7 @@ COPY scheduler_svc scheduler_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
 ARG PIP_ARGS=""
-# Editable, since a wheel would hold the client alone.
+# Editable, since a wheel would contain only the client.
 RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[scheduler]"
 
 USER nano

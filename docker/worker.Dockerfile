@@ -1,5 +1,5 @@
 # One rank of the model. The same image serves CPU and GPU: PyPI's torch brings the CUDA libraries,
-# the host's driver comes with the NVIDIA container runtime. PIP_ARGS can point to CPU-only wheels,
+# and the NVIDIA container runtime the host's driver. PIP_ARGS can point to CPU-only wheels,
 # APT_PACKAGES adds the C compiler that Triton needs on a GPU.
 FROM python:3.12-slim
 
@@ -18,7 +18,7 @@ COPY worker_svc worker_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
 ARG PIP_ARGS=""
-# Editable, since a wheel would hold the client alone.
+# Editable, since a wheel would contain only the client.
 RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[worker]"
 
 USER nano
