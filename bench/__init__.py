@@ -1,1 +1,1 @@
-"""Benchmarks of the stack through its public API. What the figures mean: docs/benchmarks.md."""
+"""Benchmarks of the stack through its public API. docs/benchmarks.md explains the figures."""

@@ -1,5 +1,5 @@
 """`python -m bench`: measures a running server, or a private stack; with `--mode scheduler` or
-`--mode frontend` that service alone, with `--mode features` what sampling features cost. See
+`--mode frontend` just that service, with `--mode features` the cost of sampling features. See
 docs/benchmarks.md."""
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, parents=[_mode_parser()]
     )
-    parser.add_argument("--address", help="of a frontend; default: starts a private stack")
+    parser.add_argument("--address", help="a frontend's; default: start a private stack")
     parser.add_argument(
         "--model",
         default="models/demo",
-        help="of the private stack and of --in-process, %(default)s; "
-        "other settings of both are read from NANO_<NAME>",
+        help="for the private stack and --in-process, %(default)s; "
+        "NANO_<NAME> variables have their other settings",
     )
     parser.add_argument("--scheduler-address", help="default: found in .run/<PORT>")
     default = Shape()
@@ -65,7 +65,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
         help="also without gRPC, and print the ratio; default: for a private stack of one rank",
     )
     parser.add_argument(
-        "--single-stream", action="store_true", help="also one stream, and a 1,024-token prompt"
+        "--single-stream", action="store_true", help="also one stream and a 1,024-token prompt"
     )
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     options = parser.parse_args(args)
@@ -80,7 +80,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 @contextmanager
 def server(options: argparse.Namespace, console: Console) -> Iterator[tuple[str, str | None]]:
-    """The address to measure and its scheduler's, of a private stack if none is given."""
+    """Yields the address to measure and its scheduler's: those given, or a private stack's."""
     if options.address:
         yield options.address, options.scheduler_address
         return
@@ -95,7 +95,7 @@ def server(options: argparse.Namespace, console: Console) -> Iterator[tuple[str,
 def check_same_model(directory: str, served: ModelInfo) -> None:
     """
     Raises:
-        BenchError: the server has another model than the one for in process.
+        BenchError: the server's model is not the one to run in this process.
     """
     if Path(directory).resolve().name != served.model:
         raise BenchError(f"--model: is {directory}, the server has {served.model}")
@@ -135,7 +135,7 @@ async def bench(options: argparse.Namespace, console: Console) -> Result:
                 with console.status("one stream"):
                     single = await measure_single_stream(llm, model)
     if compare:
-        # As the worker's own process sets it, before torch is imported.
+        # Before torch is imported, as in the worker's own process.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from bench.in_process import InProcessEngine
 
@@ -153,7 +153,7 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def progress(name: str, total: int, console: Console) -> Iterator[Received]:
-    """A bar of output tokens; call what it gives with the tokens of each chunk."""
+    """Shows a bar of output tokens; yields a function that takes each chunk's number of tokens."""
     columns = (TextColumn("{task.description}"), BarColumn(), _Rate(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
         task = bars.add_task(name, total=total)
@@ -163,7 +163,7 @@ def progress(name: str, total: int, console: Console) -> Iterator[Received]:
 def main(args: list[str]) -> int:
     chosen, rest = _mode_parser().parse_known_args(args)
     if chosen.mode != "stack":
-        # Imported when asked for: each mode needs other services.
+        # Imported on demand: each mode needs different services.
         status: int = import_module(f"bench.{chosen.mode}_mode").main(rest)
         return status
     options = parse_args(args)

@@ -1,4 +1,4 @@
-"""What the engine did during a run: the scheduler's counters, after minus before."""
+"""The engine's work during a run: the scheduler's counters, after minus before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters with the names they have in `GetLoadResponse`."""
+    """Counters, named as in `GetLoadResponse`."""
 
     steps: int
     step_sequences: int
@@ -26,7 +26,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, counters: object) -> Self:
-        """Of anything that has the counters as attributes."""
+        """Copies them from anything that has the counters as attributes."""
         return cls(**{field.name: getattr(counters, field.name) for field in fields(cls)})
 
     def since(self, before: EngineStats) -> EngineStats:
@@ -35,7 +35,7 @@ class EngineStats:
 
     @property
     def mean_batch(self) -> float:
-        """Sequences of a step."""
+        """Sequences per step."""
         return self.step_sequences / self.steps if self.steps else 0.0
 
     @property
@@ -47,8 +47,8 @@ ReadStats = Callable[[], Coroutine[Any, Any, EngineStats | None]]
 
 
 def stats_reader(address: str, scheduler_address: str | None) -> ReadStats:
-    """Asks the scheduler at `scheduler_address`, by default the one that `make up` started
-    for `address` on this host. Without one there are no figures, which is no error."""
+    """Returns a function that asks the scheduler at `scheduler_address`, by default the one that
+    `make up` started for `address` on this host; if there is none, it returns None."""
     if scheduler_address is None:
         socket = Path(".run", address.rpartition(":")[2], "scheduler.sock")
         if not socket.exists():

@@ -1,9 +1,9 @@
-"""`python -m bench --mode features`: what each sampling feature costs, those who use it and those
-who run beside it.
+"""`python -m bench --mode features`: the cost of each sampling feature, to streams that use it and
+to those that run beside them.
 
 All streams of a run use one feature; each such run is paired with a plain one before it, and a
 figure is the median over the pairs. Then half of the streams are plain and half are not: the gaps
-between the tokens of the plain ones are what neighbours pay. See docs/benchmarks.md.
+between tokens of the plain ones show what their neighbours cost them. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.metrics import Metrics, Trace, percentile, summarize
 from bench.workload import PLAIN
 from frontend.client import AsyncLLM, LLMError, PrivateStack, StructuredOutput
 
-# Long enough for any run, so that no stream ends early.
+# Matches long enough text for any run, so that no stream ends early.
 _WORDS = StructuredOutput(regex=r"([a-z]{1,9}[ .])+")
 FEATURES: dict[str, dict[str, Any]] = {
     "top_k 20, top_p 0.95": {"top_k": 20, "top_p": 0.95},
@@ -42,12 +42,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the pairs, ratios to the plain run of the pair."""
+    """Medians over the pairs; ratios are to the pair's plain run."""
 
     feature: str
     tokens_per_s: float
     speed: float  # of tokens/s
-    neighbours_gap_p50: float  # of the gaps between plain streams' tokens, beside plain ones
+    neighbours_gap_p50: float  # gaps between plain streams' tokens, to those beside plain ones
     neighbours_gap_p99: float
 
 
@@ -55,7 +55,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench --mode features", description=__doc__)
     parser.add_argument("--model", default="models/demo", help="%(default)s")
     parser.add_argument("--streams", type=int, default=32, help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=96, help="of each stream, %(default)s")
+    parser.add_argument("--tokens", type=int, default=96, help="per stream, %(default)s")
     parser.add_argument("--pairs", type=int, default=3, help="%(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     options = parser.parse_args(args)
@@ -70,7 +70,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 async def measure(options: argparse.Namespace, console: Console) -> list[Cost]:
     """
     Raises:
-        BenchError: a completion is shorter than it was asked to be.
+        BenchError: a completion is shorter than requested.
         LLMError: the server refused or failed.
     """
     costs = []
@@ -89,7 +89,7 @@ async def measure(options: argparse.Namespace, console: Console) -> list[Cost]:
 async def _pair(
     llm: AsyncLLM, options: argparse.Namespace, fields: dict[str, Any]
 ) -> tuple[float, float, float, float]:
-    """The figures of `Cost`, from a plain run, one with the feature and one with both."""
+    """Measures `Cost`'s figures in a plain run, one with the feature and one with both kinds."""
     plain, plain_gaps = await _run(llm, options, {}, {})
     used, _ = await _run(llm, options, fields, fields)
     _, gaps = await _run(llm, options, {}, fields)
@@ -101,7 +101,7 @@ async def _pair(
 async def _run(
     llm: AsyncLLM, options: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> tuple[Metrics, list[float]]:
-    """Half of the streams with `ours`, half with `theirs` -> of all, and the gaps of our half."""
+    """Runs half of the streams with `ours`, half with `theirs` -> all metrics, our half's gaps."""
     half = options.streams // 2
     traces = await asyncio.gather(
         *(_stream(llm, i, options.tokens, ours if i < half else theirs) for i in range(2 * half))
@@ -125,7 +125,7 @@ async def _stream(llm: AsyncLLM, number: int, tokens: int, fields: dict[str, Any
         if chunk.token_ids:
             trace.arrivals.append((time.perf_counter(), len(chunk.token_ids)))
     if "structured_output" not in fields and trace.output_tokens != tokens:
-        raise BenchError(f"{trace.output_tokens} tokens where {tokens} were asked for")
+        raise BenchError(f"{trace.output_tokens} tokens came where {tokens} were asked for")
     return trace
 
 

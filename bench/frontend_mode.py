@@ -1,7 +1,7 @@
-"""`python -m bench --mode frontend`: how many tokens a second frontends deliver to open streams.
+"""`python -m bench --mode frontend`: measures the tokens/s that frontends deliver to open streams.
 
-Real frontend processes between a scheduler that makes tokens without an engine, in this process,
-and client processes that hold the streams open. See docs/benchmarks.md.
+Real frontend processes run between client processes that hold the streams open and a scheduler, in
+this process, that makes tokens without an engine. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from bench.errors import BenchError
 from bench.frontend_rig import Run, running
 from bench.machine import this_machine
 
-WARM_UP_TOKENS = 16  # of each call
+WARM_UP_TOKENS = 16  # per call
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench --mode frontend", description=__doc__)
     parser.add_argument("--model", default="models/demo", help="%(default)s")
-    parser.add_argument("--calls", type=int, default=256, help="streams open, %(default)s")
+    parser.add_argument("--calls", type=int, default=256, help="open streams, %(default)s")
     parser.add_argument(
         "--rate", type=float, default=20_000.0, help="tokens/s of the paced run, %(default)s"
     )
-    parser.add_argument("--tokens", type=int, default=400, help="of each call, %(default)s")
+    parser.add_argument("--tokens", type=int, default=400, help="per call, %(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     options = parser.parse_args(args)
     for name in ("calls", "rate", "tokens"):
@@ -52,7 +52,7 @@ async def measure(options: argparse.Namespace, console: Console) -> list[Run]:
                 await rig.add_frontend()
                 await rig.run("warm-up", WARM_UP_TOKENS, None)
                 runs.append(await rig.run(f"{name}, paced", options.tokens, options.rate))
-                # Flat out takes fewer seconds for as many tokens.
+                # Flat out, the same number of tokens would take fewer seconds.
                 runs.append(await rig.run(f"{name}, flat out", 4 * options.tokens, None))
     return runs
 
@@ -84,12 +84,12 @@ def print_table(runs: list[Run], options: argparse.Namespace, console: Console) 
 
 _ROWS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
-    ("tokens of a chunk", "tokens_per_chunk", "{:.2f}"),
+    ("tokens per chunk", "tokens_per_chunk", "{:.2f}"),
     ("frontend CPU, s per 1,000 tokens", "frontend_cpu_s_per_1000_tokens", "{:.4f}"),
     ("client CPU, s per 1,000 tokens", "client_cpu_s_per_1000_tokens", "{:.4f}"),
     ("latency p50, s", "latency_p50_s", "{:.4f}"),
     ("latency p99, s", "latency_p99_s", "{:.4f}"),
-    ("calls of each frontend", "calls_per_frontend", "{}"),
+    ("calls per frontend", "calls_per_frontend", "{}"),
 )
 
 

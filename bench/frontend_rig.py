@@ -26,13 +26,13 @@ from frontend.model_files import ModelFilesError, read_model_facts
 
 HOST = "127.0.0.1"
 CLIENTS = 2  # processes
-CHANNELS = 8  # of each: the kernel spreads connections over the frontends that share a port
-TIMEOUT_S = 120.0  # of what has come to nothing: a start, a run
+CHANNELS = 8  # per client: the kernel spreads connections over the frontends that share a port
+TIMEOUT_S = 120.0  # for a start, and for a run
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way of offering tokens, and what came of it."""
+    """One way of offering tokens, and its results."""
 
     name: str
     frontends: int
@@ -43,13 +43,13 @@ class Run:
     frontend_cpu_s_per_1000_tokens: float
     frontend_cpu_s: list[float]  # of each process
     client_cpu_s_per_1000_tokens: float
-    latency_p50_s: float | None  # from the scheduler's send; None where it says how long queues are
+    latency_p50_s: float | None  # from the scheduler's send; None if it would only show queues
     latency_p99_s: float | None
     calls_per_frontend: list[int]
 
 
 class Rig:
-    """Frontends, one more when asked, on one port and one scheduler."""
+    """Frontends that share a port and a scheduler; more can be added."""
 
     def __init__(self, model: str, calls: int, directory: str, vocab_size: int) -> None:
         self._model = model
@@ -94,10 +94,10 @@ class Rig:
         )
         if not connected.done():
             connected.cancel()
-            raise BenchError("a frontend did not start; what it says is above")
+            raise BenchError("a frontend did not start; its output is above")
 
     async def run(self, name: str, tokens_per_call: int, rate: float | None) -> Run:
-        """Has every call deliver `tokens_per_call` tokens, `rate` of them a second over all calls.
+        """Has every call deliver `tokens_per_call` tokens, at `rate` tokens/s over all calls.
 
         Raises:
             BenchError: not all of them came.
@@ -113,11 +113,11 @@ class Rig:
                 outputs = [(await client.communicate())[0] for client in clients]
                 spent_s = [cpu_s(f) - b for f, b in zip(self._frontends, before, strict=True)]
         except TimeoutError:
-            raise BenchError(f"{name}: no end after {TIMEOUT_S:.0f} s") from None
+            raise BenchError(f"{name}: did not end within {TIMEOUT_S:.0f} s") from None
         received: list[dict[str, Any]] = [json.loads(output) for output in outputs if output]
         tokens: int = sum(each["tokens"] for each in received)
         if tokens != calls * tokens_per_call:
-            raise BenchError(f"{name}: {tokens} tokens came of {calls * tokens_per_call}")
+            raise BenchError(f"{name}: {tokens} of {calls * tokens_per_call} tokens came")
         seconds = max(e["last_at"] for e in received) - min(e["first_at"] for e in received)
         latencies = _merged(each["latencies"] for each in received) if rate else None
         return Run(
@@ -156,7 +156,7 @@ class Rig:
 
 @asynccontextmanager
 async def running(model: str, calls: int) -> AsyncIterator[Rig]:
-    """A rig without frontends.
+    """Yields a rig that has no frontends yet.
 
     Raises:
         BenchError: the model directory cannot be used.
@@ -176,13 +176,13 @@ async def running(model: str, calls: int) -> AsyncIterator[Rig]:
 
 def _merged(latencies: Iterable[Mapping[str, int]]) -> Counter[int]:
     merged: Counter[int] = Counter()
-    for counts in latencies:  # JSON has made the keys strings
+    for counts in latencies:  # JSON turned the keys into strings
         merged.update({int(latency): count for latency, count in counts.items()})
     return merged
 
 
 def _quantile(latencies: Counter[int], quantile: float) -> float:
-    """Seconds; the least latency that so large a share of the tokens did not exceed."""
+    """The smallest latency, in seconds, that at least this share of the tokens did not exceed."""
     seen, enough = 0, quantile * latencies.total()
     for latency in sorted(latencies):
         seen += latencies[latency]

@@ -1,8 +1,8 @@
-"""As much of an HTTP/2 client as it takes to hold gRPC streams open, for a benchmark.
+"""The part of an HTTP/2 client that a benchmark needs to hold gRPC streams open.
 
-Python's gRPC client spends more on a message than the server that is to be measured, and would
-take the cores from it. This one (RFC 9113, gRPC over HTTP/2) sends plain literal headers, gives the
-server all the window it may have and reads nothing of the headers it is sent.
+Python's gRPC client spends more time on a message than the server being measured, and would take
+its cores away. This one (RFC 9113, gRPC over HTTP/2) sends plain literal headers, gives the server
+the largest window there is and reads none of the headers it is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
 _HEADER_BYTES = 9  # of a frame
-_PREFIX_BYTES = 5  # of a gRPC message: compressed or not, length
+_PREFIX_BYTES = 5  # of a gRPC message: compressed flag, length
 _LARGEST_WINDOW = (1 << 31) - 1
 _FIRST_WINDOW = (1 << 16) - 1
 _SETTING_INITIAL_WINDOW_SIZE = 4
@@ -25,7 +25,7 @@ OnMessage = Callable[[bytes], None]
 
 
 class Connection(asyncio.Protocol):
-    """Calls of one method, each with one request and a stream of responses."""
+    """Makes calls to one method, each with one request and a stream of responses."""
 
     def __init__(self, authority: str, path: str) -> None:
         """`authority`: `host:port`; `path`: `/package.Service/Method`."""
@@ -39,12 +39,12 @@ class Connection(asyncio.Protocol):
         }
         self._headers = b"".join(_literal(name, value) for name, value in headers.items())
         self._calls: dict[int, tuple[OnMessage, asyncio.Future[None]]] = {}
-        self._unread: dict[int, bytes] = {}  # of streams: the start of a message
+        self._unread: dict[int, bytes] = {}  # by stream: the start of a message
         self._next_stream = 1
         self._buffer = b""
 
     def call(self, request: bytes, on_message: OnMessage) -> asyncio.Future[None]:
-        """Starts a call; the future is done when the server has ended it, whatever the status."""
+        """Starts a call; the future is done once the server ends it, whatever the status."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls[stream] = on_message, ended
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
                 call[1].set_result(None)
 
     def _on_data(self, stream: int, payload: bytes) -> None:
-        """A frame may hold several messages, and a message may take several frames."""
+        """Splits a stream into messages: a frame may hold several, one may take several frames."""
         data = self._unread.pop(stream, b"") + payload
         start = 0
         while len(data) - start >= _PREFIX_BYTES:

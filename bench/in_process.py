@@ -1,4 +1,4 @@
-"""The same model and scheduler code in one process and one thread, without gRPC or a tokenizer."""
+"""Runs the same model and scheduler code in one process and thread, without gRPC or a tokenizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Runner(Protocol):
 
 
 class InProcessExecutor:
-    """Runs steps on a `Runner` of this process, through the same columns as over gRPC."""
+    """Runs steps on a `Runner` in this process, through the same columns as over gRPC."""
 
     def __init__(self, runner: Runner, limits: worker_step.StepLimits) -> None:
         self._runner = runner
@@ -68,22 +68,22 @@ class InProcessExecutor:
         return Answer(self._pending.popleft().wait()[0].tolist())
 
     async def watch(self) -> str:
-        """Steps run in this process: nothing can be lost."""
+        """Waits for ever: steps run in this process, so no worker can be lost."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
     async def recover(self) -> None:
-        """An empty cache, as after the loss of a worker."""
+        """Empties the cache, as after the loss of a worker."""
         self._pending.clear()
         self._runner.configure(_EPOCH, self._limits.num_blocks)
 
 
 class RunnerEngine:
-    """An engine whose runner is loaded and configured for the blocks of `model`.
+    """An engine whose runner has been loaded and configured with the blocks of `model`.
 
     Args:
-        model: whose limits it has.
-        max_num_prefill_tokens: beside decodes.
+        model: the server whose limits it takes.
+        max_num_prefill_tokens: in a step that also has decodes.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RunnerEngine:
         received: Received,
         begin: Callable[[], None] = lambda: None,
     ) -> Run:
-        """Runs `warm_up`, then, after `begin`, measures `requests`, as `run_stack` does."""
+        """Runs `warm_up`, calls `begin`, then measures `requests` as `run_stack` does."""
         loop = asyncio.create_task(self._engine.run())
         try:
             await self._run_all([warm_up])
@@ -164,17 +164,17 @@ class RunnerEngine:
 
 
 class InProcessEngine(RunnerEngine):
-    """One that loads the model, with the limits of the server that `model` describes.
+    """An engine that loads its model; `model` describes the server whose limits it takes.
 
     Raises:
-        BenchError: the server runs on more ranks than a process can hold, or the model directory
+        BenchError: the server runs more ranks than fit into one process, or the model directory
             cannot be loaded.
     """
 
     def __init__(self, directory: str, model: ModelInfo) -> None:
         capacity = model.capacity
         if capacity.tensor_parallel_size > 1:
-            raise BenchError("--in-process: runs one rank; compare it with a stack of TP=1")
+            raise BenchError("--in-process: runs one rank; compare it with a stack with TP=1")
         flags = {
             "--model": directory,
             "--max-num-seqs": capacity.max_num_seqs,

@@ -1,4 +1,4 @@
-"""A scheduler without an engine: every open request gets a token per step, at a pace or at once."""
+"""A scheduler without an engine: every open request gets a token per step, paced or flat out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 1 << 20
 
 
 class _Connection:
-    """The requests of one frontend as columns, all of the same length."""
+    """One frontend's requests, as columns of equal length."""
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
@@ -38,7 +38,7 @@ class _Connection:
         self._keep(self.numbers != number)
 
     def step(self, token_id: int) -> pb.SchedulerMessage:
-        """One token for each request; those that have all of theirs end."""
+        """Gives each request a token; ends those that have all of theirs."""
         output = pb.StepOutput(
             requests=self.numbers.tobytes(),
             offsets=self.made.tobytes(),
@@ -84,22 +84,22 @@ class InstantScheduler(SchedulerServiceServicer):
         await self._server.stop(None)
 
     async def wait_for_connections(self, count: int) -> None:
-        """Returns once so many frontends are connected."""
+        """Returns once `count` frontends are connected."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._connections) == count)
 
     async def wait_for_requests(self, count: int) -> None:
-        """Returns once so many requests are open."""
+        """Returns once `count` requests are open."""
         async with self._changed:
             await self._changed.wait_for(lambda: sum(self.requests_per_connection()) == count)
 
     def requests_per_connection(self) -> list[int]:
-        """How many are open, by frontend."""
+        """The number of open requests of each frontend."""
         return [len(connection.numbers) for connection in self._connections]
 
     def go(self, step_s: float) -> None:
-        """Makes the tokens of all requests that are open, a step of each connection every `step_s`
-        seconds (0: as fast as the frontend takes them)."""
+        """Makes the tokens of all open requests: on each connection, a step every `step_s` seconds
+        (0: as fast as the frontend takes them)."""
         self._step_s = step_s
         for connection in self._connections:
             connection.going.set()
@@ -129,7 +129,7 @@ class InstantScheduler(SchedulerServiceServicer):
         return pb.GetLoadResponse(running=sum(self.requests_per_connection()))
 
     async def _run(self, connection: _Connection, context: aio.ServicerContext[Any, Any]) -> None:
-        """Steps until no request is open."""
+        """Steps until no request is open any more."""
         due = time.monotonic()
         while len(connection.numbers):
             await context.write(connection.step(self._clock.tick()))

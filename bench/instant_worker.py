@@ -1,7 +1,7 @@
-"""A worker process without a model, for measuring what is around it.
+"""A worker process without a model, for measuring everything around it.
 
 It speaks `worker.proto`, checks nothing and answers every step at once or, with `--step-us` and
-`--token-us`, after the time that a step of so many tokens would take.
+`--token-us`, after as long as a step with that many tokens would take.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCAB_SIZE = 32_000
 
 
 class InstantWorker(WorkerServiceServicer):
-    """Rank 0 of one."""
+    """The only rank of an engine."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._info = worker_pb2.GetInfoResponse(
@@ -56,13 +56,13 @@ class InstantWorker(WorkerServiceServicer):
     def Execute(
         self, request_iterator: Iterator[worker_pb2.StepRequest], context: object
     ) -> Iterator[worker_pb2.StepResponse]:
-        done = 0.0  # when the step before ends: those that wait run one after the other
+        done = 0.0  # when the previous step ends: waiting ones run one after another
         for step in request_iterator:
             duration = self._step_s + self._token_s * (len(step.input_ids) // 4)
             if duration:
                 done = max(done, time.monotonic()) + duration
                 time.sleep(max(0.0, done - time.monotonic()))
-            # One token for all; a row that samples nothing gets -1.
+            # Every row gets the same token, or -1 if it samples nothing.
             token_ids = np.frombuffer(step.samples, "u1").astype("<i4") * 8 - 1
             yield worker_pb2.StepResponse(
                 step_id=step.step_id, token_ids=token_ids.tobytes(), step_time_s=duration
@@ -75,11 +75,11 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--block-size", type=int, default=16, help="tokens, %(default)s")
-    parser.add_argument("--step-us", type=float, default=0.0, help="time of a step, %(default)s")
-    parser.add_argument("--token-us", type=float, default=0.0, help="and of each token in it")
+    parser.add_argument("--step-us", type=float, default=0.0, help="time per step, %(default)s")
+    parser.add_argument("--token-us", type=float, default=0.0, help="and per token in it")
     options = parser.parse_args()
     end_with_parent()
-    # Threads and not asyncio, whose sleeps are whole milliseconds: a step may take less.
+    # Threads, not asyncio, which sleeps for whole milliseconds: a step may take less.
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)])
     add_WorkerServiceServicer_to_server(InstantWorker(options), server)
     server.add_insecure_port(options.address)

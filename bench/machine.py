@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran."""
+"""The machine and the software versions that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("nano-vllm-grpc", "grpcio", "numba", "torch", "transformers")
 class Machine:
     machine: dict[str, str | int]
     versions: dict[str, str]
-    commit: str | None  # with "+changes" where files differ from it
+    commit: str | None  # with "+changes" if files differ from it
 
 
 def this_machine() -> Machine:
@@ -38,7 +38,7 @@ def this_machine() -> Machine:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """CPU time used by a service: the fork that serves (`shared.process`) and its parent."""
+    """CPU time of a service: of the fork that serves (`shared.process`) and of its parent."""
     times = [each.cpu_times() for each in (process, *process.children())]
     return float(sum(each.user + each.system for each in times))
 

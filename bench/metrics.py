@@ -1,4 +1,4 @@
-"""From the arrival times of tokens to the figures of the report."""
+"""Turns the arrival times of tokens into the figures of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass
 class Trace:
-    """One request as its client saw it; times of one monotonic clock, seconds."""
+    """One request as its client saw it; times are seconds on one monotonic clock."""
 
     prompt_tokens: int
     sent: float
@@ -22,12 +22,12 @@ class Trace:
 
     @property
     def ttft_s(self) -> float:
-        """From sending the request to its first token."""
+        """Seconds from sending the request to its first token."""
         return self.arrivals[0][0] - self.sent
 
     def inter_token_latencies_s(self) -> list[float]:
-        """One per token after the first chunk: the k tokens of a chunk that came g seconds after
-        the one before it count as k times g/k."""
+        """One latency per token after the first chunk: the k tokens of a chunk that came g seconds
+        after the previous one count as k times g/k."""
         latencies: list[float] = []
         for (before, _), (now, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
             latencies += [(now - before) / tokens] * tokens
@@ -36,7 +36,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one run. Percentiles interpolate linearly; None where there is nothing to measure."""
+    """A run's figures. Percentiles interpolate linearly; None where there is nothing to measure."""
 
     requests: int
     prompt_tokens: int
@@ -51,7 +51,7 @@ class Metrics:
 
 
 def summarize(traces: Sequence[Trace]) -> Metrics:
-    """Every trace must have ended with at least one token."""
+    """Computes a run's metrics. Every trace must have ended with at least one token."""
     start = min(trace.sent for trace in traces)
     duration = max(trace.arrivals[-1][0] for trace in traces) - start
     prompt_tokens = sum(trace.prompt_tokens for trace in traces)
@@ -77,7 +77,7 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 
 
 def tokens_over_time(traces: Sequence[Trace], bins: int) -> tuple[list[float], list[float]]:
-    """Output tokens/s in `bins` equal slices of the run -> (middle of each, s; rate, tokens/s)."""
+    """Splits the run into `bins` equal slices -> (middle of each, s; its output tokens/s)."""
     start = min(trace.sent for trace in traces)
     end = max(trace.arrivals[-1][0] for trace in traces)
     times = [time - start for trace in traces for time, _ in trace.arrivals]

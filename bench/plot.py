@@ -1,4 +1,4 @@
-"""The picture of a run: throughput over time, and how latencies are distributed."""
+"""Plots a run: its throughput over time and the distributions of its latencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BINS = 60
 
 
 def write_plot(result: Result, path: Path) -> None:
-    """Writes a PNG."""
+    """Writes the plot as a PNG."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     throughput, ttft, itl = figure.subplots(1, 3)

@@ -1,9 +1,9 @@
-"""Where the time of a worker's step goes.
+"""Shows where the time of a worker's step goes.
 
     python -m bench.profile_step --model DIR [--threads 1]
 
-Prints, for one decode, for many and for a prompt, the CPU time of a step and of each part of it.
-CPU time, because it hardly depends on what else the machine does; with `--threads 1` it is what the
+Prints the CPU time of a step and of each part of it, for one decode, for many and for a prompt. CPU
+time hardly depends on what else the machine is doing; with `--threads 1` it is the time that the
 step takes on one idle core.
 """
 
@@ -31,7 +31,7 @@ REPEATS = 5
 
 
 class PartTimes:
-    """CPU seconds per part, by wrapping the functions that do the work."""
+    """Measures CPU seconds per part by wrapping the functions that do the work."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -50,7 +50,7 @@ class PartTimes:
 
 
 def make_step(runner: ModelRunner, rows: int, query_len: int, context_len: int) -> Step:
-    """`rows` sequences alike, each with blocks of its own."""
+    """Makes a step of `rows` equal sequences, each with blocks of its own."""
     size = runner.info.block_size
     blocks = -(-context_len // size)
     positions = np.arange(context_len - query_len, context_len)

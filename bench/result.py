@@ -1,4 +1,4 @@
-"""What a benchmark run found, and how it is written down."""
+"""The results of a benchmark run, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Result:
 
     @property
     def split_ratio(self) -> float | None:
-        """Output tokens/s of the stack for each of the same code in one process."""
+        """The stack's output tokens/s, divided by those of the same code in one process."""
         if self.in_process is None:
             return None
         return self.stack.metrics.output_tokens_per_s / self.in_process.metrics.output_tokens_per_s
@@ -71,7 +71,7 @@ def print_table(result: Result, console: Console) -> None:
             f"first token of a 1,024-token prompt: {result.single.ttft_1024_s:.3f} s"
         )
     if result.stack.stats and result.stack.stats.cached_prompt_tokens:
-        console.print("prompts were found in the prefix cache: the server has seen them before")
+        console.print("some prompts were in the prefix cache: the server has seen them before")
 
 
 _ROWS = (
@@ -86,7 +86,7 @@ _ROWS = (
     ("output tokens", "output_tokens", "{:,}"),
     ("steps", "steps", "{:,}"),
     ("mean batch, sequences", "mean_batch", "{:.1f}"),
-    ("mean tokens of a step", "mean_step_tokens", "{:.1f}"),
+    ("mean tokens per step", "mean_step_tokens", "{:.1f}"),
     ("prefix-cache hits, prompt tokens", "cached_prompt_tokens", "{:,}"),
     ("preemptions", "preemptions", "{:,}"),
 )

@@ -1,4 +1,4 @@
-"""One way of running the workload, and what it took."""
+"""One way of running the workload, and its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.metrics import Metrics, Trace
 
 @dataclass(frozen=True)
 class Run:
-    """The requests as their clients saw them, and the engine."""
+    """A run as seen by the clients of its requests, and by the engine."""
 
     name: str
     traces: Sequence[Trace]

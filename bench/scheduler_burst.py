@@ -1,4 +1,4 @@
-"""How running streams fare when long prompts arrive, and how short prompts do among them."""
+"""Measures how running streams fare when long prompts arrive, and short prompts among these."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bench.scheduler_processes import Sizes, running_scheduler
 STEP_US, TOKEN_US = 1000.0, 5.0
 STREAM_PROMPT, SHORT_PROMPT = 32, 64
 _LONG_PER_SHORT = 4
-_PROMPT_OUTPUT = 1000  # tokens, more than will be made
+_PROMPT_OUTPUT = 1000  # tokens, more than will be generated
 
 
 @dataclass(frozen=True)
 class Burst:
-    """Of a worker whose step takes 1 ms and 5 us more per token. Gaps are those between a stream's
+    """Figures with a worker whose step takes 1 ms plus 5 us per token. Gaps are between a stream's
     tokens; times to first token count from the Submit."""
 
     streams: int
@@ -59,7 +59,7 @@ async def measure_burst(
         if number % _LONG_PER_SHORT == 0:
             prompts.append(prompt(SHORT_PROMPT))
     num_seqs = streams + len(prompts)
-    # No stream may end before the last prompt is through, however few of its tokens a step takes.
+    # No stream may end before the last prompt is done, however few of its tokens a step takes.
     max_tokens = long_prompt_tokens * long_prompts // 8 + 4 * steps_before + 1000
     model_len = max(max_tokens, long_prompt_tokens) + 1000
     sizes = Sizes(
@@ -89,7 +89,7 @@ async def _submit_all(connection: SchedulerConnection, prompts: Seq[npt.NDArray[
 def _summary(
     connection: SchedulerConnection, streams: int, quiet: int, prompt_lens: Seq[int]
 ) -> Burst:
-    """`quiet`: the message from which on all streams ran; `prompt_lens`: of the burst."""
+    """`quiet`: the message from which on all streams run; `prompt_lens`: those of the burst."""
     arrivals = connection.arrivals()
     burst = connection.sent[streams]
     since = connection.messages[quiet][0]

@@ -1,4 +1,4 @@
-"""Submits sequences straight to a scheduler, as a frontend does, and times what comes back."""
+"""Submits sequences straight to a scheduler, as a frontend does, and times the answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Call = aio.StreamStreamCall[pb.FrontendMessage, pb.SchedulerMessage]
 
 
 class SchedulerConnection:
-    """One stream. Requests are numbered 0, 1, 2, ... in the order of `submit`.
+    """A stream to the scheduler. Requests are numbered 0, 1, 2, ... in the order of `submit`.
 
-    Messages are only read, and their time is only taken, while `read` is awaited.
+    Messages are read, and their times taken, only while `read` is awaited.
     """
 
     def __init__(self, call: Call) -> None:
@@ -48,10 +48,10 @@ class SchedulerConnection:
         await self._call.write(pb.FrontendMessage(submit=submit))
 
     async def read(self) -> None:
-        """One message.
+        """Reads one message.
 
         Raises:
-            BenchError: a sequence or the stream ended, which no benchmark lets it do.
+            BenchError: a sequence or the stream ended, which must not happen in a benchmark.
         """
         message = await self._call.read()
         if not isinstance(message, pb.SchedulerMessage):
@@ -70,11 +70,11 @@ class SchedulerConnection:
             await self.read()
 
     def mean_context(self) -> float:
-        """Tokens of a sequence now, over all of them."""
+        """The current number of tokens per sequence, averaged over all of them."""
         return (sum(self._prompt_lens) + self.num_tokens) / len(self.sent)
 
     def arrivals(self) -> list[npt.NDArray[np.float64]]:
-        """Of each request's tokens, in the order of requests."""
+        """The arrival times of each request's tokens, in the order of requests."""
         times = np.repeat([t for t, _ in self.messages], [len(r) for _, r in self.messages])
         requests = np.concatenate([r for _, r in self.messages])
         order = np.argsort(requests, kind="stable")
@@ -84,7 +84,7 @@ class SchedulerConnection:
 
 @contextlib.asynccontextmanager
 async def connect(stub: SchedulerServiceAsyncStub) -> AsyncIterator[SchedulerConnection]:
-    """A stream; all that was submitted on it is aborted when it ends."""
+    """Opens a stream; everything submitted on it is aborted when it ends."""
     call = stub.Connect()
     try:
         await call.read()  # EngineInfo

@@ -1,4 +1,4 @@
-"""Steps per second while all sequences decode, through a scheduler's gRPC stream."""
+"""Measures steps per second while all sequences decode, over a scheduler's gRPC stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.instant_worker import VOCAB_SIZE
 from bench.scheduler_client import SchedulerConnection, connect
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
 
-_UNIQUE = 16  # tokens at the end of a prompt that no other has
+_UNIQUE = 16  # tokens at the end of each prompt that are its own
 _BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Of one window of steps. CPU times are of all threads of a process."""
+    """One window of steps. CPU times cover all threads of a process."""
 
     num_seqs: int
     steps_per_s: float
@@ -32,13 +32,13 @@ class Decode:
 
 
 async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -> list[Decode]:
-    """Windows of about `steps` steps in whose middle contexts are about `context` tokens long; each
-    with sequences of its own, in the same two processes.
+    """Measures windows of about `steps` steps, in the middle of which contexts are about `context`
+    tokens long. Each has sequences of its own, in the same two processes.
 
     Raises:
-        BenchError: the scheduler failed, or made other steps than decodes of all sequences.
+        BenchError: the scheduler failed, or a step was not a decode of all sequences.
     """
-    # Until the last of them runs the others already decode: room for twice the window.
+    # The others already decode before the last one runs, so leave room for twice the window.
     max_tokens = context + 2 * steps
     sizes = Sizes(
         max_num_seqs=num_seqs,
@@ -57,12 +57,12 @@ async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -
                 await _start(connection, prompts, max_tokens - prompt_len)
                 found.append(await _window(scheduler, connection, num_seqs, steps))
             while (await scheduler.load()).running:
-                pass  # what was aborted is being taken out
+                pass  # the aborted sequences are still being removed
     return found
 
 
 def _prompts(rng: np.random.Generator, num_seqs: int, prompt_len: int) -> npt.NDArray[np.int32]:
-    """[num_seqs, prompt_len], alike except for their ends."""
+    """Returns [num_seqs, prompt_len], equal except for the ends."""
     prompts = rng.integers(VOCAB_SIZE, size=(num_seqs, prompt_len), dtype=np.int32)
     prompts[:, :-_UNIQUE] = prompts[0, :-_UNIQUE]
     return prompts
@@ -71,8 +71,8 @@ def _prompts(rng: np.random.Generator, num_seqs: int, prompt_len: int) -> npt.ND
 async def _start(
     connection: SchedulerConnection, prompts: npt.NDArray[np.int32], max_tokens: int
 ) -> None:
-    """Returns once all sequences decode. The first is ahead, so that the others find their prompts
-    in the cache and start together: the contexts of a window would differ by its length else."""
+    """Returns once all sequences decode. The first goes ahead, so that the others find their prompt
+    in the cache and start together; else contexts in a window would differ by its length."""
     await connection.submit(prompts[0], max_tokens)
     await connection.read()
     for prompt in prompts[1:]:
@@ -90,7 +90,7 @@ async def _window(
     after, ended = await scheduler.load(), time.perf_counter()
     done = after.steps - before.steps
     if (before.waiting, after.waiting, after.running) != (0, 0, num_seqs):
-        raise BenchError(f"{after.running} sequences of {num_seqs} ran, {after.waiting} waited")
+        raise BenchError(f"{after.running} of {num_seqs} sequences ran, {after.waiting} waited")
     return Decode(
         num_seqs=num_seqs,
         steps_per_s=done / (ended - started),

@@ -1,4 +1,4 @@
-"""`python -m bench --mode scheduler`: what the scheduler takes when a worker takes nothing."""
+"""`python -m bench --mode scheduler`: the scheduler's own time, with a worker that takes none."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class SchedulerResult:
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench --mode scheduler",
-        description="Other settings of the scheduler are read from NANO_<NAME>.",
+        description="The scheduler reads its other settings from NANO_<NAME>.",
     )
     add = parser.add_argument
     add("--num-seqs", type=int, nargs="+", default=[256, 1024], help="%(default)s")
-    add("--context", type=int, default=600, help="tokens of a sequence, %(default)s")
-    add("--steps", type=int, default=600, help="that are measured in a round, %(default)s")
+    add("--context", type=int, default=600, help="tokens per sequence, %(default)s")
+    add("--steps", type=int, default=600, help="measured in a round, %(default)s")
     add("--rounds", type=int, default=3, help="the median counts, %(default)s")
     add("--waiting", type=int, nargs="+", default=[0, 1000, 10_000], help="%(default)s")
-    add("--long-prompts", type=int, default=32, help="of the burst, %(default)s")
+    add("--long-prompts", type=int, default=32, help="in the burst, %(default)s")
     add("--long-prompt-tokens", type=int, default=4000, help="%(default)s")
     add("--out", type=Path, default=Path("bench-scheduler.json"), help="%(default)s")
     options = parser.parse_args(args)
@@ -98,13 +98,13 @@ def bench(options: argparse.Namespace, console: Console) -> SchedulerResult:
 
 
 def _median_round(rounds: Seq[Decode]) -> Decode:
-    """The lower median, so that all its figures are of one round."""
+    """The round with the lower median rate, so that all figures come from one round."""
     rate = statistics.median_low(each.steps_per_s for each in rounds)
     return next(each for each in rounds if each.steps_per_s == rate)
 
 
 def print_tables(result: SchedulerResult, console: Console) -> None:
-    table = Table(title="all sequences decode, over gRPC, a worker that answers at once")
+    table = Table(title="all sequences decode, over gRPC, with a worker that answers at once")
     table.add_column("")
     for decode in result.decode:
         table.add_column(f"{decode.num_seqs:,}", justify="right")
@@ -139,9 +139,9 @@ _DECODE_ROWS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("mean batch, sequences", "mean_batch", "{:.1f}"),
     ("mean context, tokens", "mean_context", "{:.0f}"),
-    ("CPU of a step: scheduler, ms", "scheduler_cpu_ms", "{:.2f}"),
-    ("CPU of a step: worker, ms", "worker_cpu_ms", "{:.2f}"),
-    ("CPU of a step: client, ms", "client_cpu_ms", "{:.2f}"),
+    ("CPU per step: scheduler, ms", "scheduler_cpu_ms", "{:.2f}"),
+    ("CPU per step: worker, ms", "worker_cpu_ms", "{:.2f}"),
+    ("CPU per step: client, ms", "client_cpu_ms", "{:.2f}"),
 )
 _PLANNING_COLUMNS = {
     "plan": "plan_ms_p50",

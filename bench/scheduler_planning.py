@@ -1,4 +1,4 @@
-"""What it takes to plan a step, to encode it and to apply its answer, in this process."""
+"""Measures the time to plan a step, encode it and apply its answer, in this process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _WARM_UP = 20  # steps
 
 @dataclass(frozen=True)
 class Planning:
-    """All sequences decode, one step ahead. Milliseconds of wall time per step."""
+    """Wall time per step, in milliseconds, while all sequences decode one step ahead."""
 
     num_seqs: int
     waiting: int
-    context: int  # tokens, in the middle of what was measured
+    context: int  # tokens, halfway through the measurement
     plan_ms_p50: float
     plan_ms_p99: float
     apply_ms_p50: float
@@ -47,8 +47,8 @@ class Planning:
 def measure_planning(
     cases: Seq[tuple[int, int]], num_seqs: int, steps: int, rounds: int
 ) -> list[Planning]:
-    """One result per case (waiting sequences, context); `rounds` times `steps` steps of each, the
-    cases in turn, so that what else the machine does falls on all of them."""
+    """Measures `rounds` times `steps` steps of each case (waiting sequences, context). The cases
+    take turns, so that whatever else the machine does affects all of them."""
     samples: list[list[tuple[float, float, float]]] = [[] for _ in cases]
     for _ in range(rounds):
         for (waiting, context), collected in zip(cases, samples, strict=True):
@@ -60,7 +60,7 @@ def measure_planning(
 
 
 class _DecodingBatch:
-    """A scheduler with `num_seqs` sequences past their prompts and `waiting` more than can run."""
+    """A scheduler with `num_seqs` sequences past their prompts, and `waiting` in the queue."""
 
     def __init__(self, num_seqs: int, waiting: int, context: int, steps: int) -> None:
         prompt_len = max(context - steps // 2, 1)
@@ -79,7 +79,7 @@ class _DecodingBatch:
         rng = np.random.default_rng(0)
         shared = rng.integers(VOCAB_SIZE, size=prompt_len - 1)
         for number in range(num_seqs):
-            # One token of its own: the rest is in the cache, so that all start together.
+            # Only one token is its own: the rest is in the cache, so that all start together.
             prompt = [*shared.tolist(), number % VOCAB_SIZE]
             self._add(number, prompt, max_tokens)
             if number == 0:
@@ -94,10 +94,10 @@ class _DecodingBatch:
             self._step()
 
     def run(self, steps: int) -> list[tuple[float, float, float]]:
-        """Seconds to plan, encode and apply, of each step.
+        """Returns the seconds to plan, encode and apply each step.
 
         Raises:
-            BenchError: a step was not one of decodes only.
+            BenchError: a step had more than decodes.
         """
         gc.collect()
         before = self._scheduler.stats.step_tokens
@@ -108,7 +108,7 @@ class _DecodingBatch:
         return samples
 
     def _step(self) -> tuple[float, float, float]:
-        """Plans a step, then applies the answer to the one before."""
+        """Plans a step, then applies the answer to the previous one."""
         began = time.perf_counter()
         step = self._scheduler.schedule(began)
         planned = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A scheduler process and an instant worker's, on Unix sockets of their own."""
+"""Runs a scheduler and an instant worker as processes, on Unix sockets of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the two processes are started with; tokens, and microseconds of a simulated step."""
+    """Settings for both processes: sizes in tokens, microseconds of a simulated step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -43,7 +43,7 @@ class Sizes:
 
 
 class SchedulerUnderTest:
-    """A running scheduler: its stub, its counters and the CPU time that it has used."""
+    """A running scheduler: its stub, its counters, and the CPU time it and its worker have used."""
 
     def __init__(self, stub: SchedulerServiceAsyncStub, scheduler_pid: int, worker_pid: int):
         self.stub = stub
@@ -62,10 +62,10 @@ class SchedulerUnderTest:
 
 @contextlib.asynccontextmanager
 async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
-    """Starts both processes and stops them.
+    """Starts both processes, and stops them at the end.
 
     Raises:
-        BenchError: one of them ended, or they were not ready in time; with the end of its log.
+        BenchError: one ended (the message has the end of its log), or they were not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, contextlib.ExitStack() as stack:
         worker_address = f"unix:{directory}/worker.sock"
@@ -99,7 +99,7 @@ async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
 
 
 class _Process:
-    """`python -m MODULE --FLAG VALUE ...`, ended with `stack`."""
+    """`python -m MODULE --FLAG VALUE ...`, which ends with `stack`."""
 
     def __init__(
         self, stack: contextlib.ExitStack, log: Path, module: str, **flags: object
@@ -124,7 +124,7 @@ class _Process:
 
 
 async def _wait_ready(stub: SchedulerServiceAsyncStub, *processes: _Process) -> None:
-    """The scheduler answers GetLoad once its engine is ready."""
+    """Waits until the scheduler answers GetLoad, which it does once its engine is ready."""
     for _ in range(round(_START_TIMEOUT_S / _POLL_S)):
         try:
             await stub.GetLoad(scheduler_pb2.GetLoadRequest(), wait_for_ready=True, timeout=_POLL_S)

@@ -1,4 +1,4 @@
-"""One request at a time: the speed of a lone stream, and the first token of a long prompt."""
+"""Measures one request at a time: the speed of a lone stream, a long prompt's first token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class SingleStream:
-    """Medians; None where it was not measured."""
+    """Medians; None where nothing was measured."""
 
     single_stream_tokens_per_s: float | None  # after the first token
     ttft_1024_s: float | None
@@ -29,7 +29,7 @@ async def measure_single_stream(
 ) -> SingleStream:
     """
     Raises:
-        BenchError: the model is too short for the long prompt.
+        BenchError: the long prompt does not fit the model.
         LLMError: the server refused or failed.
     """
     if model.max_model_len <= LONG_PROMPT:
@@ -47,6 +47,6 @@ async def measure_single_stream(
 
 
 def _request(model: ModelInfo, prompt_len: int, output_len: int) -> Request:
-    # Unseeded on purpose: a prompt that the server has seen would come from its prefix cache.
+    # Deliberately unseeded: a prompt the server has seen before would be in its prefix cache.
     prompt = [random.randrange(model.vocab_size) for _ in range(prompt_len)]
     return Request(prompt, output_len, seed=0)

@@ -1,4 +1,4 @@
-"""The workload through the public gRPC API, all requests at once."""
+"""Runs the workload through the public gRPC API, all requests at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def run_stack(
     read_stats: ReadStats,
     received: Received,
 ) -> Run:
-    """Runs `warm_up`, then measures `requests`; `received` is called with the tokens of a chunk.
+    """Runs `warm_up`, then measures `requests`; `received` is told each chunk's number of tokens.
 
     Raises:
-        BenchError: a completion is not as long as it was asked to be.
+        BenchError: a completion is not as long as requested.
         LLMError: the server refused or failed.
     """
     await run_request(llm, warm_up)
@@ -41,7 +41,7 @@ async def run_stack(
 async def run_request(
     llm: AsyncLLM, request: Request, received: Received = lambda tokens: None
 ) -> Trace:
-    """One request, timed at the client."""
+    """Runs one request, timed at the client."""
     params = replace(
         PLAIN,
         temperature=TEMPERATURE,

@@ -1,4 +1,4 @@
-"""When a token was sent, told to other processes through a shared file."""
+"""Tells other processes, through a shared file, when a token was sent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _TIME_BYTES = 8
 
 
 class StepClock:
-    """A ring of times on the clock of `time.monotonic`, which processes of a machine share.
+    """A ring of times from `time.monotonic`, a clock that all processes of a machine share.
 
     A step's tokens all have the same id, the index of its time in the ring.
     """
 
     def __init__(self, path: Path, slots: int) -> None:
-        """Opens the ring in `path`, an empty one if there is no such file."""
+        """Opens the ring in `path`, or creates an empty one."""
         path.touch()
         with path.open("r+b") as file:
             file.truncate(slots * _TIME_BYTES)
@@ -24,12 +24,12 @@ class StepClock:
         self._next = 0
 
     def tick(self) -> int:
-        """The token id of a step that is sent now."""
+        """Returns the token id for a step that is sent now."""
         token_id = self._next
         self._times[token_id] = time.monotonic()
         self._next = (token_id + 1) % len(self._times)
         return token_id
 
     def age_s(self, token_id: int, now: float) -> float:
-        """How long before `now` a token was sent; wrong once the ring has gone round."""
+        """Seconds from the sending of a token to `now`; wrong once the ring has wrapped around."""
         return now - self._times[token_id]

@@ -1,4 +1,4 @@
-"""`python -m bench.stream_client`: one process that holds streams open and times their chunks."""
+"""`python -m bench.stream_client`: a process that holds streams open and times their chunks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LATENCY_UNIT_S = 1e-4
 
 @dataclass
 class Received:
-    """What the streams of a process, or of several, brought; times as of `time.monotonic`."""
+    """Everything that a process's streams received; times are from `time.monotonic`."""
 
     tokens: int = 0
     chunks: int = 0
     first_at: float = float("inf")
     last_at: float = 0.0
-    cpu_s: float = 0.0  # that the process took for it
-    # From the scheduler: how many tokens took so many times LATENCY_UNIT_S.
+    cpu_s: float = 0.0  # that the process spent on it
+    # Tokens by their latency since the scheduler sent them, in units of LATENCY_UNIT_S.
     latencies: Counter[int] = field(default_factory=Counter)
 
     def to_json(self) -> str:
@@ -58,17 +58,17 @@ class Receiver:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.stream_client", description=__doc__)
-    parser.add_argument("--address", required=True, help="of the frontends, host:port")
+    parser.add_argument("--address", required=True, help="the frontends', host:port")
     parser.add_argument("--clock", type=Path, required=True)
-    parser.add_argument("--slots", type=int, required=True, help="of the clock")
+    parser.add_argument("--slots", type=int, required=True, help="in the clock")
     parser.add_argument("--calls", type=int, required=True)
-    parser.add_argument("--channels", type=int, required=True, help="that share the calls")
-    parser.add_argument("--tokens", type=int, required=True, help="of each call")
+    parser.add_argument("--channels", type=int, required=True, help="shared by the calls")
+    parser.add_argument("--tokens", type=int, required=True, help="per call")
     return parser.parse_args(args)
 
 
 async def receive(options: argparse.Namespace) -> Received:
-    """Runs all calls to their ends."""
+    """Runs all calls to their end."""
     receiver = Receiver(StepClock(options.clock, options.slots))
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=range(PROMPT_TOKENS)),

@@ -1,4 +1,4 @@
-"""The reference workload: random prompts, fixed output lengths, the same for every server."""
+"""The reference workload: random prompts and fixed output lengths, the same for every server."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bench.errors import BenchError
 from frontend.client import SamplingParams
 
 TEMPERATURE = 0.6
-# Nothing but a temperature, whatever the model's own defaults are.
+# Adds nothing to a temperature, whatever the model's own defaults are.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 _ID_RANGE = 10_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many requests, and how long, in tokens (bounds included)."""
+    """The number of requests and their lengths in tokens, bounds included."""
 
     num_seqs: int = 256
     min_input: int = 100
@@ -36,7 +36,7 @@ class Request:
 def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
     """The requests of nano-vLLM's bench.py: the same random calls in the same order, so that seed 0
     gives the same lengths and, with a vocabulary over 10,000, the same ids. Smaller vocabularies
-    fold the ids, which leaves the lengths alone."""
+    fold the ids, but keep the lengths."""
     rng = random.Random(shape.seed)
     prompts = [
         [

@@ -1,7 +1,7 @@
 """`make gpu-check`: proves the worker's GPU path against references, then measures it.
 
-The exit status is 0 if everything passed, 1 if something failed, 2 if nothing was run, for want of
-a GPU or of a package. See docs/gpu-check.md.
+The exit status is 0 if everything passed, 1 if something failed, 2 if nothing was run for want of a
+GPU or a package. See docs/gpu-check.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.gpu.summary import summary
 
 PHASES = ("prove", "measure")
 DEFAULT_PEER = Path(".peers/nano-vllm")
-TEST_DEVICE = "TEST_DEVICE"  # of tests that run on a CPU otherwise
-# They make references' float32 products less exact.
+TEST_DEVICE = "TEST_DEVICE"  # for tests that otherwise run on a CPU
+# Either makes the references' float32 products less exact.
 ROUGH_PRODUCTS = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 REHEARSED_MODEL = ["--shape", "tiny", "--set", "num_hidden_layers=1"]
-SIDE_BY_SIDE = 6  # modules that prove: a GPU has memory for as many
+SIDE_BY_SIDE = 6  # proving modules at a time, which fit into a GPU's memory
 FAILED, NOTHING_RUN = 1, 2
 
 
@@ -52,14 +52,14 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
         default=Path("gpu-check"),
         help="directory for the results, or a .json file in it (default: %(default)s)",
     )
-    parser.add_argument("--only", metavar="NAME,...", help="modules of the phases")
-    parser.add_argument("--seed", type=int, help="of the random inputs (default: random)")
+    parser.add_argument("--only", metavar="NAME,...", help="only these modules")
+    parser.add_argument("--seed", type=int, help="for the random inputs (default: random)")
     parser.add_argument(
         "--peer", type=Path, help=f"a checkout of nano-vLLM (default: {DEFAULT_PEER}, if there)"
     )
     parser.add_argument("--model", type=Path, help=f"default: {MODEL_SHAPE} with random weights")
     parser.add_argument(
-        "--rehearse", action="store_true", help="on the CPU, in small; its figures mean nothing"
+        "--rehearse", action="store_true", help="on the CPU with small sizes; figures mean nothing"
     )
     options = parser.parse_args(args)
     if unknown := set(options.phases) - set(PHASES):
@@ -78,7 +78,7 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
 
 
 def choose(phases: Sequence[str], only: str | None) -> dict[str, list[Module]]:
-    """By phase, without those that have none.
+    """The modules to run, by phase, without phases that have none.
 
     Raises:
         ValueError: there is no such module.
@@ -104,7 +104,7 @@ def make_plan(
     options: argparse.Namespace,
     model: Path,
 ) -> Plan:
-    """How a module is run: pytest, with nothing of what the checkout tells it otherwise."""
+    """Plans a module's run by pytest, without the checkout's usual configuration."""
     name = COMPILING + module.name if compile_only else module.name
     given: dict[str, Any] = {"journal": journal_file, "module": name}
     if module.measures:
@@ -130,7 +130,7 @@ def make_plan(
 
 
 def environment(module: Module, *, rehearse: bool) -> dict[str, str]:
-    """A module's process sees the checkout, and no plugins that happen to be installed."""
+    """A module's environment variables: it sees the checkout, but no plugins that are installed."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = dict(os.environ) | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -148,10 +148,10 @@ def environment(module: Module, *, rehearse: bool) -> dict[str, str]:
 
 @contextmanager
 def model_files(path: Path, arguments: Sequence[str]) -> Iterator[Callable[[], str | None]]:
-    """Has another process write the model -> as `Phase.measure` wants it.
+    """Has another process write the model -> the `model` argument of `Phase.measure`.
 
     Args:
-        arguments: of `tools.make_model`.
+        arguments: for `tools.make_model`.
     """
     log = path.with_name("model.log")
     command = [sys.executable, "-m", "tools.make_model", *arguments]
@@ -180,7 +180,7 @@ def run(
     options: argparse.Namespace,
     stop: threading.Event,
 ) -> int:
-    """A phase -> the exit status, and a summary at the end."""
+    """Runs a phase and prints its summary -> the exit status."""
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as directory:
         written = options.model is None and any(module.needs_model for module in modules)
         path = options.model or Path(directory, MODEL_SHAPE)
@@ -207,7 +207,7 @@ def run(
 
 
 def check(options: argparse.Namespace) -> dict[str, Any] | None:
-    """The machine, for the JSON; None if something is missing, after saying all that is."""
+    """Describes the machine for the JSON; if anything is missing, says what and returns None."""
     needed = requirements()
     found = preflight.facts(needed, options.out)
     wrong = preflight.problems(found, needed, gpu=not options.rehearse)
@@ -216,7 +216,7 @@ def check(options: argparse.Namespace) -> dict[str, Any] | None:
         print("\n".join(f"  {line}" for line in wrong), file=sys.stderr)
         return None
     options.out.mkdir(parents=True, exist_ok=True)
-    from bench.machine import this_machine  # needs a package
+    from bench.machine import this_machine  # needs psutil
 
     here = this_machine()
     return {

@@ -1,4 +1,4 @@
-"""The rates that this GPU's memory and tensor cores reach, which others are compared with."""
+"""The rates that this GPU's memory and tensor cores reach, with which others are compared."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.gpu.setup import Setup
 
 BANDWIDTH = "bandwidth"
 MATMUL = "matrix product"
-# Numbers that a program reads in all, and at a time, and its warps.
+# The numbers that a program reads, in total and at a time, and its warps.
 READS = ((2**14, 4096, 8), (2**15, 8192, 8), (2**16, 4096, 4))
 
 
 def bandwidth(setup: Setup, report: Report) -> float:
-    """GB/s, the best of several ways to move random bytes; measured once in a run."""
+    """GB/s of the best of several ways to move random bytes; measured once per run."""
     rate = report.value(BANDWIDTH)
     if rate is None:
         ways = dict(_ways(setup))
@@ -32,7 +32,7 @@ def bandwidth(setup: Setup, report: Report) -> float:
 
 
 def matmul_rate(setup: Setup, report: Report) -> float:
-    """TFLOP/s of a square product of random numbers; measured once in a run."""
+    """TFLOP/s of a product of square random matrices; measured once per run."""
     rate = report.value(MATMUL)
     if rate is None:
         size = setup.sizes.matmul
@@ -64,13 +64,13 @@ def _ways(setup: Setup) -> Iterator[tuple[str, float]]:
 
         constants = {"STRETCH": stretch, "TILE": min(tile, stretch), "num_warps": warps}
         seconds = timer.in_graph([partial(_read[(len(maxima),)], source, maxima, **constants)])
-        assert torch.equal(maxima, source.view(-1, stretch).amax(1))  # it did read all
+        assert torch.equal(maxima, source.view(-1, stretch).amax(1))  # it did read everything
         yield f"read, {stretch} x 4 bytes a program", 1e-9 * size / seconds
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read(source: tl.tensor, maxima: tl.tensor, STRETCH: tl.constexpr, TILE: tl.constexpr) -> None:
-    """A stretch of int32 -> one number, its maximum."""
+    """Reduces each stretch of int32 to its maximum."""
     start = tl.program_id(0).to(tl.int64) * STRETCH
     top = tl.full([TILE], -2147483648, tl.int32)
     for offset in range(0, STRETCH, TILE):

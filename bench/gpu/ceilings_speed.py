@@ -1,4 +1,4 @@
-"""The ceilings, first of all."""
+"""Measures the ceilings, before anything else."""
 
 from __future__ import annotations
 

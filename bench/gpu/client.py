@@ -1,7 +1,7 @@
 """`python -m bench.gpu.client JSON`: the reference workload's client, in a process of its own.
 
 It prints a line of JSON for each round, and one for the lone streams, with the CPU time that each
-service took meanwhile: descendants of the process that started this one.
+service used meanwhile. The services are descendants of the process that started this one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """CPU time so far, by service, and of this process."""
+    """The CPU time used so far by each service and by this process."""
     times = os.times()
     found = defaultdict(float, client=times.user + times.system)
     for process in psutil.Process(os.getppid()).children(recursive=True):

@@ -1,4 +1,4 @@
-"""Decode attention: bytes of keys and values per second, against the memory's bandwidth."""
+"""Measures decode attention: bytes of keys and values per second, against memory bandwidth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGET = 0.85  # of the bandwidth, at the largest batch
 
 @dataclass(frozen=True)
 class Load:
-    """Decodes in as many layers as exceed the L2 cache."""
+    """Decodes in enough layers to exceed the L2 cache."""
 
     setup: Setup
     backend: PagedBackend[Any]
@@ -36,7 +36,7 @@ class Load:
     metadata: Any
 
     def rate(self, attend: Callable[[torch.Tensor], object]) -> float:
-        """GB/s of keys and values, where `attend` takes a layer's cache."""
+        """Measures GB/s of keys and values; `attend` takes a layer's cache."""
         seconds = self.setup.timer.in_graph([partial(attend, cache) for cache in self.caches])
         shape = self.backend.shape
         size = sum(self.contexts) * shape.cache_bytes_per_token / shape.num_layers
@@ -46,7 +46,7 @@ class Load:
         return self.backend.attend(self.q, cache, self.metadata)
 
     def kernel(self, splits: int, tiling: Tiling | None = None) -> Callable[[torch.Tensor], object]:
-        """Ours, by itself."""
+        """Returns an `attend` that runs our kernel alone."""
         shape, tensors = self.backend.shape, self.tensors
         size = len(self.contexts), shape.num_heads, shape.head_dim
         workspace = decode_workspace(*size, splits, self.q.device)
@@ -116,7 +116,7 @@ def measure_equal_lengths(setup: Setup, report: Report, name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def measure_mixed_lengths(setup: Setup, report: Report, name: str) -> None:
-    """The contexts of the reference workload, halfway."""
+    """Measures the contexts of the reference workload, halfway through."""
     contexts = snapshot(setup.sizes.workload)
     for label, heads in setup.sizes.heads:
         load = make_load(setup, name, heads, contexts)

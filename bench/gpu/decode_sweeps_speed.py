@@ -1,4 +1,4 @@
-"""Decode attention with other tilings, splits and block sizes than the kernel's own."""
+"""Measures decode attention with tilings, splits and block sizes other than the kernel's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 
 
 def measure_tilings(setup: Setup, report: Report) -> None:
-    """At the workload's lengths, and of the first heads at one for all."""
+    """Measures at the workload's lengths and, for the first heads, at equal lengths."""
     sizes = setup.sizes
     mixed = snapshot(sizes.workload)
     cases = [(label, heads, "mixed", mixed) for label, heads in sizes.heads]
@@ -50,7 +50,7 @@ def measure_splits(setup: Setup, report: Report) -> None:
     for contexts in [*cases, snapshot(sizes.workload)]:
         load = make_load(setup, "triton", heads, contexts)
         rows, chosen = len(contexts), load.metadata.splits
-        # More programs than this only combine more.
+        # More programs than this would only add to the combining.
         counts = sorted(
             {chosen, *(n for n in SPLITS[: sizes.swept] if n * rows <= 32 * max(32, rows))}
         )

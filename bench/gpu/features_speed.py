@@ -1,4 +1,4 @@
-"""The cost of sampling features in a step in which all sequences ask for them."""
+"""Measures the cost of sampling features in a step where all sequences use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILTERS = {
 class Batch:
     """The logits of the largest batch, and a token of each of its sequences.
 
-    A figure is compared with one pass over the logits in float32, read and written.
+    Figures are compared with one pass that reads and writes the logits in float32.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -58,7 +58,7 @@ def batch(setup: Setup) -> Batch:
 
 
 def measure_history(batch: Batch, report: Report) -> None:
-    """Contexts have one length, and tokens that repeat, half of them the prompt's."""
+    """Uses contexts of one length whose tokens repeat; half of each is the prompt."""
     context, in_graph = batch.setup.sizes.contexts[0], batch.setup.timer.in_graph
     blocks = -(-context // BLOCK_SIZE)
     tokens = batch.integers(batch.vocab.vocab_size, batch.rows * blocks * BLOCK_SIZE) // 9 * 9
@@ -90,7 +90,7 @@ def measure_masks(batch: Batch, report: Report) -> None:
 
 @pytest.mark.parametrize("name", FILTERS)
 def measure_filters(batch: Batch, report: Report, name: str) -> None:
-    """The logits are whole each time; launch by launch, as they are served."""
+    """Filters fresh logits each time, launch by launch as when serving."""
     work = batch.logits.clone()
     copied = batch.setup.timer.eager(lambda: work.copy_(batch.logits))
     seconds = batch.setup.timer.eager(_filtering(batch, work, *FILTERS[name]))

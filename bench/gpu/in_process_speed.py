@@ -1,5 +1,5 @@
-"""The reference workload with scheduler and model in one process: which backend, and how many
-prompt tokens in a step, serve it fastest."""
+"""Runs the reference workload with scheduler and model in one process, to find the backend and the
+number of prompt tokens per step that serve it fastest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIGURE = "in process"
 
 
 class StepLog:
-    """A model runner that notes of each kind of step how many there are and what they take."""
+    """A model runner that records the number and the time of steps of each kind."""
 
     def __init__(self, runner: ModelRunner, timer: Timer) -> None:
         self.runner = runner
@@ -61,8 +61,8 @@ class StepLog:
         return LoggedStep(pending, found)
 
     def kinds(self) -> dict[str, dict[str, float]]:
-        """All steps are over. The GPU's time is that of the steps' own clocks, and idle is what
-        lies between the end of one on the stream and the beginning of the next."""
+        """Totals by kind, once all steps are over. GPU time is by the steps' own clocks; idle is
+        the time on the stream between the end of one and the start of the next."""
         for (_, _, end), (kind, begin, _) in zip(self._marks, self._marks[1:], strict=False):
             self._kinds[kind]["idle_s"] += max(self._timer.between(end, begin), 0.0)
         return {kind: dict(found) for kind, found in self._kinds.items()}
@@ -84,7 +84,7 @@ class LoggedStep:
 
 @pytest.fixture
 def freed(setup: Setup) -> Iterator[None]:
-    """Leaves the GPU's memory to the next model, whatever becomes of this one."""
+    """Frees the GPU's memory for the next model, whatever becomes of this one."""
     yield
     gc.collect()
     if setup.device.type == "cuda":
@@ -94,8 +94,8 @@ def freed(setup: Setup) -> Iterator[None]:
 @pytest.mark.usefixtures("freed")
 @pytest.mark.parametrize("name", BACKENDS)
 def measure_budgets(setup: Setup, report: Report, name: str) -> None:
-    """With one loaded model: to the worker, the budget is only the largest step. As many budgets,
-    and rounds of each, as the backend's share of the time allows, one at least."""
+    """Measures budgets on one loaded model: to a worker, a budget is only the largest step. Runs as
+    many budgets, and rounds of each, as the backend's share of the time allows, at least one."""
     sizes = setup.sizes
     setup.backend(name, sizes.heads[0][1])  # skips, before a model is loaded
     share_s = sizes.in_process_s / sum(map(setup.has_backend, BACKENDS))
@@ -133,7 +133,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
 
 
 def round_robin(budgets: Iterable[int], rounds: int) -> Iterator[int]:
-    """Each budget once, then each again: what time does not allow are repetitions."""
+    """Yields each budget once, then each again, so that a lack of time costs only repetitions."""
     for _ in range(rounds):
         yield from budgets
 
@@ -146,7 +146,7 @@ def measure_best(setup: Setup, report: Report) -> None:
 
 
 def best_case(setup: Setup, report: Report) -> str | None:
-    """The backend and budget that served fastest, of those that were measured."""
+    """The measured backend and budget that served fastest."""
     cases = [_case(name, budget) for name in BACKENDS for budget in setup.sizes.prefill_budgets]
     rates = {case: rate for case in cases if (rate := report.value(f"{FIGURE}, {case}"))}
     return max(rates, key=lambda case: rates[case]) if rates else None
@@ -157,7 +157,7 @@ def _case(name: str, budget: int) -> str:
 
 
 def _round(setup: Setup, log: StepLog, serving: dict[str, Any]) -> Run:
-    """With an empty prefix cache."""
+    """Runs the workload once, starting with an empty prefix cache."""
     vocab_size = log.runner.info.vocab_size
     shape = setup.sizes.workload
     engine = RunnerEngine(

@@ -1,4 +1,4 @@
-"""The model's matrix products, against what memory and tensor cores allow."""
+"""Measures the model's matrix products, against what memory and tensor cores allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.gpu.setup import Product, Setup, Sizes
 
 @pytest.mark.parametrize("product", Sizes().products, ids=lambda product: product.name)
 def measure_product(setup: Setup, report: Report, product: Product) -> None:
-    """Layer after layer, so that no weight is in the cache yet."""
+    """Multiplies layer after layer, so that no weight is in the cache yet."""
     sizes = setup.sizes
     if setup.rehearse:
         product = sizes.products[0]._replace(name=product.name)

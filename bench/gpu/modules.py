@@ -1,4 +1,4 @@
-"""The files that prove and measure, in the order of the tables."""
+"""Lists the files that prove and measure, in the order of the tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MODEL_SHAPE = "qwen3-0.6b"
 
 @dataclass(frozen=True)
 class Module:
-    """A file of tests, or of measurements, that has a process to itself."""
+    """A file of tests or measurements, which runs in a process of its own."""
 
     path: str  # from ROOT, or absolute
     limit_s: float
-    measures: bool = False  # alone on the GPU; the others, which prove, run side by side
+    measures: bool = False  # alone on the GPU; the others prove, and run side by side
     needs_model: bool = False  # the shape above with random weights, or --model
     compiles: bool = True  # kernels of its own: run once beforehand, with the other measurements
 
@@ -26,8 +26,8 @@ class Module:
 
 _KERNELS = "tests/worker_svc/kernels/triton/test_"
 
-# In the order of the tables. Measurements run in this order: bandwidth first, which others are
-# compared with, and last what only helps to choose constants.
+# In the order of the tables, in which measurements also run: bandwidth first, since others are
+# compared with it; last, whatever only helps to choose constants.
 MODULES = (
     Module(f"{_KERNELS}rms_norm.py", 200),
     Module(f"{_KERNELS}silu_mul.py", 200),

@@ -1,5 +1,5 @@
-"""The reference workload with nano-vLLM (github.com/GeeeekExplorer/nano-vllm), as its bench.py runs
-it: `python -m bench.gpu.peer CHECKOUT MODEL ROUNDS` prints the output tokens/s of each round.
+"""Runs the reference workload on nano-vLLM (github.com/GeeeekExplorer/nano-vllm), as its bench.py
+does: `python -m bench.gpu.peer CHECKOUT MODEL ROUNDS` prints each round's output tokens/s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.workload import TEMPERATURE, Request, Shape, reference_workload
 
 
 def round_of(requests: Sequence[Request], number: int, vocab_size: int) -> list[Request]:
-    """The same lengths and other ids: nothing is found in the cache of the round before."""
+    """The same lengths with other ids, so that nothing is in the cache from the previous round."""
     return [
         replace(request, prompt=[(token + number) % vocab_size for token in request.prompt])
         for request in requests
@@ -23,7 +23,7 @@ def round_of(requests: Sequence[Request], number: int, vocab_size: int) -> list[
 
 
 def main(checkout: str, model: str, rounds: int) -> None:
-    sys.path.append(checkout)  # last: it has a module `bench` too
+    sys.path.append(checkout)  # last: it has a `bench` module too
     nanovllm = importlib.import_module("nanovllm")
     llm = nanovllm.LLM(model, enforce_eager=False, max_model_len=4096)
     vocab_size = llm.model_runner.config.hf_config.vocab_size

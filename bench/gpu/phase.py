@@ -1,4 +1,4 @@
-"""A phase: its modules' processes, the deadline of all, and the files for what they found."""
+"""A phase: its modules' processes, their common deadline, and the files for the results."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ LIMIT_S = 530.0
 COMPILE_LIMIT_S = 120.0
 POLL_S = 0.05
 
-# A module as it is run, or only compiled.
+# How to run a module, or only to compile it.
 MakePlan = Callable[[Module, int, bool], Plan]
 
 
 class Stopped(Exception):
-    """The user wants it all to end."""
+    """The user wants everything to stop."""
 
 
 class Phase:
     """
     Args:
-        directory: where NAME.json, NAME.jsonl and NAME.log go. What cannot be written is said, and
-            costs no more than the file.
-        about: what is known of the run as a whole, for the JSON.
-        make_plan: of a module, the journal's descriptor, and whether it only compiles.
-        stop: when the user wants it all to end.
+        directory: gets NAME.json, NAME.jsonl and NAME.log. A file that cannot be written is
+            reported, and nothing else is lost.
+        about: facts of the whole run, for the JSON.
+        make_plan: takes a module, the journal's descriptor, and whether only to compile.
+        stop: is set when the user wants everything to stop.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Phase:
 
     @property
     def results(self) -> dict[str, Records]:
-        """By module; without what only compiled."""
+        """The records by module, without the runs that only compiled."""
         return {name: self._journal.of(name) for name in self._names}
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed; a target that is not reached is no failure."""
+        """Whether nothing failed; missing a target is not a failure."""
         return not any(records.failed for records in self.results.values())
 
     def prove(self, modules: Sequence[Module], side_by_side: int) -> None:
@@ -87,11 +87,11 @@ class Phase:
     def measure(
         self, modules: Sequence[Module], side_by_side: int, model: Callable[[], str | None]
     ) -> None:
-        """All modules at once, only to have their kernels compiled, then one by one.
+        """Runs all modules at once, just to compile their kernels, then one by one.
 
         Args:
-            model: whether the model is there: None while it is not, or else the reason why it will
-                not be, which is nothing if it is.
+            model: returns None until the model is there or never will be; then why it is missing,
+                empty if it is there.
 
         Raises:
             Stopped: as it was told to; all processes have ended.
@@ -116,14 +116,14 @@ class Phase:
                 self._run([self._make_plan(module, self._journal_file, False)], 1, self._deadline)
 
     def end_stopped(self) -> None:
-        """Records as stopped all that has no record yet."""
+        """Records everything that has no record yet as stopped."""
         for name, records in self.results.items():
             if records.planned is None and not records.tests:
                 self._journal.end(name, "start", "stopped", "it had not begun", 0.0)
         self.write()
 
     def write(self) -> None:
-        """The JSON, whole."""
+        """Writes the whole JSON."""
         modules = {name: module_json(records) for name, records in self.results.items()}
         compiled = {
             name.removeprefix(COMPILING): compiled_json(records)
@@ -153,7 +153,7 @@ class Phase:
         deadline: float,
         ready: Callable[[Plan], bool] = lambda plan: True,
     ) -> None:
-        """Begins them in order, so many at a time, those that are not ready later."""
+        """Runs plans in order, `side_by_side` at a time; those that are not ready wait."""
         waiting, running = list(plans), list[ModuleRun]()
         try:
             while waiting or running:
@@ -186,7 +186,7 @@ class Phase:
 
 
 def _open(path: Path) -> int:
-    """An empty file to append to, in memory if it cannot be written."""
+    """Opens an empty file for appending, in memory if it cannot be written."""
     try:
         return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""The pytest plugin of a module's process: a line of JSON for each beginning and end of a test, and
-what measurements are given. It imports torch only for those."""
+"""The pytest plugin in a module's process: writes a line of JSON whenever a test starts or ends,
+and provides the measurements' fixtures. It imports torch only for those."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def _outcome(reports: list[pytest.TestReport]) -> tuple[Outcome, str]:
-    """The outcome of setup, call and teardown together, and why."""
+    """The combined outcome of setup, call and teardown, and the reason."""
     failed = [report for report in reports if report.failed]
     if failed:
         texts = [f"{report.when}: {report.longreprtext}" for report in failed]
@@ -107,7 +107,7 @@ def _outcome(reports: list[pytest.TestReport]) -> tuple[Outcome, str]:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
-    """Takes what the test measures."""
+    """Receives the test's measurements."""
     recorder = request.config.pluginmanager.get_plugin("recorder")
     assert isinstance(recorder, Recorder)
     return recorder.report(request.node.nodeid)
@@ -115,7 +115,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 @pytest.fixture(scope="session")
 def setup(pytestconfig: pytest.Config) -> Setup:
-    """Where measurements run, and on what sizes."""
+    """The device and the sizes for measurements."""
     from bench.gpu.setup import make_setup
 
     return make_setup(**pytestconfig.getoption("--gpu").get("setup", {}))

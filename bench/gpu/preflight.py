@@ -1,7 +1,7 @@
-"""Whether this machine has what the check needs: everything that is missing, at once.
+"""Checks that this machine has what the check needs, and reports all that is missing at once.
 
-Facts are gathered without importing anything but the standard library, until all packages are known
-to be there; then another process asks torch for the GPU.
+Until all packages are known to be there, only the standard library is imported; then another
+process asks torch about the GPU.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is asked of this machine."""
+    """The facts about this machine that the check depends on."""
 
     python: str
     packages: Mapping[str, str | None]  # versions of those that are needed
     interpret: str | None  # TRITON_INTERPRET
     compiler: str | None
-    python_header: bool  # which a C compiler needs beside it
+    python_header: bool  # needed along with a C compiler
     obstacles: Sequence[str]  # to writing results, and compiled kernels
     free_bytes: int
-    torch: Mapping[str, Any] = field(default_factory=dict)  # what `_ASK_TORCH` prints
+    torch: Mapping[str, Any] = field(default_factory=dict)  # as `_ASK_TORCH` prints them
     driver: str | None = None
 
 
 def facts(needed: Mapping[str, Sequence[str]], directory: Path, *, ask_torch: bool = True) -> Facts:
     """
     Args:
-        directory: for the results.
-        ask_torch: unless packages are missing.
+        directory: the one for the results.
+        ask_torch: whether to ask torch, if it is installed.
     """
     packages = {name: installed_version(name) for name in needed}
     compilers = filter(None, (os.environ.get("CC"), "gcc", "clang"))
@@ -84,16 +84,16 @@ def facts(needed: Mapping[str, Sequence[str]], directory: Path, *, ask_torch: bo
 
 
 def problems(found: Facts, needed: Mapping[str, Sequence[str]], *, gpu: bool = True) -> list[str]:
-    """All that stands in the way, each with what to do.
+    """Everything that stands in the way, each with a remedy.
 
     Args:
-        gpu: whether one is needed, and what compiles for it.
+        gpu: whether a GPU is needed, and a compiler for it.
     """
     return [*_packages(found, needed), *_machine(found), *(_gpu(found) if gpu else ())]
 
 
 def machine(found: Facts) -> dict[str, Any]:
-    """For the results: the GPU and the software that it is used with."""
+    """The GPU and its software, for the results."""
     torch = found.torch
     there = torch.get("modules", ())
     return {
@@ -111,7 +111,7 @@ def machine(found: Facts) -> dict[str, Any]:
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """`machine`, in a line."""
+    """Sums up `machine` in a line."""
     there = [title for title in OPTIONAL.values() if found[title]]
     software = [f"{name} {found['packages'][name]}" for name in ("torch", "triton")]
     return ", ".join(
@@ -164,7 +164,7 @@ def _gpu(found: Facts) -> Iterator[str]:
             yield "torch cannot be imported: python -c 'import torch' says why"
         return
     if "slow" in torch:
-        yield f"importing torch took over {TORCH_LIMIT_S:.0f} s: try again, now that it was read"
+        yield f"importing torch took over {TORCH_LIMIT_S:.0f} s: try again, now that it is cached"
         return
     if "triton" not in torch["modules"]:
         yield "triton cannot be imported: pip install triton, in the version that torch asks for"
@@ -178,7 +178,7 @@ def _gpu(found: Facts) -> Iterator[str]:
 
 
 def _obstacles(directory: Path, name: str) -> Iterator[str]:
-    """To having it; does not make it."""
+    """Yields the reason why `directory` could not be written to; does not create it."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -188,7 +188,7 @@ def _obstacles(directory: Path, name: str) -> Iterator[str]:
 
 
 def _torch() -> dict[str, Any]:
-    """{} if it cannot be imported."""
+    """Asks torch about the GPU; {} if torch cannot be imported."""
     command = [sys.executable, "-c", _ASK_TORCH]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     try:

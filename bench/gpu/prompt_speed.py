@@ -1,4 +1,4 @@
-"""Prompt attention: floating-point operations per second, against a matrix product."""
+"""Measures prompt attention: floating-point operations per second, against a matrix product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker_svc.step.tensors import upload_step
 
 
 def attention_flops(heads: Heads, queries: int, context: int) -> float:
-    """Operations of one sequence's last `queries` positions, which see those up to themselves."""
+    """Operations for a sequence's last `queries` positions, each of which sees all up to itself."""
     seen = queries * (context - queries) + queries * (queries + 1) / 2
     return 4 * heads.heads * heads.head_dim * seen
 
@@ -45,7 +45,7 @@ class Prompts:
         self._metadata: Any = backend.plan(step, self._tensors, context)
 
     def rate(self, tiling: Tiling | None = None) -> float:
-        """TFLOP/s, with a tiling of our kernel by itself."""
+        """Measures TFLOP/s; given a tiling, those of our kernel alone."""
         if tiling is None:
             attend = partial(self._backend.attend, self._q, self._cache, self._metadata)
             return self._flops / self._timer.in_graph([attend]) / 1e12

@@ -1,4 +1,4 @@
-"""Prompt attention with other tilings than the kernel's own."""
+"""Measures prompt attention with tilings other than the kernel's own."""
 
 from __future__ import annotations
 

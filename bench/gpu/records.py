@@ -1,5 +1,5 @@
-"""The findings of tests, as lines of JSON in one file to which all processes of a phase append, so
-that one that crashes or hangs leaves behind what it knew."""
+"""The results of tests, as lines of JSON in one file to which all processes of a phase append, so
+that one that crashes or hangs leaves its results behind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 Outcome = Literal["running", "passed", "failed", "skipped", "crashed", "out of time", "stopped"]
 
-# Before a module's name where its kernels are only compiled, and no figure means anything.
+# Prefixes a module's name when its kernels are only compiled, and no figure means anything.
 COMPILING = "compile "
 
-# Units of which less is better.
+# Units in which less is better.
 TIMES = ("s", "ms", "us")
 
 
@@ -24,12 +24,12 @@ class Figure:
     name: str
     value: float
     unit: str
-    against: float | None = None  # in the same unit, what `ratio` is a share of
+    against: float | None = None  # in the same unit, what `ratio` compares with
     target: float | None = None  # of the ratio
 
     @property
     def ratio(self) -> float | None:
-        """1 is as good as `against`, more is better."""
+        """The ratio to `against`: 1 is as good, more is better."""
         if not self.against or not self.value or math.isnan(self.value):
             return None
         return self.against / self.value if self.unit in TIMES else self.value / self.against
@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass
 class Result:
-    """One test, or one measurement, as far as it is known."""
+    """One test or measurement, as far as it is known."""
 
     name: str
     outcome: Outcome = "running"
@@ -83,10 +83,10 @@ class Records:
 
 
 class Journal:
-    """The file, and what has been read of it.
+    """The file, and the records read from it so far.
 
     Args:
-        file: descriptor of a file that is open for reading and appending.
+        file: descriptor of a file open for reading and appending.
     """
 
     def __init__(self, file: int) -> None:
@@ -96,13 +96,13 @@ class Journal:
 
     def write(self, module: str, kind: str, **content: Any) -> None:
         line = json.dumps({"module": module, "kind": kind, **as_json(content)}) + "\n"
-        os.write(self._file, line.encode())  # one call: processes do not cut into each other's
+        os.write(self._file, line.encode())  # one call, so that lines do not mix
 
     def end(self, module: str, test: str, outcome: Outcome, message: str, seconds: float) -> None:
         self.write(module, "end", test=test, outcome=outcome, message=message, seconds=seconds)
 
     def read(self) -> dict[str, Records]:
-        """By module; the same objects every time, brought up to date."""
+        """Returns the records by module: the same objects every time, brought up to date."""
         unread = os.pread(self._file, os.fstat(self._file).st_size - self._offset, self._offset)
         whole = unread[: unread.rfind(b"\n") + 1]  # the last line may still be being written
         self._offset += len(whole)
@@ -115,8 +115,8 @@ class Journal:
         return self.read().setdefault(module, Records())
 
     def value(self, name: str, *, compiling: bool) -> Any:
-        """The value of a figure, or a detail, that any module wrote while compiling, or any while
-        not; None if there is none."""
+        """The value of a figure or detail that any module wrote, while `compiling` or while not;
+        None if there is none."""
         for module, records in self.read().items():
             for test in records.tests.values() if module.startswith(COMPILING) == compiling else ():
                 if name in test.details:
@@ -146,7 +146,7 @@ class Journal:
 
 
 class Report:
-    """Writes what one test measures."""
+    """Writes one test's measurements."""
 
     def __init__(self, journal: Journal, module: str, test: str) -> None:
         self._journal = journal
@@ -162,8 +162,8 @@ class Report:
     ) -> None:
         """
         Args:
-            against: in the same unit, what the figure is compared with.
-            target: of the ratio to it, where 1 is as good and more is better, for times too.
+            against: the value to compare with, in the same unit.
+            target: the ratio to reach, where 1 is as good and more is better, for times too.
         """
         self._write("figure", **asdict(Figure(name, value, unit, against, target)))
 
@@ -171,11 +171,11 @@ class Report:
         self._write("note", text=text)
 
     def detail(self, name: str, value: Any) -> None:
-        """Something that only the JSON shows."""
+        """Writes something that only the JSON shows."""
         self._write("detail", name=name, value=value)
 
     def value(self, name: str) -> Any:
-        """The value of a figure, or a detail, that this or an earlier test of the run wrote."""
+        """The value of a figure or detail that this or an earlier test of the run wrote."""
         return self._journal.value(name, compiling=self._names[0].startswith(COMPILING))
 
     def _write(self, kind: str, **content: Any) -> None:
@@ -184,7 +184,7 @@ class Report:
 
 
 def as_json(value: Any) -> Any:
-    """`value` with null for what JSON has no number for."""
+    """Returns `value` with null for numbers that JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

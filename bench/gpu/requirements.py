@@ -1,4 +1,4 @@
-"""Which packages the check needs, in which versions; with the standard library alone."""
+"""Finds the packages and versions that the check needs, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from bench.gpu.modules import ROOT
 
 PROJECT = "nano-vllm-grpc"
 EXTRAS = ("worker", "frontend", "scheduler", "stack")
-TESTS = ("pytest", "packaging")  # the first from the extra for development
-# What the check does not import: grammars, plots, the chat, and what only a CPU's worker needs.
+TESTS = ("pytest", "packaging")  # the first is in the extra for development
+# Packages that the check does not import: for grammars, plots, the chat, and a worker on a CPU.
 UNUSED = ("xgrammar", "matplotlib", "prompt-toolkit", "numba")
 
 
 def requirements() -> dict[str, list[str]]:
-    """By package, what its version must satisfy: of the extras, and of the generated stubs."""
+    """The version specifiers by package, from the extras and the generated stubs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     needed: dict[str, list[str]] = {}
@@ -34,17 +34,17 @@ def requirements() -> dict[str, list[str]]:
 
     add(project["dependencies"])
     add([f"{PROJECT}[{','.join(EXTRAS)}]"])
-    # Newer ones than those of the tests' other plugins do too.
+    # Without upper bounds, which are there for the tests' other plugins.
     add([re.sub(",?<[^,;]*", "", line) for line in extras["dev"] if _split(line)[0] in TESTS])
     add([*TESTS, *_stubs_need()])
     return needed
 
 
 def satisfies(installed: str, specifier: str) -> bool:
-    """Whether a version is what `>=2.8` or `~=3.1` asks for."""
+    """Whether a version satisfies a specifier such as `>=2.8` or `~=3.1`."""
     try:
         from packaging.specifiers import SpecifierSet
-    except ImportError:  # reported as missing; for this it does not take it
+    except ImportError:  # reported as missing, but not needed here
         operator, wanted = re.match(r"([<>=~!]*)(.*)", specifier).groups()  # type: ignore[union-attr]
         return operator not in (">=", "~=") or numbers(installed) >= numbers(wanted)
     return SpecifierSet(specifier).contains(installed, prereleases=True)
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def _split(line: str) -> tuple[str, list[str], list[str]]:
-    """`name[a,b]>=1,<2` -> the name, what is in brackets, what the version must satisfy."""
+    """Splits `name[a,b]>=1,<2` into the name, the extras and the version specifiers."""
     match = re.match(r"([\w.-]+)\s*(?:\[([^\]]*)\])?\s*([^;]*)", line)
     assert match is not None
     name, brackets, specifiers = match.groups(default="")
@@ -70,7 +70,7 @@ def _split(line: str) -> tuple[str, list[str], list[str]]:
 
 
 def _stubs_need() -> Iterator[str]:
-    """The runtimes in the versions that the generated code asks for when it is imported."""
+    """Yields the runtimes, in the versions that the generated code demands on import."""
     for path in sorted((ROOT / "shared" / "pb").glob("*_pb2*.py")):
         text = path.read_text(encoding="utf-8")
         if match := re.search(r"^# Protobuf Python Version: (\S+)", text, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Runs a module in a process of its own, and again after a test that took the process with it."""
+"""Runs a module in its own process, and again after a test that took the process down with it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from bench.gpu.records import Journal, Outcome, Records
 START_LIMIT_S = 90.0
 TEST_LIMIT_S = 120.0
 LOG_LINES = 40
-# Has a process that hangs say where (`plugin`), and how long it is given for that.
+# Makes a hanging process say where it hangs (`plugin`), and the time it has for that.
 STACKS_SIGNAL = signal.SIGUSR1
 _STACKS_S = 0.3
-# Exit statuses: passed, a test failed, and what `plugin` says when the GPU is lost to a process.
+# Exit statuses: passed, a test failed, and `plugin`'s when the process has lost the GPU.
 EXIT_DEVICE_LOST = 70
 _WELL = (0, 1, EXIT_DEVICE_LOST)
 _PIPE_BYTES = 1 << 16
@@ -28,9 +28,9 @@ _PIPE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """A module's command, and how long it may take.
+    """A module's command and its time limits.
 
-    A test that says nothing else (`pytest.mark.timeout`) has `test_limit_s`.
+    `test_limit_s` is for tests without a limit of their own (`pytest.mark.timeout`).
     """
 
     name: str  # in the journal
@@ -43,11 +43,11 @@ class Plan:
 
 
 class ModuleRun:
-    """A plan that is being carried out: `poll` again and again.
+    """A plan being carried out; call `poll` again and again.
 
     Args:
-        log: descriptor of the file for what processes print.
-        deadline: of `time.monotonic`, if that is sooner than the plan's own limit.
+        log: descriptor of the file for the processes' output.
+        deadline: by `time.monotonic`; counts if it is sooner than the plan's own limit.
     """
 
     def __init__(self, plan: Plan, journal: Journal, log: int, deadline: float) -> None:
@@ -66,7 +66,7 @@ class ModuleRun:
         return self._journal.of(self.plan.name)
 
     def poll(self) -> bool:
-        """Whether it is over, and all its tests have records."""
+        """Handles whatever has happened; returns whether it is over and all tests have records."""
         self._drain()
         ended = _has_ended(self._process)
         records, now = self.records, time.monotonic()
@@ -90,7 +90,7 @@ class ModuleRun:
         return True
 
     def stop(self, outcome: Outcome, reason: str) -> None:
-        """Ends the process, and what has not ended."""
+        """Ends the process and every test that has not ended."""
         self._end_current(outcome, reason)
         self._end_left(outcome, f"{reason}: it had not begun")
 
@@ -121,7 +121,7 @@ class ModuleRun:
         return running.limit_s or self.plan.test_limit_s
 
     def _close(self) -> None:
-        """After the process has ended by itself."""
+        """Cleans up after the process has ended by itself, and records a crash."""
         self._kill()
         records, status = self.records, self._process.returncode
         if status in _WELL and records.planned and not records.running:
@@ -135,11 +135,11 @@ class ModuleRun:
             self._process.send_signal(STACKS_SIGNAL)
             time.sleep(_STACKS_S)
         self._kill()
-        if before is None or self.records.running:  # else it has just ended
+        if before is None or self.records.running:  # otherwise it has just ended
             self._record(outcome, reason)
 
     def _record(self, outcome: Outcome, reason: str) -> None:
-        """Ends the test that was running, or else what is before and after the tests."""
+        """Records the end of the running test, or of what comes before or after the tests."""
         records = self.records
         if records.running:
             name = records.running.name
@@ -158,7 +158,7 @@ class ModuleRun:
             self._journal.end(self.plan.name, test, outcome, reason, 0.0)
 
     def _kill(self) -> None:
-        """With what it started. Its id is its own until it is waited for."""
+        """Kills the process and all it started. Its id is its own until it is waited for."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -166,7 +166,7 @@ class ModuleRun:
         self._output.close()
 
     def _drain(self, last: bytes = b"") -> None:
-        """Moves what it has printed to the log, where the lines of several processes mix."""
+        """Moves the process's output to the log, where the lines of several processes mix."""
         data = self._unfinished
         with suppress(BlockingIOError):
             while read := os.read(self._output.fileno(), _PIPE_BYTES):
@@ -179,6 +179,6 @@ class ModuleRun:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Leaves it to be waited for."""
+    """Whether the process has ended; it can still be waited for."""
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, flags) is not None

@@ -1,4 +1,4 @@
-"""How the reference workload is served: alike through the stack and in one process."""
+"""Settings for serving the reference workload, the same through the stack and in one process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from frontend.client import EngineCapacity, ModelInfo, SamplingParams
 from worker_svc.model_runner import RunnerInfo
 
 MAX_WAITING = 4096
-# Of the GPU's memory, where that is less than the cache of the workload.
+# The share of the GPU's blocks to use where that is less than the workload's cache.
 CACHE_SHARE = 0.6
 
 
 def variables(setup: Setup, budget: int) -> dict[str, Any]:
-    """Those of `make up`, for so many prompt tokens in a step, beside decodes or not."""
+    """The variables of `make up` for `budget` prompt tokens per step, with or without decodes."""
     settings = setup.settings()
     return {
         "device": settings.device,

@@ -1,4 +1,4 @@
-"""Where measurements run, and on what sizes."""
+"""The device and the sizes for measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The defaults are those of a GPU, and of Qwen3-0.6B."""
+    """Sizes to measure; the defaults are for a GPU and Qwen3-0.6B."""
 
     copied_bytes: int = 2**30
     rotated_bytes: int = 2**29  # several times the L2 cache
@@ -73,7 +73,7 @@ class Sizes:
     stream_repeats: int = 5
 
     def layers(self, size: int) -> int:
-        """How many of `size` bytes take turns, so that none is in the L2 cache when it is its."""
+        """The number of layers of `size` bytes that take turns, so that the L2 cache holds none."""
         return min(max(math.ceil(self.rotated_bytes / size), 2), MAX_LAYERS)
 
     @property
@@ -82,7 +82,7 @@ class Sizes:
 
 
 _SHORT = Shape(num_seqs=3, min_input=4, max_input=9, min_output=3, max_output=6)
-# The same kernels, once: they are compiled by dtypes, heads and batches, not for lengths.
+# Runs the same kernels once: dtypes, heads and batches make them compile anew, not lengths.
 COMPILING = replace(
     Sizes(),
     contexts=(64, 128),
@@ -145,7 +145,7 @@ class Setup:
     def backend(
         self, name: str, heads: Heads, *, layers: int = 1, block_size: int | str = "auto"
     ) -> PagedBackend[Any]:
-        """Skips the test if it is not installed, or not for this GPU."""
+        """Returns a backend; skips the test if it is not installed, or not for this GPU."""
         settings = self.settings(attention=name, block_size=block_size)
         shape = AttentionShape(layers, *heads, self.dtype, self.device)
         try:
@@ -163,7 +163,7 @@ class Setup:
         return True
 
     def generator(self, part: str) -> torch.Generator:
-        """Random numbers on the device, a part's own."""
+        """Returns a part's own random generator on the device."""
         return torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {part}".encode()))
 
 
@@ -178,8 +178,8 @@ def make_setup(
 ) -> Setup:
     """
     Args:
-        rehearse: on a CPU, in Triton's interpreter.
-        compile_only: runs everything once, in small where that compiles the same kernels.
+        rehearse: run on a CPU, in Triton's interpreter.
+        compile_only: run everything once, in small sizes where they compile the same kernels.
     """
     if rehearse:
         import tests.conftest  # noqa: F401 - repairs Triton's interpreter

@@ -1,4 +1,4 @@
-"""The reference workload and one stream through the three services, and with nano-vLLM."""
+"""Measures the reference workload and one stream on the three services, and on nano-vLLM."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PEER_LIMIT_S = 100.0
 
 
 def measure_stack(setup: Setup, report: Report) -> None:
-    """With the setting that is the best in process."""
+    """Measures the stack with the settings that were fastest in process."""
     best = best_case(setup, report)
     default = variables(setup, setup.sizes.prefill_budgets[0])
     serving = dict(report.value(f"serving, {best}") or default)
     if setup.rehearse:
-        serving.pop("attention", None)  # it is a GPU's
+        serving.pop("attention", None)  # its backend is for a GPU
     report.detail("setting", serving)
     rates, found = [], {}
     for found in _client(setup, serving):
@@ -51,7 +51,7 @@ def measure_stack(setup: Setup, report: Report) -> None:
 
 
 def measure_peer(setup: Setup, report: Report) -> None:
-    """On the same GPU, with the same lengths, as its bench.py does."""
+    """Measures nano-vLLM on the same GPU with the same lengths, as its bench.py does."""
     if setup.peer is None:
         pytest.skip("no checkout of nano-vLLM, see --peer")
     command = [sys.executable, "-m", "bench.gpu.peer", str(setup.peer), str(setup.model)]
@@ -73,7 +73,7 @@ def measure_peer(setup: Setup, report: Report) -> None:
 
 
 def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines that the client of a private stack prints."""
+    """Yields the lines that the client of a private stack prints."""
     sizes = setup.sizes
     with tempfile.TemporaryDirectory() as directory:
         address = f"unix:{directory}/scheduler.sock"

@@ -1,4 +1,4 @@
-"""Whole steps of Qwen3-0.6B: how near they come to what the GPU allows, and what takes time."""
+"""Measures whole steps of Qwen3-0.6B: how near they come to the GPU's limits, what takes time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
 
 TOP_KERNELS = 12
-# Of a trace's events: what runs on the GPU; "cpu_op" in a rehearsal.
+# The kinds of trace events that run on the GPU; in a rehearsal, "cpu_op" counts.
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Lengths = tuple[list[int], list[int]]  # queries and contexts of a step's sequences
 
 
 class Loaded:
-    """The model with a cache for the largest step."""
+    """The model, with a cache for the largest step."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -58,7 +58,7 @@ class Loaded:
         return make_step(*self.cases[case], info.block_size, info.vocab_size)
 
     def min_ms(self, case: str, report: Report) -> float:
-        """That the step takes at the bandwidth, or at the rate of the matrix product."""
+        """The step's least time, at the memory's bandwidth and the matrix product's rate."""
         config, itemsize = self.config, self.setup.dtype.itemsize
         layers: int = config["num_hidden_layers"]
         kv_heads: int = config["num_key_value_heads"]
@@ -95,10 +95,10 @@ def loaded(setup: Setup) -> Loaded:
     return Loaded(setup)
 
 
-# By number, since the names need the sizes: see `Loaded`.
+# By number, since names depend on sizes: see `Loaded`.
 @pytest.mark.parametrize("number", range(7))
 def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> None:
-    """Launched one ahead, as the service does; then under a profiler, for the kernels' times
+    """Launches steps one ahead, as the service does; then profiles a few for the kernels' times
     alone."""
     names = list(loaded.cases)
     if number >= len(names):
@@ -136,7 +136,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
 
 
 def measure_trace(setup: Setup, loaded: Loaded) -> None:
-    """Some decodes and some mixed steps, to look at."""
+    """Writes a trace of some decodes and some mixed steps, to look at."""
     if setup.trace is None:
         pytest.skip("only kernels are compiled")
     cases = [
@@ -148,7 +148,7 @@ def measure_trace(setup: Setup, loaded: Loaded) -> None:
 
 
 def trace(setup: Setup, loaded: Loaded, cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Events of a few steps of each case, in Chrome's format."""
+    """Records the events of a few steps of each case, in Chrome's format."""
     activities = [ProfilerActivity.CPU]
     if setup.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

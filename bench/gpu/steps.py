@@ -1,4 +1,4 @@
-"""Steps of sequences that grow in a paged cache."""
+"""Builds steps of sequences that grow in a paged cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_svc.step.wire import Int32s
 
 
 class Sequences:
-    """Their blocks are neither in order nor adjacent, as after a while of serving.
+    """Sequences whose blocks are neither in order nor adjacent, as after a while of serving.
 
     Args:
         blocks: numbers of free blocks.
@@ -31,7 +31,7 @@ class Sequences:
         temperatures: Sequence[float] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Step:
-        """Appends token ids to sequences, all of which sample; greedily by default."""
+        """Appends token ids to sequences, all of which sample, greedily by default."""
         size = self._block_size
         ids, positions, slots, tables = [], [], [], []
         for seq, tokens in chunks.items():
@@ -65,7 +65,7 @@ class Sequences:
 def make_step(
     query_lens: Sequence[int], context_lens: Sequence[int], block_size: int, vocab: int
 ) -> Step:
-    """Random tokens after as many as are in the cache already; sampled with a temperature."""
+    """Makes a step of random tokens that fill up the contexts; it samples with a temperature."""
     sequences = Sequences(block_size, range(blocks_needed(context_lens, block_size)), seed=0)
     rng = np.random.default_rng(0)
     cached = [context - queries for queries, context in zip(query_lens, context_lens, strict=True)]
@@ -80,8 +80,8 @@ def blocks_needed(context_lens: Sequence[int], block_size: int) -> int:
 
 
 def snapshot(shape: Shape) -> list[int]:
-    """Context lengths in the middle of the reference workload: of each request the prompt, and of
-    its output a part."""
+    """Context lengths in the middle of the reference workload: each request's prompt and a part of
+    its output."""
     rng = random.Random(f"snapshot {shape.seed}")
     requests = reference_workload(shape, 1)
     return [len(each.prompt) + rng.randint(1, each.output_len) for each in requests]

@@ -1,4 +1,4 @@
-"""Results as JSON, and in a few lines."""
+"""Formats results as JSON and as a few lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def module_json(records: Records) -> dict[str, Any]:
 
 
 def compiled_json(records: Records) -> dict[str, Any]:
-    """Without figures, which mean nothing."""
+    """The results of compiling, without figures, which mean nothing."""
     tests = records.tests.values()
     messages = {test.name: test.message for test in tests if test.failed}
     seconds = sum(test.seconds for test in tests)
@@ -32,14 +32,14 @@ def compiled_json(records: Records) -> dict[str, Any]:
 
 
 def verdict(records: Records) -> str:
-    """`30 passed, 1 failed`, what failed last."""
+    """Counts outcomes, as in `30 passed, 1 failed`; failures come last."""
     counts: Counter[str] = Counter(test.outcome for test in records.tests.values())
     order = ("passed", "skipped", "failed", "crashed", "out of time", "stopped", "running")
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in order if counts[outcome])
 
 
 def summary(results: Mapping[str, Records], end: str) -> list[str]:
-    """At most MAX_LINES lines: what failed, then figures that have a target.
+    """At most MAX_LINES lines: failures, then figures that have a target.
 
     Args:
         end: the last line.
@@ -65,7 +65,7 @@ def _tests(results: Mapping[str, Records]) -> Iterator[tuple[str, Result]]:
 
 
 def _fitted(lines: Sequence[str], room: int, rest: str) -> list[str]:
-    """The first ones, as there is room, and how many are left out."""
+    """As many lines as there is room for, and the number left out."""
     if len(lines) <= room:
         return list(lines)
     return [*lines[: room - 1], rest.format(len(lines) - room + 1)]
@@ -74,7 +74,7 @@ def _fitted(lines: Sequence[str], room: int, rest: str) -> list[str]:
 def _failure(module: str, test: Result) -> str:
     name = test.name.rpartition("::")[2]
     lines = [line for line in test.message.splitlines() if line.strip()] or [""]
-    # What pytest says begins with where it was, and marks what was raised; a log ends with it.
+    # pytest's report begins with a location and marks the error with E; a log ends with the error.
     errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
     reason = errors[0] if errors else ": ".join(dict.fromkeys((lines[0], lines[-1])))
     return f"{test.outcome}: {module}: {name}: {reason}"

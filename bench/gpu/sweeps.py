@@ -1,4 +1,4 @@
-"""Rates with several constants, for the tables beside the kernels."""
+"""Compares rates with several constants, for the tables beside the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tiling_name(tiling: Tiling) -> str:
 
 
 def tried(rate: Callable[[], float]) -> float | str:
-    """The rate, or why it does not run: not every tiling fits every GPU."""
+    """Returns the rate, or why it does not run: not every tiling fits every GPU."""
     try:
         return rate()
     except Exception as error:
@@ -26,7 +26,7 @@ def tried(rate: Callable[[], float]) -> float | str:
 
 
 def compare(report: Report, case: str, rates: Mapping[str, float | str], chosen: str) -> None:
-    """Notes the best, beside what is chosen by default."""
+    """Notes the best rate beside that of the default."""
     report.detail(case, dict(rates))
     measured = {name: rate for name, rate in rates.items() if isinstance(rate, float)}
     best = max(measured, key=lambda name: measured[name])

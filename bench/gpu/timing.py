@@ -1,4 +1,4 @@
-"""Seconds on the GPU, by its events."""
+"""Measures seconds on the GPU by its events."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 Run = Callable[[], object]
 
 ROUNDS = 7
-REPLAY_S = 0.004  # of a graph: long beside the resolution of events
+REPLAY_S = 0.004  # of a graph: long compared with the events' resolution
 MAX_CALLS = 400
 
 
 class Timer(Protocol):
     def in_graph(self, runs: Sequence[Run]) -> float:
-        """Seconds of one of `runs`, which do the same on different memory, from a CUDA graph in
-        which they take turns: without the CPU's time, as decodes are served. Median."""
+        """Median seconds of one of `runs`, which do the same on different memory and take turns in
+        a CUDA graph: without the CPU's time, as when decodes are served."""
         ...
 
     def eager(self, run: Run) -> float:
-        """Seconds of `run`, launch by launch. Median."""
+        """Median seconds of `run`, launch by launch."""
         ...
 
     def mark(self) -> Any:
-        """A moment on the current stream."""
+        """Marks a moment on the current stream."""
         ...
 
     def between(self, earlier: Any, later: Any) -> float:
-        """Seconds from one mark to a later one, once that has passed."""
+        """Seconds from one mark to a later one; waits for that."""
         ...
 
 
