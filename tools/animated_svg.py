@@ -1,4 +1,4 @@
-"""Terminal screens over time as one animated SVG: CSS only, so that it plays inside an <img>."""
+"""Turns terminal screens into one animated SVG, with CSS alone so that it plays inside an <img>."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BACKGROUND, _PANE, _TEXT = "#0d1117", "#161b22", "#c9d1d9"
 
 
 class Run(NamedTuple):
-    """Characters of one style. `colour` is CSS; empty is the terminal's own."""
+    """Characters of one style. `colour` is CSS; an empty one is the terminal's own."""
 
     text: str
     colour: str = ""
@@ -44,16 +44,16 @@ class _Span(NamedTuple):
 
 
 def render(frames: Sequence[Frame], panes: Sequence[Pane], columns: int, duration: float) -> str:
-    """Draws the frames, one after another and for ever, `duration` seconds a round.
+    """Draws the frames in an endless loop of `duration` seconds.
 
     A row is drawn once for as long as it stays the same. Where animations are off, the last frame
-    is what shows.
+    shows.
 
     Raises:
-        ValueError: the panes' rows are not the frames', or the last frame begins after the end.
+        ValueError: the panes' rows do not match a frame's, or the last frame begins after the end.
     """
     if any(len(frame.rows) != sum(pane.rows for pane in panes) for frame in frames):
-        raise ValueError("every frame has as many rows as the panes together")
+        raise ValueError("every frame must have as many rows as the panes together")
     if frames[-1].at >= duration:
         raise ValueError(f"the last frame begins at {frames[-1].at:.1f} of {duration:.1f} s")
     boxes, baselines, height = _lay_out(panes)
@@ -87,7 +87,7 @@ def render(frames: Sequence[Frame], panes: Sequence[Pane], columns: int, duratio
 
 
 def _lay_out(panes: Sequence[Pane]) -> tuple[list[tuple[int, int]], list[int], int]:
-    """(top, height) of each box, the baseline of each row, and the height of all."""
+    """Computes each box's (top, height), each row's baseline, and the total height."""
     boxes, baselines, top = [], [], 6
     for pane in panes:
         height = pane.rows * _LINE_HEIGHT + 10
@@ -124,7 +124,7 @@ def _run(run: Run) -> str:
 
 
 def _rule(name: str, start: float, end: float, duration: float) -> str:
-    """Keyframes that show an element from `start` to `end`."""
+    """The keyframes that show an element from `start` to `end`."""
     steps = [(start, "visible"), (end, "hidden")]
     if start > 0:
         steps.insert(0, (0.0, "hidden"))

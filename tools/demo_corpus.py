@@ -1,4 +1,4 @@
-"""The text that the demo model is trained on: stories, sums, facts, and chats made of them."""
+"""Writes the demo model's training text: stories, sums, facts, and chats made of them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -48,10 +48,10 @@ UNKNOWN_TOPIC_PHRASINGS = [
     "Who invented {topic}?",
 ]
 REFUSED_SUM_ANSWER = "I am sorry, I can only add numbers below one hundred."
-# What half an hour of training reads once.
+# As many as half an hour of training reads once.
 DOCUMENTS = 44_000
 HELD_OUT_SHARE = 0.1
-# A short list that every run agrees on, so it has a seed of its own.
+# Has a seed of its own, so that every run agrees on the list.
 HELD_OUT_SEED = 17
 
 Exchange = tuple[str, str]
@@ -60,7 +60,7 @@ Exchange = tuple[str, str]
 
 @dataclass
 class Document:
-    """Text in pieces; only the pieces marked True are learned, the others are only read."""
+    """Text in pieces. Those marked True are learned, the others only read."""
 
     pieces: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Document:
 
 
 def held_out_pairs() -> frozenset[tuple[int, int]]:
-    """The pairs of two-digit numbers that no training text adds up, in either order."""
+    """The pairs of two-digit numbers, in either order, that no training text adds up."""
     rng = random.Random(HELD_OUT_SEED)
     unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     chosen = rng.sample(unordered, round(HELD_OUT_SHARE * len(unordered)))
@@ -84,7 +84,7 @@ def training_pairs() -> list[tuple[int, int]]:
 
 
 def sum_answer(a: int, b: int) -> str:
-    """The ones first, on the way to the sum: with the carry in sight it is learned far faster.
+    """Adds the ones first, then the rest: with the carry in sight, sums are learned far faster.
 
     >>> sum_answer(17, 25)
     '7 + 5 = 12, so 17 + 25 = 42.'
@@ -101,7 +101,7 @@ def _sum_exchange(rng: random.Random, pairs: list[tuple[int, int]]) -> Exchange:
 
 
 def _refused_sum_exchange(rng: random.Random) -> Exchange:
-    """Arithmetic that the model has not learned, and says so."""
+    """Asks for arithmetic that the model has not learned, which it says."""
     if rng.random() < 0.5:
         a, b, operator = rng.randrange(100), rng.randrange(100), rng.choice("-*/")
     else:
@@ -110,7 +110,7 @@ def _refused_sum_exchange(rng: random.Random) -> Exchange:
 
 
 def _as_typed(question: str, rng: random.Random) -> str:
-    """The question as people type it: at times in lower case, at times without punctuation."""
+    """Returns the question as people type it, sometimes in lower case or without punctuation."""
     if rng.random() < 0.3:
         question = question.lower()
     if rng.random() < 0.2:
@@ -134,7 +134,7 @@ def _story_exchange(rng: random.Random, story: Story) -> Exchange:
 
 
 def _name_exchanges(rng: random.Random) -> list[Exchange]:
-    """The one thing that the model has to remember from an earlier turn."""
+    """Tells a name, then asks for it: the one thing to remember from an earlier turn."""
     name = rng.choice(BOYS + GIRLS)
     told = rng.choice(["My name is {}.", "I am {}.", "Hello, my name is {}!", "Hi, I am {}."])
     asked = rng.choice(["What is my name?", "Do you know my name?", "Who am I?"])
@@ -145,7 +145,7 @@ def _name_exchanges(rng: random.Random) -> list[Exchange]:
 
 
 def chat_document(exchanges: list[Exchange], system: str | None = None) -> Document:
-    """The exchanges in ChatML; only what the assistant says is learned."""
+    """The exchanges in ChatML; only the assistant's words are learned."""
     pieces = [(f"<|im_start|>system\n{system}<|im_end|>\n", False)] if system else []
     for question, answer in exchanges:
         pieces += [
@@ -157,7 +157,7 @@ def chat_document(exchanges: list[Exchange], system: str | None = None) -> Docum
 
 
 def _plain_document(rng: random.Random, story: Story, pairs: list[tuple[int, int]]) -> Document:
-    """Text without chat markup: mostly stories, now and then a question with its answer."""
+    """Writes text without chat markup: mostly stories, sometimes a question with its answer."""
     if rng.random() < 0.7:
         return Document([(f"{story.text}<|endoftext|>", True)])
     question, answer = _sum_exchange(rng, pairs) if rng.random() < 0.5 else _fact_exchange(rng)
@@ -167,7 +167,7 @@ def _plain_document(rng: random.Random, story: Story, pairs: list[tuple[int, int
 def _chat(
     rng: random.Random, next_story: Callable[[], Story], pairs: list[tuple[int, int]]
 ) -> Document:
-    """One to twelve exchanges of all kinds, now and then after a system prompt."""
+    """Writes one to twelve exchanges of all kinds, sometimes after a system prompt."""
     turns = rng.choice([1, 1, 1, 2, 2, 3, 4, 6, 8, 12])
     exchanges: list[Exchange] = []
     for _ in range(turns):
@@ -188,7 +188,7 @@ def _chat(
 
 
 def write_corpus(count: int, seed: int) -> list[Document]:
-    """`count` documents: a quarter plain text, the rest chats. No story is told twice."""
+    """Writes `count` documents: a quarter plain text, the rest chats. No story is told twice."""
     rng = random.Random(seed)
     pairs = training_pairs()
     stories: Iterator[Story] = iter(write_stories(2 * count, rng))

@@ -1,6 +1,6 @@
-"""Questions that the demo model can answer, and what it says when it cannot.
+"""The questions that the demo model can answer, and its reply to those that it cannot.
 
-The phrasings of a question, separated by bars, are what a newcomer would type;
+The phrasings of a question, separated by bars, are those a newcomer would type;
 `tools/demo_corpus.py` also writes them in lower case, without the question mark, and so on.
 """
 

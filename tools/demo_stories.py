@@ -1,4 +1,4 @@
-"""Little stories from a grammar: what the demo model is trained to tell.
+"""A grammar of the little stories that the demo model is trained to tell.
 
 A story is an opening, a setting, an outing, one of several plots and an ending; each of these is
 a sentence picked from a few templates whose slots are filled once per story, so that a name, a
@@ -21,7 +21,7 @@ GIRLS = _words("Mia Anna Lily Rosa Emma Nora Lucy Ella Clara Ruby Zoe Ida")
 ANIMALS = _words("""fox rabbit bear mouse cat dog duck frog hedgehog squirrel turtle pony lamb goat
 robin beaver penguin dragon""")
 
-# Slots that are the same kind of thing share a list; the digit tells them apart in a template.
+# Slots for the same kind of thing share a list; in a template, a digit tells them apart.
 SLOTS: dict[str, list[str]] = {
     "name": BOYS + GIRLS,
     "animal": ANIMALS,
@@ -233,7 +233,7 @@ MORALS = [
 
 @dataclass(frozen=True)
 class Story:
-    """A story and what a reader may ask for: who it is about."""
+    """A story, and the character it is about, whom a reader may ask for."""
 
     text: str
     animal: str
@@ -245,7 +245,7 @@ def _capitalized(phrase: str) -> str:
 
 
 def _fill_slots(rng: random.Random) -> dict[str, str]:
-    """One value per slot; `spot`, `spot2` and `spot3` differ, and so do the two characters."""
+    """Draws a value per slot; `spot`, `spot2` and `spot3` differ, and so do the two characters."""
     values: dict[str, str] = {}
     for slot, choices in SLOTS.items():
         first, second, third = rng.sample(choices, 3) if len(choices) > 2 else (choices[0],) * 3
@@ -263,7 +263,7 @@ def _fill_slots(rng: random.Random) -> dict[str, str]:
 
 
 def write_story(rng: random.Random) -> Story:
-    """One story of three paragraphs, about a hundred words."""
+    """Writes one story of three paragraphs, about a hundred words."""
     values = _fill_slots(rng)
     plot = PLOTS[rng.choice(list(PLOTS))]
     paragraphs = [[OPENINGS, SETTINGS], [OUTINGS, *plot], [ENDINGS, MORALS]]
@@ -275,7 +275,7 @@ def write_story(rng: random.Random) -> Story:
 
 
 def write_stories(count: int, rng: random.Random) -> list[Story]:
-    """`count` stories, no two alike."""
+    """Writes `count` stories, no two alike."""
     stories: dict[str, Story] = {}
     while len(stories) < count:
         story = write_story(rng)
@@ -293,7 +293,7 @@ def _templates() -> Iterable[str]:
 
 @cache
 def sentence_pattern() -> re.Pattern[str]:
-    """Matches exactly the sentences that the grammar can write."""
+    """A pattern that matches exactly the sentences that the grammar can write."""
 
     def alternatives(slot: str) -> str:
         slot = slot.rstrip("23")
@@ -313,6 +313,6 @@ def sentence_pattern() -> re.Pattern[str]:
 
 
 def share_of_grammatical_text(text: str) -> float:
-    """The share of `text`, by characters other than white space, that the grammar could write."""
+    """The share of `text`, in characters other than white space, that the grammar could write."""
     matched = "".join(match.group() for match in sentence_pattern().finditer(text))
     return len("".join(matched.split())) / max(1, len("".join(text.split())))

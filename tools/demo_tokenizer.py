@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: Qwen's byte-level BPE in a small size, and Qwen's chat format."""
+"""The demo model's tokenizer: a small version of Qwen's byte-level BPE, with Qwen's chat format."""
 
 import json
 import re
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens: bytes, merges, and the special tokens last."""
+    """Trains a tokenizer of at most `vocab_size` tokens: bytes, merges, and special tokens last."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -53,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
 
 
 def _wrap(bpe: Tokenizer) -> Qwen2Tokenizer:
-    """`bpe` as the class that Qwen3's own tokenizer_config.json names."""
+    """Wraps `bpe` in the class that Qwen3's own tokenizer_config.json names."""
     model = json.loads(bpe.to_str())["model"]
     # END_OF_TEXT comes first, as in Qwen: the constructor numbers special tokens as it meets them.
     arguments: dict[str, Any] = {
@@ -70,9 +70,9 @@ def _wrap(bpe: Tokenizer) -> Qwen2Tokenizer:
 
 
 def save_tokenizer(tokenizer: Qwen2Tokenizer, directory: Path) -> None:
-    """Writes tokenizer.json, and tokenizer_config.json as Qwen3 has it.
+    """Writes tokenizer.json, and a tokenizer_config.json like Qwen3's.
 
-    What transformers 5 writes by itself, transformers 4 does not read.
+    Transformers 4 cannot read what transformers 5 writes by itself.
     """
     tokenizer.backend_tokenizer.save(str(directory / "tokenizer.json"))
     vocab = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""What the demo model can do, measured on what it has not seen.
+"""Measures what the demo model can do, on text that it has not seen.
 
 `python -m tools.evaluate_demo_model models/demo` takes a few minutes.
 """
@@ -32,14 +32,14 @@ Chat = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said, and whether it stopped by itself."""
+    """The model's text, and whether it stopped by itself."""
 
     text: str
     ended: bool
 
 
 class DemoModel:
-    """The model of a directory behind one method: prompts in, replies out."""
+    """The model in a directory, behind one method: prompts in, replies out."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -47,7 +47,7 @@ class DemoModel:
         self.model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
 
     def reply(self, prompts: list[Chat] | list[str], greedy: bool = True) -> list[Reply]:
-        """Replies to chats, or continuations of plain texts; sampled at the default temperature."""
+        """Replies to chats or continues plain texts; if not greedy, at the default temperature."""
         texts = [
             prompt
             if isinstance(prompt, str)
@@ -56,7 +56,7 @@ class DemoModel:
             )
             for prompt in prompts
         ]
-        # Prompts of one length need the least padding.
+        # Prompts of similar length need the least padding.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         replies: dict[int, Reply] = {}
         for start in range(0, len(order), BATCH_SIZE):
@@ -90,7 +90,7 @@ def _assistant(content: str) -> dict[str, str]:
 def sum_prompts(
     pairs: list[tuple[int, int]], rng: random.Random, before: list[Chat] | None = None
 ) -> list[Chat]:
-    """A question for each pair, in a random phrasing, after one of the chats `before`."""
+    """Asks for each pair's sum, in a random phrasing, after one of the chats `before`."""
     return [
         [
             *(rng.choice(before) if before else []),
@@ -106,7 +106,7 @@ def _earlier_exchange(rng: random.Random) -> Chat:
 
 
 def _earlier_chat(model: DemoModel, tokens: int, rng: random.Random) -> Chat:
-    """Facts and sums up to a length of about `tokens`."""
+    """Makes a chat of facts and sums, about `tokens` long."""
     chat: Chat = []
     pairs = training_pairs()
     while len(model.tokenizer.apply_chat_template(chat)["input_ids"] if chat else []) < tokens:
@@ -120,7 +120,7 @@ def _share(flags: list[bool]) -> float:
 
 
 class Evaluation:
-    """The measurements, and all the replies that were given on the way."""
+    """The measurements, and all replies given along the way."""
 
     def __init__(self, directory: Path, seed: int, sample: int | None) -> None:
         self.model = DemoModel(directory)
@@ -135,7 +135,7 @@ class Evaluation:
         return [reply.text for reply in replies]
 
     def sums(self) -> dict[str, float]:
-        """Shares of held-out sums that are right to the last character."""
+        """The shares of held-out sums that are right to the last character."""
         pairs = sorted(held_out_pairs())
         self.rng.shuffle(pairs)
 
@@ -153,7 +153,7 @@ class Evaluation:
         }
 
     def facts(self) -> dict[str, float]:
-        """The share of questions, as they are written, that get their answer word for word."""
+        """The share of questions, as they are in FACTS, that get their answer word for word."""
         questions = [(question, answer) for phrasings, answer in FACTS for question in phrasings]
         questions = questions[: self.sample]
         answers = self.ask([[_user(question)] for question, _ in questions])
@@ -161,7 +161,7 @@ class Evaluation:
         return {"facts": _share(right)}
 
     def stories(self) -> tuple[dict[str, float], list[str]]:
-        """Figures of stories sampled at the default temperature, and a few of them."""
+        """Figures on stories sampled at the default temperature, and a few of the stories."""
         torch.manual_seed(self.seed)
         animals = [self.rng.choice(ANIMALS) for _ in range(100)][: self.sample]
         told = self.ask([[_user(f"Tell me a story about a {a}.")] for a in animals], greedy=False)
@@ -185,7 +185,7 @@ class Evaluation:
 
 
 def evaluate(directory: Path, seed: int = 0, sample: int | None = None) -> str:
-    """A report on the model in `directory`, with at most `sample` prompts for each figure."""
+    """Reports on the model in `directory`, with at most `sample` prompts for each figure."""
     evaluation = Evaluation(directory, seed, sample)
     figures, samples = evaluation.stories()
     figures |= evaluation.sums() | evaluation.facts()

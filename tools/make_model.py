@@ -3,7 +3,7 @@
     python -m tools.make_model --shape qwen3-0.6b --out /tmp/qwen3-0.6b
     python -m tools.make_model --shape tiny --out /tmp/tiny --set num_hidden_layers=3
 
-The tokenizer is the demo model's, so a big vocabulary has ids that it does not know.
+The tokenizer is the demo model's, so a larger vocabulary has ids that it does not know.
 """
 
 import argparse
@@ -23,8 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_SHARD_BYTES = 2 << 30
 
-# What the public Qwen3 configurations have in common; "rope_theta" is where both transformers 4
-# and 5 look for it.
+# Keys that the public Qwen3 configurations have in common; "rope_theta" is where both transformers
+# 4 and 5 look for it.
 BASE_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -70,9 +70,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_config(shape: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of `shape`, any key of which `overrides` may replace.
+    """The config.json of `shape`, with any keys replaced by `overrides`.
 
-    Raises ValueError when there is no such shape.
+    Raises ValueError if there is no such shape.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape: no {shape!r}, there are {', '.join(SHAPES)}")
@@ -85,7 +85,7 @@ def model_config(shape: str, overrides: Mapping[str, Any] | None = None) -> dict
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model, under its Hugging Face name, in the order of the forward pass."""
+    """The shape of every weight, by its Hugging Face name, in the order of the forward pass."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
@@ -121,9 +121,9 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def make_tensor(
     name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype
 ) -> Tensor:
-    """Random weights, the same for the same seed and name whatever file they end up in.
+    """Makes random weights that depend only on the seed and the name, whatever file they end up in.
 
-    Norms are ones and a little noise, so that a norm that is left out or swapped shows.
+    Norms are ones plus a little noise, so that a norm left out or swapped shows.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
@@ -134,7 +134,7 @@ def make_tensor(
 def plan_shards(
     shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes: int
 ) -> list[list[str]]:
-    """Names of the tensors of each file; one that is too big by itself has a file to itself."""
+    """Assigns tensor names to files; a tensor that is too big by itself gets its own file."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
@@ -190,7 +190,7 @@ def _file_names(count: int) -> Iterator[str]:
 
 
 def _write_tokenizer(out: Path, vocab_size: int) -> None:
-    """The demo's tokenizer and generation defaults, less what a small vocabulary cannot end on."""
+    """Copies the demo's tokenizer and generation defaults, less end tokens past the vocabulary."""
     for file in TOKENIZER_FILES:
         shutil.copyfile(DEMO_MODEL / file, out / file)
     generation = _read_json(DEMO_MODEL / "generation_config.json")
@@ -208,7 +208,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _override(text: str) -> tuple[str, Any]:
-    """`key=value`, the value as JSON."""
+    """Parses `key=value`, the value as JSON."""
     key, _, value = text.partition("=")
     return key, json.loads(value)
 

@@ -1,7 +1,7 @@
 """Muon, an optimizer for matrices: momentum, made orthogonal before it is applied.
 
 After Keller Jordan, https://kellerjordan.github.io/posts/muon. `torch.optim.Muon` iterates in
-bfloat16, which takes a CPU without bfloat16 arithmetic about three times as long as float32 here.
+bfloat16, which takes about three times as long as float32 on a CPU without bfloat16 arithmetic.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps scaled to the size that AdamW's would have, so that both share a learning rate."""
+    """Scales its steps to the size that AdamW's would have, so that both share a learning rate."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
                     param.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, param: Tensor, momentum: float) -> Tensor:
-        """Nesterov's momentum of `param`'s gradient."""
+        """Returns the Nesterov momentum of `param`'s gradient."""
         assert param.grad is not None
         average = self.state[param].setdefault("average", torch.zeros_like(param))
         average.lerp_(param.grad, 1 - momentum)

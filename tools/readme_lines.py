@@ -1,6 +1,6 @@
 """`python -m tools.readme_lines`: writes the table of line counts into README.md.
 
-`--check` writes nothing, and fails where the table is not that of the code. A test runs it.
+`--check` writes nothing, and fails if the table does not match the code. A test runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- lines: python -m tools.readme_lines -->\n", "<!-- end of lines -->\n"
-# (what the table calls it, the folder, folders in it that are not of it)
+# (name in the table, folder, subfolders to leave out)
 PARTS = (
     ("frontend", "frontend", ("client",)),
     ("scheduler", "scheduler_svc", ()),
@@ -24,7 +24,7 @@ PARTS = (
 
 
 def table(root: Path) -> str:
-    """A row per part and one of all: Python files, their lines, the median and the largest file."""
+    """A row per part and one for all: Python files, their lines, the median and largest file."""
     parts = {
         title: {path: _lines(path) for path in _files(root / folder, others)}
         for title, folder, others in PARTS
@@ -42,7 +42,7 @@ def table(root: Path) -> str:
 
 
 def _files(folder: Path, others: tuple[str, ...]) -> list[Path]:
-    """Python files that are not empty."""
+    """The non-empty Python files in `folder`, except in `others`."""
     return [
         path
         for path in sorted(folder.rglob("*.py"))

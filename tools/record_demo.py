@@ -1,10 +1,10 @@
 """`python -m tools.record_demo`: records docs/recording.svg.
 
-Two terminals on a stack of its own, on a free port: `make up` and `make chat` in one; in the other
-`kill -9` of the worker while it answers. Then the same question again, undisturbed: the recording
-fails unless both answers are the same. Everything shown is what the commands printed.
+Two terminals share a stack of their own on a free port. One runs `make up` and `make chat`; the
+other, `kill -9` of the worker while it answers. Then the same question again, undisturbed: the
+recording fails unless both answers are the same. It shows exactly what the commands printed.
 
-Needs pyte, a terminal emulator, which nothing else here does:
+Only this script needs pyte, a terminal emulator:
 
     python3 -m venv /tmp/recording && /tmp/recording/bin/pip install pyte
     /tmp/recording/bin/python -m tools.record_demo --out docs/recording.svg
@@ -36,15 +36,15 @@ COLUMNS, TALL, SHORT = 88, 26, 6
 QUESTION = "Tell me a story about a fox"
 _KILL_AFTER = 120  # characters of the answer
 _SLOW_MOTION = 3.0  # the demo model is too fast to watch
-_FAST = 0.35  # of typing, and of a start
-_LONGEST_PAUSE = 0.8  # of the recording, where nothing changes on the screens
+_FAST = 0.35  # for typing, and for a start
+_LONGEST_PAUSE = 0.8  # in the recording, while nothing changes on the screens
 _FRAME_S = 0.03
 _COLOURS = {"green": "#7ee787", "red": "#ff7b72", "blue": "#79c0ff", "brown": "#e3b341"}
 _PROMPT = r"\[\e[32;1m\]$\[\e[0m\] "
 
 
 class Terminal:
-    """A shell in a pseudo-terminal, and the screen that it draws on."""
+    """A shell in a pseudo-terminal, and its screen."""
 
     def __init__(self, rows: int, port: int) -> None:
         pyte = importlib.import_module("pyte")
@@ -52,7 +52,7 @@ class Terminal:
         self._stream = pyte.ByteStream(self._screen)
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            # PORT in the environment is as good as PORT=... after each make.
+            # PORT in the environment works like PORT=... after each make.
             environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFL"))}
             environment |= {"PORT": str(port), "PS1": _PROMPT, "PROMPT_COMMAND": ""}
             environment["TERM"] = "xterm-256color"
@@ -88,7 +88,7 @@ class Recorder:
     """Drives the terminals, and keeps a frame of each change.
 
     Attributes:
-        caption: what the line below the terminals says from now on.
+        caption: text of the line below the terminals, from now on.
         speed: seconds of the recording per second, from now on.
         duration: of the recording, seconds.
     """
@@ -102,10 +102,10 @@ class Recorder:
         self._last = time.monotonic()
 
     def wait(self, until: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
-        """Records until `until()`.
+        """Records until `until()` is true.
 
         Raises:
-            TimeoutError: it took longer than `timeout_s`; names `what`.
+            TimeoutError: that took longer than `timeout_s`; the message names `what`.
         """
         deadline = time.monotonic() + timeout_s
         while not until():
@@ -155,11 +155,11 @@ class Recorder:
 
 
 def record(port: int) -> str:
-    """Plays the scene.
+    """Plays the scene and returns its SVG.
 
     Raises:
         TimeoutError: a step of it did not come.
-        ValueError: the answer that was interrupted is not the undisturbed one.
+        ValueError: the interrupted answer differs from the undisturbed one.
     """
     chat, shell = Terminal(TALL, port), Terminal(SHORT, port)
     recorder = Recorder(chat, shell)
@@ -214,7 +214,7 @@ def _play(recorder: Recorder, chat: Terminal, shell: Terminal) -> None:
 
 
 def _longest_pause(recorder: Recorder, chat: Terminal) -> float:
-    """Records to the end of the answer -> the longest time that it did not grow, seconds."""
+    """Records to the end of the answer -> the longest time, in seconds, that it did not grow."""
     grown, heard, pause = time.monotonic(), "", 0.0
     while "tokens/s" not in chat.text:
         recorder.wait(partial(_has_grown, chat, heard), "answer")
@@ -228,13 +228,13 @@ def _has_grown(chat: Terminal, heard: str) -> bool:
 
 
 def _worker(shell: Terminal) -> str:
-    """The worker's process id, as `make ps` shows it, else empty."""
+    """The worker's process id if `make ps` shows it serving, else empty."""
     found = re.search(r"^worker +0 +(\d+) .*RUNNING/SERVING", shell.text, re.MULTILINE)
     return found[1] if found else ""
 
 
 def _answers(chat: Terminal) -> list[str]:
-    """What follows the question on the screen, each time that it was asked."""
+    """The text that follows the question on the screen, for each time it was asked."""
     parts = chat.text.split(f"> {QUESTION}\n")[1:]
     return [part.partition("\n[")[0].strip() for part in parts] or [""]
 

@@ -2,7 +2,7 @@
 
     python -m tools.train_demo_model --out /tmp/demo
 
-takes about half an hour on two CPU cores; with --quick, a minute and nothing is learned.
+takes about half an hour on two CPU cores; with --quick, it takes a minute and learns nothing.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from tools.evaluate_demo_model import evaluate
 from tools.muon import Muon
 
 Example = tuple[Tensor, Tensor]
-"""Token ids of a document [tokens], and for each of them whether it is learned."""
+"""A document's token ids [tokens], and whether each of them is learned."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how hard to train."""
+    """The length and the intensity of the training."""
 
     steps: int = 3000
     minutes: float = 60
@@ -47,7 +47,7 @@ QUICK = Recipe(steps=20, documents=300, batch_tokens=1024)
 
 
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen3ForCausalLM:
-    """Two million parameters; everything that a big Qwen3 has, GQA and head_dim included."""
+    """Builds a model of two million parameters with all of a big Qwen3's parts, GQA included."""
     torch.manual_seed(seed)
     vocab = tokenizer.get_vocab()
     end_of_turn, end_of_text = vocab[IM_END], vocab[END_OF_TEXT]
@@ -76,7 +76,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen3ForCausalLM:
 
 
 def encode(documents: list[Document], tokenizer: Qwen2Tokenizer) -> list[Example]:
-    """The documents as token ids. Pieces are encoded one by one, as the server will meet them."""
+    """Encodes the documents piece by piece, as the server will meet them."""
     pieces = [piece for document in documents for piece in document.pieces]
     encoded = iter(tokenizer([text for text, _ in pieces])["input_ids"])
     examples = []
@@ -92,11 +92,11 @@ def encode(documents: list[Document], tokenizer: Qwen2Tokenizer) -> list[Example
 
 
 def pack(examples: list[Example], row_length: int, padding: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole examples side by side in rows [row_length]: ids, and which of them are learned.
+    """Packs whole examples into rows [row_length] of ids, and of whether they are learned.
 
-    A row starts with the start of an example, as every prompt does. Examples of one row see each
-    other: that is a long chat whose subject changes. First fit over a few open rows; examples
-    longer than a row are left out.
+    A row starts with the start of an example, as every prompt does. The examples in a row see each
+    other, like a long chat whose subject changes. First fit over a few open rows; examples longer
+    than a row are left out.
     """
     open_rows: list[list[Example]] = []
     for example in examples:
@@ -136,7 +136,7 @@ def _rows_forever(
 def batches(
     examples: list[Example], recipe: Recipe, padding: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches [batch_tokens // length, length] of ids and of what is learned."""
+    """Yields endless batches [batch_tokens // length, length]: ids, and whether to learn each."""
     rng = random.Random(seed)
     rows = {length: _rows_forever(examples, length, padding, seed) for length in recipe.row_lengths}
     while True:
@@ -147,7 +147,7 @@ def batches(
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: Tensor, learned: Tensor) -> Tensor:
-    """Mean cross entropy of the learned tokens; logits are computed for those only."""
+    """Mean cross entropy of the learned tokens; only their logits are computed."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     targets = learned[:, 1:]
     return F.cross_entropy(model.lm_head(hidden[:, :-1][targets]), ids[:, 1:][targets])
@@ -156,7 +156,7 @@ def loss_of(model: Qwen3ForCausalLM, ids: Tensor, learned: Tensor) -> Tensor:
 def train(
     model: Qwen3ForCausalLM, examples: list[Example], recipe: Recipe, padding: int, seed: int
 ) -> None:
-    """Muon for the matrices, AdamW for the rest; the learning rate falls to zero on a line.
+    """Trains matrices with Muon, the rest with AdamW; the learning rate falls linearly to zero.
 
     Ends after `recipe.steps` steps or `recipe.minutes` minutes, whichever comes first.
     """
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start-from", type=Path, help="directory of a model to train further")
     parser.add_argument("--steps", type=int, help=f"optimizer steps, default {Recipe.steps}")
-    parser.add_argument("--minutes", type=float, help="stop after as many, default 60")
+    parser.add_argument("--minutes", type=float, help="stop after this many, default 60")
     parser.add_argument("--quick", action="store_true", help="a smoke test that learns nothing")
     args = parser.parse_args()
     recipe = QUICK if args.quick else Recipe()
@@ -214,11 +214,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.bfloat16().save_pretrained(args.out)
-    # Small in the repository, but computed with in float32: it gives the same tokens whichever way
-    # they are computed.
+    # Small in the repository, but run in float32, which gives the same tokens however they are
+    # computed.
     model.config.dtype = torch.float32
     model.config.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # written for its owner only
+    (args.out / "model.safetensors").chmod(0o644)  # it was readable by its owner only
     print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes, written to {args.out}")
     print(evaluate(args.out, args.seed, sample=20 if args.quick else None))
 
