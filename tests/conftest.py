@@ -44,6 +44,7 @@ def pytest_configure() -> None:
         raise pytest.UsageError("TEST_DEVICE is cuda, but torch finds no CUDA device")
 
 
+@pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For `-n auto`, which `make test` passes: a worker per processor, but none where tests are
     named, since workers take longer to start than most tests to run."""
