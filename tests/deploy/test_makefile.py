@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,13 @@ def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Con
     for named in ([__file__], [f"{__file__}::test_x"], [folder, __file__]):
         assert workers(*named) == 0
     assert workers(folder, keyword="x") == 0
+
+
+def test_tests_run_without_xdist() -> None:
+    """As on a GPU machine, with its own installation of pytest."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", "-q", __file__]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "test_tests_run_without_xdist" in listed
 
 
 def test_help_lists_the_targets() -> None:
