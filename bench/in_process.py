@@ -24,10 +24,12 @@ from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Output, Step
-from shared.config import SettingsError, WorkerSettings, load_settings
+from shared.config import SettingsError, load_settings
 from worker_svc.errors import StartError
-from worker_svc.model_runner import ModelRunner, StepResult
+from worker_svc.model_runner import ModelRunner
+from worker_svc.settings import WorkerSettings
 from worker_svc.step import decode as worker_step
+from worker_svc.step_result import StepResult
 
 _EPOCH = 1
 
@@ -144,7 +146,7 @@ class RunnerEngine:
         self._done.clear()
         for number, request in enumerate(requests):
             self._traces[number] = Trace(len(request.prompt), sent=time.perf_counter())
-            params = SamplingParams(request.output_len, TEMPERATURE, request.seed)
+            params = SamplingParams(request.output_len, temperature=TEMPERATURE, seed=request.seed)
             self._engine.submit(Sequence((0, number), request.prompt, params))
         await self._done.wait()
         return list(self._traces.values())
@@ -153,7 +155,7 @@ class RunnerEngine:
         now = time.perf_counter()
         for output in outputs:
             if output.token is not None:
-                self._traces[output.seq.key[1]].arrivals.append((now, 1))
+                self._traces[output.seq.key.number].arrivals.append((now, 1))
                 self._received(1)
             if output.finished is not None:
                 self._unfinished -= 1

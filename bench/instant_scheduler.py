@@ -25,28 +25,28 @@ class _Connection:
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
-        self.handles = np.zeros(0, "<u8")
+        self.numbers = np.zeros(0, "<u8")
         self.left = np.zeros(0, np.int64)  # tokens to come
         self.made = np.zeros(0, "<i4")
 
     def add(self, submit: pb.Submit) -> None:
-        self.handles = np.append(self.handles, np.uint64(submit.request)).astype("<u8")
+        self.numbers = np.append(self.numbers, np.uint64(submit.request)).astype("<u8")
         self.left = np.append(self.left, submit.sampling.max_tokens)
         self.made = np.append(self.made, np.int32(0)).astype("<i4")
 
-    def drop(self, handle: int) -> None:
-        self._keep(self.handles != handle)
+    def drop(self, number: int) -> None:
+        self._keep(self.numbers != number)
 
     def step(self, token_id: int) -> pb.SchedulerMessage:
         """One token for each request; those that have all of theirs end."""
         output = pb.StepOutput(
-            requests=self.handles.tobytes(),
+            requests=self.numbers.tobytes(),
             offsets=self.made.tobytes(),
-            token_ids=np.full(len(self.handles), token_id, "<i4").tobytes(),
-            started=[pb.Started(request=int(h)) for h in self.handles[self.made == 0]],
+            token_ids=np.full(len(self.numbers), token_id, "<i4").tobytes(),
+            started=[pb.Started(request=int(n)) for n in self.numbers[self.made == 0]],
             finished=[
-                pb.Finished(request=int(h), cause=pb.FINISH_CAUSE_LENGTH)
-                for h in self.handles[self.left == 1]
+                pb.Finished(request=int(n), cause=pb.FINISH_CAUSE_LENGTH)
+                for n in self.numbers[self.left == 1]
             ],
         )
         self.made += 1
@@ -56,8 +56,8 @@ class _Connection:
 
     def _keep(self, rows: Any) -> None:
         if not rows.all():
-            self.handles, self.left, self.made = (
-                self.handles[rows],
+            self.numbers, self.left, self.made = (
+                self.numbers[rows],
                 self.left[rows],
                 self.made[rows],
             )
@@ -95,7 +95,7 @@ class InstantScheduler(SchedulerServiceServicer):
 
     def requests_per_connection(self) -> list[int]:
         """How many are open, by frontend."""
-        return [len(connection.handles) for connection in self._connections]
+        return [len(connection.numbers) for connection in self._connections]
 
     def go(self, step_s: float) -> None:
         """Makes the tokens of all requests that are open, a step of each connection every `step_s`
@@ -131,7 +131,7 @@ class InstantScheduler(SchedulerServiceServicer):
     async def _run(self, connection: _Connection, context: aio.ServicerContext[Any, Any]) -> None:
         """Steps until no request is open."""
         due = time.monotonic()
-        while len(connection.handles):
+        while len(connection.numbers):
             await context.write(connection.step(self._clock.tick()))
             due += self._step_s
             await asyncio.sleep(max(due - time.monotonic(), 0))

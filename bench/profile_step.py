@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from shared.config import WorkerSettings, load_settings
+from shared.config import load_settings
 from worker_svc.attention import torch_backend
 from worker_svc.kernels.cpu import fused as cpu_fused
 from worker_svc.kernels.cpu import linear as cpu_linear
 from worker_svc.model_runner import ModelRunner
 from worker_svc.sampling.sampler import Sampler
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
 
 NUM_BLOCKS = 1024

@@ -63,9 +63,9 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=Path("bench-scheduler.json"), help="%(default)s")
     options = parser.parse_args(args)
     for name, value in vars(options).items():
-        least = 0 if name == "waiting" else 1
-        if name != "out" and min(value if isinstance(value, list) else [value]) < least:
-            parser.error(f"--{name.replace('_', '-')}: must be at least {least}")
+        minimum = 0 if name == "waiting" else 1
+        if name != "out" and min(value if isinstance(value, list) else [value]) < minimum:
+            parser.error(f"--{name.replace('_', '-')}: must be at least {minimum}")
     return options
 
 

@@ -127,9 +127,9 @@ class _DecodingBatch:
 
     def _add(self, number: int, prompt: list[int], max_tokens: int) -> None:
         params = SamplingParams(max_tokens, temperature=0.6, seed=number)
-        refused = self._scheduler.add(Sequence((0, number), prompt, params))
-        if refused is not None:
-            raise BenchError(f"sequence {number} was refused: {refused.message}")
+        end = self._scheduler.add(Sequence((0, number), prompt, params))
+        if end is not None:
+            raise BenchError(f"sequence {number} was refused: {end.message}")
 
 
 def _summary(

@@ -8,7 +8,10 @@ from pydantic.fields import FieldInfo
 
 from deploy.plan import Layout
 from deploy.stack import MODULES, SERVICES
-from shared.config import PREFIX, FrontendSettings, SchedulerSettings, WorkerSettings
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import PREFIX
+from worker_svc.settings import WorkerSettings
 
 # Given on to the services as NANO_<NAME>. What is not given is not passed: their defaults apply.
 _FIELDS: dict[str, FieldInfo] = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -16,25 +17,20 @@ from deploy.errors import LaunchError
 from deploy.model import resolve_model
 from deploy.ports import free_port
 from deploy.stack import SERVICES, Stack, bracket_host
-from shared.auth import Tokens
-from shared.config import (
-    PREFIX,
-    Addresses,
-    FrontendSettings,
-    SchedulerSettings,
-    ServiceSettings,
-    WorkerSettings,
-    load_settings,
-    split_commas,
-)
-from shared.security import PublicSettings
+from frontend.auth import Tokens
+from frontend.settings import FrontendSettings, PublicSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import PREFIX, Addresses, load_settings, split_commas
 from shared.tls import ClientTls, FileError
+from worker_svc.settings import WorkerSettings
 
 Environment = dict[str, str]
 
 
-class StackSettings(PublicSettings, ServiceSettings):
+class StackSettings(PublicSettings):
     """The part of the services' settings that the launcher decides by, or fills in."""
+
+    program: ClassVar[str] = "python -m deploy"
 
     model: str = "models/demo"
     tp: int = Field(1, gt=0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import LaunchError
-from shared.auth import read_tokens
+from frontend.auth import read_tokens
 from shared.tls import ClientTls
 
 # In starting order; they stop in reverse, so that whoever asks goes before whoever answers.

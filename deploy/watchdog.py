@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import structlog
@@ -20,9 +21,10 @@ from deploy.errors import SupervisorGoneError
 from deploy.health import SERVING, SILENT, UNREACHABLE, check_health
 from deploy.stack import Process, Stack
 from deploy.supervisor import supervised_processes
-from shared.config import ServiceSettings, WorkerSettings, settings_or_exit
+from shared.config import ServiceSettings, settings_or_exit
 from shared.logging import configure_logging
 from shared.parent import end_with_parent
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +36,8 @@ _OWN_DELAY = 1.25
 
 class WatchdogSettings(ServiceSettings):
     """What of the stack's settings it reads."""
+
+    program: ClassVar[str] = "python -m deploy.watchdog"
 
     hang_timeout_s: float = Field(WorkerSettings.model_fields["hang_timeout_s"].default, gt=0)
 

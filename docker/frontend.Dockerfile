@@ -9,7 +9,8 @@ COPY shared shared
 COPY frontend frontend
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-RUN pip install --no-cache-dir -c constraints.txt ".[frontend]"
+# Editable, since a wheel would hold the client alone.
+RUN pip install --no-cache-dir -c constraints.txt -e ".[frontend]"
 
 USER nano
 ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1

@@ -11,7 +11,8 @@ COPY scheduler_svc scheduler_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
 ARG PIP_ARGS=""
-RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS ".[scheduler]"
+# Editable, since a wheel would hold the client alone.
+RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[scheduler]"
 
 USER nano
 ENV PYTHONUNBUFFERED=1

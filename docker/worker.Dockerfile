@@ -18,7 +18,8 @@ COPY worker_svc worker_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
 ARG PIP_ARGS=""
-RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS ".[worker]"
+# Editable, since a wheel would hold the client alone.
+RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[worker]"
 
 USER nano
 ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=/tmp/numba TRITON_CACHE_DIR=/tmp/triton

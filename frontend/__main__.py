@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
+from frontend.event_loop import EventLoop
 from frontend.model_files import ModelFilesError
-from frontend.server import SERVICE_NAME, serve
+from frontend.server import public_server, serve
+from frontend.settings import FrontendSettings
 from frontend.tokenizer import import_auto_tokenizer
-from shared.config import FrontendSettings, settings_or_exit
-from shared.event_loop import EventLoop
+from shared.config import settings_or_exit
 from shared.process import Ready, run_service
-from shared.server import Server
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
 
 
 async def _serve(settings: FrontendSettings, ready: Ready | None = None) -> None:
-    await serve(Server(settings, SERVICE_NAME, reuse_port=True, ready=ready), settings)
+    await serve(public_server(settings, ready), settings)
 
 
 def _hide_torch() -> None:

@@ -13,14 +13,14 @@ from frontend.logprobs import CompletionLogprobs
 from frontend.request import Request
 from frontend.scheduler_client import SchedulerClient
 from frontend.threads import in_pieces
-from frontend.token_stream import FinishReason, Reader, Start, TokenStream
-from frontend.turns import Turns
+from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
+from frontend.write_pacing import WritePacer
 from shared.errors import InternalError, ServiceError
 
 log = structlog.get_logger(__name__)
 
-# As many tokens at once, so that no turn of the event loop takes long because a client has not read
-# for long, or has much to go on from.
+# Tokens fed at once: no iteration of the event loop may take long because a client has not read for
+# long, or has much to go on from.
 _MAX_TOKENS = 128
 
 # Runs a function on a thread.
@@ -144,7 +144,10 @@ class Generation:
         Raises:
             ServiceError: the request failed.
         """
-        await self._open[0].stream.reader.wait(self._has_news())
+        first = self._all[0]
+        if self._waits_for_prompt() and first.has_news() and first.stream.error is None:
+            _fail_without_logprobs(first.stream)
+        await first.stream.waiter.wait(self._has_news())
         if self._prompt_logprobs is not None and not self._has_news():
             return []  # woken for tokens, which wait for the prompt's log-probabilities
         deltas = [(each, each.next_delta()) for each in self._open if each.has_news()]
@@ -179,20 +182,17 @@ class Generation:
         )
 
     def _has_news(self) -> bool:
-        if self._prompt_logprobs is not None and not self._prompt_logprobs.complete:
-            return self._has_failed()
+        if self._waits_for_prompt():
+            return self.error is not None
         # A loop: for one completion a generator would take several times as long.
         for each in self._open:  # noqa: SIM110
             if each.has_news():
                 return True
         return False
 
-    def _has_failed(self) -> bool:
-        """While the prompt's log-probabilities are missing, which go with the first delta."""
-        first = self._all[0]
-        if first.has_news() and first.stream.error is None:
-            _fail_without_logprobs(first.stream)
-        return self.error is not None
+    def _waits_for_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are missing, which go with the first delta."""
+        return self._prompt_logprobs is not None and not self._prompt_logprobs.complete
 
 
 async def begin(
@@ -218,7 +218,7 @@ async def begin(
     if reason is None:
         streams = scheduler.submit(request)
     else:
-        streams = [TokenStream(0, request, Reader(Turns()))]
+        streams = [TokenStream(0, request, Waiter(WritePacer()))]
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
     return Generation(request, readers, scheduler.close, received_at)

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frontend.ranges import DEFAULTED
+from shared.sampling_params import DEFAULTS, NUMBERS, SamplingNumbers
 
 
 class ModelFilesError(Exception):
     """The model directory cannot be used; the message names the file and the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What requests sample with that do not say; of these values where the model does not say."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +21,7 @@ class ModelFacts:
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: SamplingNumbers = DEFAULTS  # for what a request leaves unset
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
@@ -57,20 +46,20 @@ def read_model_facts(directory: Path) -> ModelFacts:
     )
 
 
-def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingDefaults:
+def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingNumbers:
     values: dict[str, Any] = {}
-    for each in fields(SamplingDefaults):
-        value = generation.get(each.name)
-        if value is None:  # also what Hugging Face writes for "not set"
+    for name, parameter in NUMBERS.items():
+        value = generation.get(name)
+        if value is None or not parameter.from_model:  # Hugging Face writes null for "not set"
             continue
-        kinds = int if each.name == "top_k" else int | float
-        valid = DEFAULTED[each.name]
+        kinds = int if parameter.whole else int | float
+        valid = parameter.public
         if not isinstance(value, kinds) or isinstance(value, bool) or value not in valid:
-            raise ModelFilesError(f"{path}: {each.name} is {value!r}; must be {valid}")
-        values[each.name] = value if kinds is int else float(value)
+            raise ModelFilesError(f"{path}: {name} is {value!r}; must be {valid}")
+        values[name] = value if parameter.whole else float(value)
     if values.get("top_k", 0) >= vocab_size:
         values["top_k"] = 0  # off, and small enough for the contract
-    return SamplingDefaults(**values)
+    return SamplingNumbers(**values)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.sampling_params import SamplingNumbers
+
 
 class GrammarKind(enum.Enum):
     """In what language a grammar is written."""
@@ -25,22 +27,15 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplingNumbers):
     """How completions are made and where they end. The defaults below are what changes nothing."""
 
-    temperature: float  # 0 is greedy
     seed: int  # completion number i has seed + i
     max_tokens: int
     eos_token_ids: tuple[int, ...]  # empty when the request ignores them
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     min_tokens: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -12,6 +12,7 @@ from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
+from shared.sampling_params import NUMBERS
 
 _ROWS_AT_ONCE = 32
 
@@ -116,18 +117,13 @@ def timings(totals: Totals) -> pb.Timings:
 
 
 def model(facts: ModelFacts, info: scheduler_pb2.EngineInfo) -> pb.GetModelResponse:
-    defaults = facts.defaults
     return pb.GetModelResponse(
         model=facts.name,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         default_sampling=pb.SamplingParams(
-            temperature=defaults.temperature,
-            top_k=defaults.top_k,
-            top_p=defaults.top_p,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
+            **{name: getattr(facts.defaults, name) for name, p in NUMBERS.items() if p.from_model}
         ),
         capacity=pb.EngineCapacity(
             num_blocks=info.num_blocks,

@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from frontend.model_files import ModelFacts, SamplingDefaults
-from frontend.ranges import DEFAULTED, Range, check_range
+from frontend.model_files import ModelFacts
 from frontend.request import Sampling
 from frontend.structured_output import check_structured_output
 from frontend.validation import check_token_ids
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
+from shared.sampling_params import BOUNDS, FILTERS, NUMBERS, Range, SamplingNumbers
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 
-_RANGES: Mapping[str, Range] = {
-    **DEFAULTED,
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "max_tokens": Range(1),
-    "logprobs": Range(0, 20),
-    "prompt_logprobs": Range(0, 20),
-    "n": Range(1, 16),
-    "beam_width": Range(0, 16),
-    "length_penalty": Range(-10, 10),
-}
 _LOGIT_BIAS = Range(-100, 100)
 
 # What beam search does without: the value that asks for nothing (None: every value asks).
 _NOT_WITH_BEAMS: Mapping[str, float | None] = {
     "n": 1,
-    "temperature": 0,
-    "top_k": 0,
-    "top_p": 1,
-    "min_p": 0,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
+    **{name: each.with_beams for name, each in NUMBERS.items()},
     "seed": None,
     "logprobs": None,
     "prompt_logprobs": None,
@@ -60,9 +43,9 @@ def check_sampling(
     Raises:
         InvalidArgumentError: a field is out of its range, or two contradict each other.
     """
-    for name, valid in _RANGES.items():
+    for name, bounds in BOUNDS.items():
         if _is_set(sampling, name):
-            check_range(f"sampling.{name}", getattr(sampling, name), valid)
+            _check_range(f"sampling.{name}", getattr(sampling, name), bounds.public)
     logit_bias = _logit_bias(sampling.logit_bias, vocab_size)
     _check_contradictions(sampling, logit_bias)
     max_tokens = _max_tokens(sampling, room)
@@ -82,10 +65,8 @@ def check_sampling(
         return replace(ends, beam_width=sampling.beam_width, length_penalty=penalty)
     return replace(
         ends,
-        **_distribution(sampling, facts.defaults, vocab_size),
+        **_numbers(sampling, facts.defaults, vocab_size),
         seed=sampling.seed if _is_set(sampling, "seed") else secrets.randbits(64),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         logit_bias=logit_bias,
         logprobs=sampling.logprobs if _is_set(sampling, "logprobs") else None,
         prompt_logprobs=(
@@ -161,24 +142,23 @@ def _check_contradictions(
     for name, given in others.items():
         if given:
             neutral = _NOT_WITH_BEAMS.get(name)
-            instead = "" if neutral is None else f" or give {neutral}"
+            instead = "" if neutral is None else f" or give {neutral:g}"
             raise InvalidArgumentError(
                 "sampling.beam_width",
                 f"{sampling.beam_width} cannot go with sampling.{name}; leave that out{instead}",
             )
 
 
-def _distribution(
-    sampling: pb.SamplingParams, defaults: SamplingDefaults, vocab_size: int
+def _numbers(
+    sampling: pb.SamplingParams, defaults: SamplingNumbers, vocab_size: int
 ) -> dict[str, Any]:
-    """What is drawn from. Values that change nothing become those that say so, because a step is
-    faster where nobody asks for anything."""
+    """The numeric parameters. Values that change nothing become those that say so, because a step
+    is faster where nobody asks for anything."""
     values = {
-        each.name: getattr(sampling if _is_set(sampling, each.name) else defaults, each.name)
-        for each in fields(SamplingDefaults)
+        name: getattr(sampling if _is_set(sampling, name) else defaults, name) for name in NUMBERS
     }
     if values["temperature"] == 0:
-        values |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        values |= {name: NUMBERS[name].default for name in FILTERS}
     if values["top_k"] >= vocab_size:
         values["top_k"] = 0
     return values
@@ -193,7 +173,7 @@ def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int
             raise InvalidArgumentError(
                 field, f"{token_id} is not below the vocabulary's size, {vocab_size}"
             )
-        check_range(f"{field}[{token_id}]", value, _LOGIT_BIAS)
+        _check_range(f"{field}[{token_id}]", value, _LOGIT_BIAS)
     return tuple((token_id, value) for token_id, value in sorted(biases.items()) if value)
 
 
@@ -234,6 +214,11 @@ def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
                 f"{len(stop)} characters; must be 1 to {MAX_STOP_STRING_LENGTH}",
             )
     return tuple(stops)
+
+
+def _check_range(field: str, value: float, valid: Range) -> None:
+    if value not in valid:
+        raise InvalidArgumentError(field, f"{value} is out of range; must be {valid}")
 
 
 def _check_count(field: str, values: Sized, limit: int) -> None:

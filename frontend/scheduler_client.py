@@ -24,8 +24,8 @@ from frontend.scheduler_messages import (
     new_tokens,
     submit_message,
 )
-from frontend.token_stream import FinishReason, Reader, Start, TokenStream
-from frontend.turns import Turns
+from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
+from frontend.write_pacing import WritePacer
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
@@ -60,9 +60,9 @@ class SchedulerClient:
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
         self._dialer = dialer
-        self._next_handle = 1
+        self._next_number = 1
         self._open: dict[int, TokenStream] = {}
-        self._turns = Turns()
+        self._pacer = WritePacer()
         self._giving_up: asyncio.TimerHandle | None = None
         # Both None while there is no connection.
         self._info: pb.EngineInfo | None = None
@@ -87,22 +87,22 @@ class SchedulerClient:
         """
         if self._outgoing is None:
             raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
-        first, sampling = self._next_handle, request.sampling
-        self._next_handle += sampling.num_completions
-        reader = Reader(self._turns)
+        first, sampling = self._next_number, request.sampling
+        self._next_number += sampling.num_completions
+        waiter = Waiter(self._pacer)
         prompt = None
         if sampling.prompt_logprobs is not None:
             prompt = PromptLogprobs(len(request.prompt_ids))
-        streams = [TokenStream(first, request, reader, 0, prompt)]
+        streams = [TokenStream(first, request, waiter, 0, prompt)]
         for index in range(1, sampling.num_completions):
-            streams.append(TokenStream(first + index, request, reader, index))
-        self._open.update((stream.handle, stream) for stream in streams)
+            streams.append(TokenStream(first + index, request, waiter, index))
+        self._open.update((stream.number, stream) for stream in streams)
         self._outgoing.put_nowait(submit_message(streams[0], n=sampling.n if sampling.n > 1 else 0))
         return streams
 
     def close(self, stream: TokenStream) -> None:
         """Has the scheduler drop a completion, if it has not ended."""
-        if self._open.pop(stream.handle, None) is not None and self._outgoing is not None:
+        if self._open.pop(stream.number, None) is not None and self._outgoing is not None:
             self._outgoing.put_nowait(abort_message(stream))
 
     async def run(self) -> None:
@@ -180,8 +180,8 @@ class SchedulerClient:
         One pass over plain lists and one wake-up per request: no task, no await per token.
         """
         grown = set()
-        for handle, offset, token_id in new_tokens(output):
-            stream = self._open.get(handle)
+        for number, offset, token_id in new_tokens(output):
+            stream = self._open.get(number)
             if stream is None or offset < len(stream.tokens):
                 continue  # closed meanwhile, or a token that came before
             if offset > len(stream.tokens):
@@ -204,7 +204,7 @@ class SchedulerClient:
                 else:
                     stream.fail(end)
         for stream in grown:
-            stream.reader.wake()
+            stream.waiter.wake()
 
     def _take_logprobs(self, rows: pb.LogprobRows) -> None:
         stream = self._open.get(rows.request)
@@ -214,7 +214,7 @@ class SchedulerClient:
         if logprobs is not None:
             logprobs.add(rows.first, logprob_rows(rows))
             if rows.prompt:
-                stream.reader.wake()  # tokens of other completions may be waiting for them
+                stream.waiter.wake()  # tokens of other completions may be waiting for them
 
     def _fail_on_gap(self, stream: TokenStream, offset: int) -> None:
         log.error(

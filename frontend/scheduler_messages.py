@@ -21,6 +21,7 @@ from shared.errors import (
 )
 from shared.pb import frontend_pb2
 from shared.pb import scheduler_pb2 as pb
+from shared.sampling_params import NUMBERS
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +57,7 @@ def submit_message(
         timeout_s = max(request.deadline - time.monotonic(), _SHORTEST_TIMEOUT_S)
     return pb.FrontendMessage(
         submit=pb.Submit(
-            request=stream.handle,
+            request=stream.number,
             request_id=request.request_id,
             prompt_ids=np.asarray(request.prompt_ids, "<i4").tobytes(),
             generated_ids=np.asarray(stream.tokens, "<i4").tobytes(),
@@ -73,24 +74,18 @@ def submit_message(
 def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
     sampling, prompt = stream.request.sampling, stream.prompt_logprobs
     message = pb.TokenSampling(
-        temperature=sampling.temperature,
         seed=(sampling.seed + stream.index) % 2**64,
         max_tokens=sampling.max_tokens,
         eos_token_ids=sampling.eos_token_ids,
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         logprobs=sampling.logprobs,
         # Computing the prompt anew, where its first pass was lost, is for what has not come only.
         prompt_logprobs=None if prompt is None or prompt.complete else sampling.prompt_logprobs,
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
         grammar=_grammar(sampling.grammar),
+        **{name: getattr(sampling, name) for name in NUMBERS},
     )
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias, strict=True)
@@ -107,11 +102,11 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
     """Ends a request before its time."""
-    return pb.FrontendMessage(abort=pb.Abort(request=stream.handle))
+    return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
 
 
 def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:
-    """(handle, offset, token id) of each token of a step.
+    """(number, offset, token id) of each token of a step; `number` is its stream's.
 
     Raises:
         ValueError: the columns are not of the same length.

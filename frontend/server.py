@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import structlog
 from grpc import aio
 
 from frontend import responses, validation
+from frontend.auth import ClientInterceptor, Tokens
 from frontend.generation import Generation, begin
 from frontend.logprobs import LogprobRow
 from frontend.model_files import ModelFacts, read_model_facts
@@ -21,8 +22,8 @@ from frontend.request import Request
 from frontend.responses import WholeCompletion, stream_response
 from frontend.sampling_checks import check_resume, check_sampling
 from frontend.scheduler_client import SchedulerClient
+from frontend.settings import FrontendSettings
 from frontend.tokenizer import Tokenizer
-from shared.config import FrontendSettings
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
+# Calls of a connection over its client's limit: to be told so, and for health.
+_SPARE_CALLS = 64
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -169,6 +172,27 @@ class InferenceServicer(InferenceServiceServicer):
             messages = validation.check_messages(message.chat)
             return await self._tokenizer.encode_chat(messages, max_tokens)
         raise InvalidArgumentError("prompt", "missing; give one")
+
+
+def public_server(settings: FrontendSettings, ready: Callable[[], object] | None = None) -> Server:
+    """A server that lets in who has a token, so many calls of each client at a time. Frontends may
+    share its port.
+
+    Args:
+        ready: as for `Server`.
+
+    Raises:
+        FileError: a file of certificates or tokens cannot be used.
+    """
+    path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
+    return Server(
+        settings,
+        SERVICE_NAME,
+        interceptors=[ClientInterceptor(Tokens(path) if path else None, max_requests)],
+        max_calls=max_requests + _SPARE_CALLS,
+        reuse_port=True,
+        ready=ready,
+    )
 
 
 async def serve(server: Server, settings: FrontendSettings) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
-from frontend.turns import Turns
+from frontend.write_pacing import WritePacer
 from shared.errors import ServiceError
 
 
@@ -29,26 +29,26 @@ class Start:
     queue_s: float
 
 
-class Reader:
-    """The one call that reads a request's streams: it sleeps while none of them has anything."""
+class Waiter:
+    """Lets the one call that reads a request's streams sleep while none of them has anything."""
 
-    def __init__(self, turns: Turns) -> None:
-        """`turns`: that readers share."""
-        self._turns = turns
-        self._turn: asyncio.Future[None] | None = None  # not asked for yet
+    def __init__(self, pacer: WritePacer) -> None:
+        """`pacer`: one for all calls."""
+        self._pacer = pacer
+        self._permit: asyncio.Future[None] | None = None  # not requested yet
 
     async def wait(self, ready: bool) -> None:
-        """Returns once its turn has come, for which it asks when it is `ready` or woken."""
-        turn = self._turn = asyncio.get_running_loop().create_future()
+        """Returns once the call may write, for which it asks when it is `ready` or woken."""
+        permit = self._permit = asyncio.get_running_loop().create_future()
         if ready:
             self.wake()
-        await turn
+        await permit
 
     def wake(self) -> None:
         """Tells the call that there is more."""
-        if self._turn is not None:
-            self._turns.ask(self._turn)
-            self._turn = None
+        if self._permit is not None:
+            self._pacer.request(self._permit)
+            self._permit = None
 
 
 class TokenStream:
@@ -56,17 +56,17 @@ class TokenStream:
 
     def __init__(
         self,
-        handle: int,
+        number: int,
         request: Request,
-        reader: Reader,
+        waiter: Waiter,
         index: int = 0,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        """`handle`: what the scheduler knows it by; `index`: which of the request's completions;
+        """`number`: what the scheduler knows it by; `index`: which of the request's completions;
         `prompt_logprobs`: of the first one, where the request asks for them."""
-        self.handle = handle
+        self.number = number
         self.request = request
-        self.reader = reader
+        self.waiter = waiter
         self.index = index
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs
@@ -92,7 +92,7 @@ class TokenStream:
             raise self.error
 
     def append(self, token_id: int) -> None:
-        """Adds a token; the reader is to be woken after a step's."""
+        """Adds a token; the waiter is to be woken after a step's."""
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self.tokens.append(token_id)
@@ -100,9 +100,9 @@ class TokenStream:
     def complete(self, reason: FinishReason, score: float = 0.0) -> None:
         """The scheduler says that no token follows."""
         self.finish, self.score = reason, score
-        self.reader.wake()
+        self.waiter.wake()
 
     def fail(self, error: ServiceError) -> None:
         """The request ends with `error`."""
         self.error = error
-        self.reader.wake()
+        self.waiter.wake()

@@ -92,10 +92,11 @@ class Tokenizer:
     def _encode(self, field: str, text: str, max_tokens: int | None, *, special: bool) -> list[int]:
         if max_tokens is not None:
             size = len(text.encode())
-            least = int(size / self._max_bytes_per_token)
-            if least > max_tokens:
+            min_tokens = int(size / self._max_bytes_per_token)
+            if min_tokens > max_tokens:
                 raise InvalidArgumentError(
-                    field, f"{size} bytes are more than {least} tokens; the limit is {max_tokens}"
+                    field,
+                    f"{size} bytes are more than {min_tokens} tokens; the limit is {max_tokens}",
                 )
         # The one call of the tokenizer that releases the interpreter's lock all along.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)

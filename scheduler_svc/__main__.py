@@ -1,4 +1,4 @@
-"""`python -m scheduler_svc`: one per engine."""
+"""`python -m scheduler_svc` runs an engine's scheduler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.edge.worker_client import WorkerClient, WorkerMismatchError
+from scheduler_svc.edge.worker_client import WorkerClient
+from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.compiler import Grammars
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
-from shared.config import SchedulerSettings, settings_or_exit
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import settings_or_exit
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 from shared.process import Ready, run_service
@@ -21,7 +23,7 @@ from shared.server import Server
 
 
 async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None:
-    """Serves until a signal comes.
+    """Serves until a signal arrives.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.

@@ -1,25 +1,25 @@
-"""Which sequences are refused at once."""
+"""Decides which sequences are refused on arrival."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite, isnan
+from math import isfinite, isnan
 
-from scheduler_svc.grammar.matcher import GrammarKind
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sampling import GrammarKind, SamplingParams
 from scheduler_svc.sequence import FinishCause, Sequence
+from scheduler_svc.step import End
 from scheduler_svc.waiting_queue import WaitingQueue
+from shared.sampling_params import BOUNDS, NUMBERS, Range
 
-MAX_N = 64
-MAX_LOGPROBS = 1000
-MAX_LENGTH_PENALTY = 10.0  # and the least is as far below 0: lengths to its power stay finite
 _MAX_REQUEST = (1 << 64) - 1
+_RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}
+_MAX_LOGPROBS = BOUNDS["logprobs"].engine.high
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a step (`max_num_seqs`, `max_num_batched_tokens`; `max_num_prefill_tokens` of prompts
-    beside decodes), of a sequence and of the queue."""
+    """Limits on a step (`max_num_seqs`, `max_num_batched_tokens`, and `max_num_prefill_tokens` for
+    prompts that share it with decodes), on a sequence and on the queue."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,21 +30,20 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
 
 
-def refusal(
-    seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue
-) -> tuple[FinishCause, str] | None:
-    """Why a sequence, with the other n - 1 completions of its prompt, cannot be accepted; None if
-    it can. In the queue it counts once: it is the only one that waits there."""
+def refusal(seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue) -> End | None:
+    """The reason to refuse a sequence and the other n - 1 completions of its prompt, or None. They
+    count as one in the queue, where only the first of them waits."""
     if problem := _problem(seq, n, limits):
-        return FinishCause.INVALID, problem
+        return End(FinishCause.INVALID, problem)
     if seq.resubmitted:
         return None  # it was in the queue, or beyond it, when the connection was lost
     if len(waiting) >= limits.max_waiting:
-        return FinishCause.QUEUE_FULL, f"{len(waiting)} requests are waiting already"
+        return End(FinishCause.QUEUE_FULL, f"{len(waiting)} requests are waiting already")
     if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
-        return FinishCause.QUEUE_FULL, (
-            f"requests of {waiting.num_tokens} tokens are waiting already, "
-            f"with {seq.num_tokens} more they would exceed the limit of {limits.max_waiting_tokens}"
+        return End(
+            FinishCause.QUEUE_FULL,
+            f"requests of {waiting.num_tokens} tokens are waiting already, with {seq.num_tokens} "
+            f"more they would exceed the limit of {limits.max_waiting_tokens}",
         )
     return None
 
@@ -73,8 +72,8 @@ def _problem(seq: Sequence, n: int, limits: Limits) -> str:
 
 
 def _problem_of_many(seq: Sequence, n: int) -> str:
-    if not 1 <= n <= MAX_N:
-        return f"sampling.n: {n}; must be 1 to {MAX_N}"
+    if n not in BOUNDS["n"].engine:
+        return _out_of(BOUNDS["n"].engine, "n", n)
     if n > 1 and seq.num_generated_tokens:
         return f"sampling.n: {n}; must be 1 where tokens are resumed"
     if n > 1 and seq.params.beam_width:
@@ -82,42 +81,28 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
     if seq.params.beam_width and seq.num_generated_tokens:
         return f"sampling.beam_width: {seq.params.beam_width}; must be 0 where tokens are resumed"
     count = max(n, seq.params.beam_width)
-    if seq.key[1] + count - 1 > _MAX_REQUEST:
-        return f"request: {seq.key[1]} leaves no numbers for {count} completions"
+    if seq.key.number + count - 1 > _MAX_REQUEST:
+        return f"request: {seq.key.number} leaves no numbers for {count} completions"
     return ""
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
     """What in sampling parameters no worker could run, by name and range; empty if nothing."""
-    most_logprobs = min(MAX_LOGPROBS, vocab_size)
     if params.beam_width and (params.num_logprobs or 0) > vocab_size:
         return (
             f"sampling.beam_width: {params.beam_width}; needs {params.num_logprobs} candidates, "
             f"the vocabulary has {vocab_size} tokens"
         )
-    # name, value, the least and the most that it may be
-    for name, value, least, most in (
-        ("temperature", params.temperature, 0.0, inf),
-        ("min_tokens", params.min_tokens, 0, params.max_tokens),
-        ("top_k", params.top_k, 0, inf),
-        ("top_p", params.top_p, 0.0, 1.0),
-        ("min_p", params.min_p, 0.0, 1.0),
-        ("repetition_penalty", params.repetition_penalty, 0.0, inf),
-        ("presence_penalty", params.presence_penalty, -inf, inf),
-        ("frequency_penalty", params.frequency_penalty, -inf, inf),
-        ("logprobs", params.logprobs or 0, 0, most_logprobs),
-        ("prompt_logprobs", params.prompt_logprobs or 0, 0, most_logprobs),
-        ("beam_width", params.beam_width, 0, MAX_N),
-        ("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    for name, valid in _RANGES.items():
+        if (value := getattr(params, name)) not in valid:
+            return _out_of(valid, name, value)
+    for name, value, high in (
+        ("min_tokens", params.min_tokens, params.max_tokens),
+        ("logprobs", params.logprobs or 0, min(_MAX_LOGPROBS, vocab_size)),
+        ("prompt_logprobs", params.prompt_logprobs or 0, min(_MAX_LOGPROBS, vocab_size)),
     ):
-        if not (isfinite(value) and least <= value <= most):
-            return f"sampling.{name}: {value}; must be {_range(least, most)}"
-    for name, value in (
-        ("top_p", params.top_p),
-        ("repetition_penalty", params.repetition_penalty),
-    ):
-        if value == 0:
-            return f"sampling.{name}: {value}; must be above 0"
+        if not 0 <= value <= high:
+            return _out_of(Range(0, high), name, value)
     return _grammar_problem(params) or _token_problem(params, vocab_size)
 
 
@@ -152,7 +137,5 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
     return ""
 
 
-def _range(least: float, most: float) -> str:
-    if most == inf:
-        return "a finite number" if least == -inf else f"a finite number, at least {least:g}"
-    return f"{least:g} to {most:g}"
+def _out_of(valid: Range, name: str, value: float) -> str:
+    return f"sampling.{name}: {value}; must be {valid}"

@@ -41,7 +41,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """The cache is lost: all blocks are empty, and nobody holds any."""
+        """Empties every block and forgets who held it: the cache has been lost."""
         self._ref_counts = array("i", bytes(4 * self.num_blocks))
         self._free = deque(range(self.num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -59,7 +59,7 @@ class BlockManager:
         return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """The number of blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
     def allocate_prompt(self, seq: Sequence) -> bool:
@@ -110,7 +110,8 @@ class BlockManager:
         return True
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """What the step that is being planned has to copy: (from block, to block)."""
+        """The block copies, (from, to), that the step being planned must make; each is handed out
+        once."""
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         for source, _ in copies:
@@ -198,8 +199,8 @@ class BlockManager:
         return blocks
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        """128 bits: a collision is not to be expected in the life of a cluster, so tokens are not
-        compared."""
+        """Names the leading blocks. At 128 bits no collision is to be expected in the life of a
+        cluster, so tokens are not compared."""
         for i in range(len(seq.block_hashes), num_blocks):
             tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
             parent = seq.block_hashes[i - 1] if i else self._hash(seq.cache_salt.encode())

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -25,14 +26,14 @@ log = structlog.get_logger(__name__)
 
 
 class WorkersLostError(Exception):
-    """A worker is gone, and the cache with it."""
+    """A worker is gone and has taken the cache with it."""
 
 
 class Executor(Protocol):
-    """Runs steps: over gRPC in the service, in process in the benchmark."""
+    """Runs steps: over gRPC in the service, in the same process in the benchmark."""
 
     async def send(self, step: Step) -> None:
-        """Has `step` run after those that were sent before.
+        """Queues `step` behind those sent before it.
 
         Raises:
             WorkersLostError: it will never be answered.
@@ -46,11 +47,12 @@ class Executor(Protocol):
         """
 
     async def watch(self) -> str:
-        """Returns why, once the workers are lost; with steps in flight `receive` raises then."""
+        """Returns the reason once the workers are lost; `receive` then raises if steps are in
+        flight."""
 
     async def recover(self) -> None:
-        """Returns once steps can be run again, with an empty cache of the same size; what was sent
-        is forgotten. Workers that cannot run any step are waited for."""
+        """Returns once steps can run again, on an empty cache of the same size; steps sent earlier
+        are forgotten. Waits for workers that cannot run any step."""
 
 
 async def _tell_nobody(_: bool) -> None:
@@ -58,12 +60,12 @@ async def _tell_nobody(_: bool) -> None:
 
 
 class Engine:
-    """Owns the scheduler: all its methods are to be called from the loop that runs `run`.
+    """Owns the scheduler. Call its methods only from the event loop that runs `run`.
 
-    `emit` is called after each step with what is new. With `sync` a step is planned only when the
-    answer to the one before has been applied; the tokens are the same. Without `grammars`, requests
-    for structured output are refused. `on_serving` is told whenever requests cease or begin to wait
-    for lost workers, or for the trial of those that may have made them fail.
+    `emit` receives the news after each step. With `sync` a step is planned only once the answer to
+    the previous one has been applied; the tokens are the same. Without `grammars`, requests for
+    structured output are refused. `on_serving` is called with False when requests start to wait,
+    for lost workers or while suspects are tried, and with True when they stop.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Engine:
         self._on_serving = on_serving
         self._serving = True
         self._steps_ahead = 0 if sync else 1
-        self._most_in_flight = 1 + self._steps_ahead
+        self._max_in_flight = 1 + self._steps_ahead
         self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
         self._last_answer = 0.0
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
@@ -96,30 +98,31 @@ class Engine:
         self._constraints = Constraints(grammars, self) if grammars else None
 
     def submit(self, seq: Sequence, n: int = 1) -> None:
-        """With the other n - 1 completions of its prompt. A refusal comes once, for all of them."""
+        """Takes in a sequence and the other n - 1 completions of its prompt. A refusal is emitted
+        once for all of them."""
         if seq.params.grammar is None:
             self.queue(seq, n)
         elif self._constraints:
             self._constraints.begin(seq, n)
         else:
             message = "sampling.structured_output: not available here"
-            self.emit([End(seq, finished=FinishCause.INVALID, message=message)])
+            self.refuse(seq, End(FinishCause.INVALID, message))
 
     def queue(self, seq: Sequence, n: int) -> None:
-        """As `submit`, of what may be scheduled at once."""
-        refused = self.scheduler.add(seq, n)
-        if refused:
-            self.refuse(refused)
+        """Takes in a sequence that may be scheduled right away."""
+        if end := self.scheduler.add(seq, n):
+            self.refuse(seq, end)
         self.wake()
 
-    def refuse(self, refused: End) -> None:
-        """Tells a frontend that a sequence is not accepted."""
-        if refused.finished is FinishCause.QUEUE_FULL:
-            refused.retry_after_s = self.load.retry_after_s(self.clock())
-        self.emit([refused])
+    def refuse(self, seq: Sequence, end: End) -> None:
+        """Emits the end of a sequence that was not accepted."""
+        seq.status = Status.FINISHED
+        if end.cause is FinishCause.QUEUE_FULL and not end.retry_after_s:
+            end = replace(end, retry_after_s=self.load.retry_after_s(self.clock()))
+        self.emit([Output(seq, end=end)])
 
     def wake(self) -> None:
-        """There may be something new to schedule."""
+        """Has the loop look for something to schedule."""
         self._wake.set()
 
     def abort(self, key: SequenceKey) -> None:
@@ -133,7 +136,7 @@ class Engine:
         if self._constraints:
             self._constraints.abort_connection(connection)
         for key in self.scheduler.open_sequences():
-            if key[0] == connection:
+            if key.connection == connection:
                 self.scheduler.abort(key)
         self.wake()
 
@@ -143,7 +146,7 @@ class Engine:
         try:
             while True:
                 try:
-                    await self._turn()
+                    await self._iterate()
                 except WorkersLostError as error:
                     await self._recover(str(error))
         finally:
@@ -152,8 +155,8 @@ class Engine:
             if self._constraints:
                 self._constraints.close()
 
-    async def _turn(self) -> None:
-        """Sends what can be sent, then waits for an answer or for something new to send."""
+    async def _iterate(self) -> None:
+        """Sends what steps it can, then waits for an answer or for something new to send."""
         self._wake.clear()
         if self._watching and self._watching.done():
             raise WorkersLostError(self._watching.result())
@@ -161,7 +164,7 @@ class Engine:
             self.emit(expired)
         if self._suspects or self._trying:
             await self._try_suspects()
-        while len(self._in_flight) < self._most_in_flight:
+        while len(self._in_flight) < self._max_in_flight:
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
@@ -178,18 +181,18 @@ class Engine:
             if self._suspects:
                 for row in step.rows:
                     self._suspects.passed(row.seq, row.start + row.num_tokens)
-            if step.asks and self._constraints:
+            if step.has_features and self._constraints:
                 self._constraints.advance(outputs)
             now = self.clock()
             self.load.update(now - max(sent, self._last_answer), now)
             self._last_answer = now
 
     async def _answered(self) -> bool:
-        """Waits for the answer to the oldest step; false if there is news first, while another
-        step could be sent."""
+        """Waits for the answer to the oldest step. Returns False if something new turns up first
+        and another step may be sent."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._executor.receive())
-        if len(self._in_flight) == self._most_in_flight:
+        if len(self._in_flight) == self._max_in_flight:
             await asyncio.wait([self._answer])
             return True
         answer: asyncio.Future[Any] = self._answer
@@ -218,13 +221,13 @@ class Engine:
         self._watch()
 
     async def _try_suspects(self) -> None:
-        """Sees to it that nothing runs beside those on trial."""
+        """Makes sure that nothing runs alongside the suspects on trial."""
         for seq in self._suspects:
             if seq.status is Status.FINISHED:
                 self._suspects.forget(seq)
         group = self._suspects.on_trial
         self._trying = bool(group)
-        self._most_in_flight = 1 if group else 1 + self._steps_ahead
+        self._max_in_flight = 1 if group else 1 + self._steps_ahead
         if not group:
             self.scheduler.restrict(None)
         elif not self._in_flight:

@@ -1,4 +1,4 @@
-"""A heap of sequences that lets go of those that no longer belong in it."""
+"""A heap of sequences that discards outdated entries lazily."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _MIN_COMPACTION = 64
 
 
 class LazyHeap(Generic[Key]):
-    """Taking an entry out of the middle of a heap takes time proportional to its size. So entries
-    stay until they come to the front, or until the heap has doubled since it was last cleared of
-    those for which `is_current(sequence, ticket)` no longer holds. All operations take logarithmic
-    time, averaged over the pushes."""
+    """A heap from which entries need not be removed: those for which `is_current(sequence, ticket)`
+    no longer holds are skipped at the front, and swept out whenever the heap has doubled. Every
+    operation takes logarithmic time, amortised over the pushes."""
 
     def __init__(self, is_current: Callable[[Sequence, int], bool]) -> None:
         self._is_current = is_current
@@ -25,11 +24,11 @@ class LazyHeap(Generic[Key]):
         self._compact_at = _MIN_COMPACTION
 
     def __len__(self) -> int:
-        """Entries that are no longer current included."""
+        """Counts outdated entries, too."""
         return len(self._entries)
 
     def push(self, key: Key, ticket: int, seq: Sequence) -> None:
-        """Tickets are unique, and break ties of equal keys."""
+        """Adds an entry. Tickets are unique and break ties between equal keys."""
         if len(self._entries) >= self._compact_at:
             self._entries = [e for e in self._entries if self._is_current(e[2], e[1])]
             heapq.heapify(self._entries)

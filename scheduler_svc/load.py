@@ -1,4 +1,4 @@
-"""How busy the engine is: rates over the last seconds."""
+"""Measures how busy the engine is, over the last few seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _UNKNOWN_RETRY_S = 1.0
 
 
 class Load:
-    """Watches a scheduler; `update` is to be called after every step.
+    """Watches a scheduler. Call `update` after every step.
 
-    `step_time_s` is the time between a step's answer and the one before, or its sending if that
-    was later, averaged like the rates.
+    `step_time_s` is the time from the previous answer, or from sending the step if that was later,
+    to its answer, averaged as the rates are.
     """
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
@@ -39,8 +39,8 @@ class Load:
         return self._step_seconds.per_second(now) / steps if steps else 0.0
 
     def retry_after_s(self, now: float) -> float:
-        """When a refused request had better come back: once a tenth of the queue has been admitted
-        at the current rate, so that those refused together find room."""
+        """The seconds that a refused request should wait: until a tenth of the queue has been
+        admitted at the current rate, so that requests refused together find room."""
         rate = self._admissions.per_second(now)
         if not rate:
             return _UNKNOWN_RETRY_S

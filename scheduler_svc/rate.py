@@ -1,4 +1,4 @@
-"""How fast something goes on now."""
+"""An exponentially decaying rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class Rate:
-    """Events per second, older ones counting exponentially less, over about `window_s` seconds.
+    """Events per second over roughly the last `window_s` seconds, the most recent weighing most.
 
     Times are seconds of one clock, never decreasing.
     """
@@ -17,7 +17,7 @@ class Rate:
         self._weight = 0.0
 
     def add(self, count: float, now: float) -> None:
-        """`count` events have happened at `now`."""
+        """Counts `count` events at `now`."""
         self._weight = self._decayed(now) + count
         self._last = now
 

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+from operator import attrgetter
+
+from shared.sampling_params import COLUMNS, SamplingNumbers
+
+_column_values = attrgetter(*COLUMNS)
+_ALL_OFF = tuple(each.default for each in COLUMNS.values())
+
+
+class GrammarKind(IntEnum):
+    """The language that a grammar is written in; the numbers are those of `scheduler.proto`."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+    JSON = 4  # any object or array; no text
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must match; the kinds are those of `scheduler.proto`."""
+    """A language that the completion must belong to; `kind` is a `GrammarKind`, once checked."""
 
     kind: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers):
     """What the scheduler and the sampler need to know about a request's sampling."""
 
     max_tokens: int
-    temperature: float = 1.0
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # before these neither kind of token above can be sampled
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # 1: off
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
     logprobs: int | None = None  # how many beside the sampled token's
@@ -39,24 +48,26 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many to ask the workers for: beam search needs the candidates after a beam, and more
-        where some of them are end tokens."""
+        """How many to ask the workers for: beam search needs the continuations that it keeps, and
+        as many more as there are end tokens, which may be banned."""
         if not self.beam_width:
             return self.logprobs
         num_ends = len(self.eos_token_ids | self.stop_token_ids)
-        return max(2, 1 + num_ends) * self.beam_width + num_ends
+        return num_continuations(self.beam_width, num_ends) + num_ends
 
     @property
     def has_features(self) -> bool:
         """Whether every token's row needs more than a temperature and a seed."""
-        return (
-            self.num_logprobs is not None
-            or bool(self.top_k or self.bias_ids)
-            or (self.top_p, self.min_p, self.repetition_penalty) != (1.0, 0.0, 1.0)
-            or (self.presence_penalty, self.frequency_penalty) != (0.0, 0.0)
-        )
+        changes_logits = bool(self.bias_ids) or _column_values(self) != _ALL_OFF
+        return changes_logits or self.num_logprobs is not None
 
     @property
     def stepwise(self) -> bool:
         """Whether what comes after a token depends on more than the workers know."""
         return self.grammar is not None or self.beam_width > 0
+
+
+def num_continuations(beam_width: int, num_end_tokens: int) -> int:
+    """How many of the best continuations a beam search keeps at each step: that many can be end
+    tokens without leaving fewer than `beam_width` to live on."""
+    return max(2, 1 + num_end_tokens) * beam_width

@@ -9,30 +9,28 @@ rows, not the ids. The scheduler knows no clock, no network and no tensor.
      │         └────── preempted ──│─┘
      └─▶ following, until the prompt that it shares is computed ──fork──▶ running or waiting
 
-Live beams are forked and ended as they are chosen; one that is preempted while it waits for the
-others is parked until then.
+Sequences that share a prompt, and the beams of a search, are looked after in `forks/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count
 
 from scheduler_svc.admission import Limits, refusal
 from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.forks.beams import BeamGroup
-from scheduler_svc.forks.followers import Followers, siblings
+from scheduler_svc.forks.forks import Forks
 from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
-from scheduler_svc.step import Answer, End, Logprobs, Output, Row, Step, prompt_outputs
+from scheduler_svc.step import Answer, End, Output, Row, Step, take_prompt_logprobs
 from scheduler_svc.waiting_queue import WaitingQueue
 
 
 @dataclass
 class Stats:
-    """Counted since the start."""
+    """Counters since the start."""
 
     steps: int = 0
     step_sequences: int = 0
@@ -44,27 +42,23 @@ class Stats:
     cached_prompt_tokens: int = 0
 
 
-@dataclass
 class Scheduler:
-    """Every sequence that `add` accepted ends exactly once, either with an `Output` that says
-    `finished` or by `abort`."""
+    """Plans steps and applies their answers. Every sequence that `add` accepts ends exactly once,
+    with an `Output` that carries its `end`, or silently by `abort`."""
 
-    limits: Limits
-    blocks: BlockManager
-    stats: Stats = field(default_factory=Stats)
-
-    def __post_init__(self) -> None:
+    def __init__(self, limits: Limits, blocks: BlockManager) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        self.stats = Stats()
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
-        self._waiting = WaitingQueue(_prefill_budget(self.limits, num_decodes=1) // 2)
+        self._waiting = WaitingQueue(_prefill_budget(limits, num_decodes=1) // 2)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_featured = 0  # of the running, those whose rows may need feature columns
-        self._followers = Followers()
-        self._parked: set[Sequence] = set()
-        self._beam_keys: set[SequenceKey] = set()  # that live beams have, or may come to have
+        self._forks = Forks(self)
         self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
         self._deadline_numbers = count()
         self._last_step = self._last_answered = 0
-        # Ended, their blocks still written by steps in flight: by the last of these.
+        # Ended sequences by the last step in flight that still writes their blocks.
         self._fenced: dict[int, list[Sequence]] = {}
 
     @property
@@ -80,86 +74,78 @@ class Scheduler:
         return self._waiting.num_tokens
 
     def open_sequences(self) -> list[SequenceKey]:
-        """Of all sequences that have not ended."""
+        """The keys of all sequences that have not ended."""
         return list(self._sequences)
 
     def add(self, seq: Sequence, n: int = 1) -> End | None:
-        """Queues a sequence, or returns its end at once when it cannot be accepted. With it come
-        the other n - 1 completions of its prompt, numbered and seeded after it; they are accepted
-        or refused together."""
-        if refused := self.refuse(seq, n):
-            return refused
-        if cause := seq.finish_cause():  # resubmitted with all its tokens
+        """Queues a sequence, or returns its end if it cannot be accepted. The other n - 1
+        completions of its prompt, numbered and seeded from it onwards, are accepted or refused
+        with it."""
+        end = self.refusal(seq, n)
+        if end is None and (cause := seq.finish_cause()):  # resubmitted with all its tokens
+            end = End(cause)
+        if end is not None:
             seq.status = Status.FINISHED
-            return End(seq, finished=cause)
+            return end
         self._waiting.push(seq)
-        self._open(seq)
-        if seq.params.beam_width:
-            seq.beams = BeamGroup(seq)
-            self._beam_keys.update(seq.beams.keys())
-            self.release(seq)
-        followers = siblings(seq, n)
-        for follower in followers:
+        self.open(seq)
+        for follower in self._forks.add(seq, n):
             self._waiting.arrive(follower)
-            self._open(follower)
-        self._followers.add(seq, followers)
+            self.open(follower)
         return None
 
-    def refuse(self, seq: Sequence, n: int = 1) -> End | None:
-        """The end of a sequence that `add` would not accept now."""
-        refused = refusal(seq, n, self.limits, self._waiting)
+    def refusal(self, seq: Sequence, n: int = 1) -> End | None:
+        """The reason that `add` would give for refusing a sequence now, or None."""
         connection, number = seq.key
-        numbers = range(number, number + max(n, seq.params.beam_width))
-        if refused is None and any(
-            (connection, i) in self._sequences or (connection, i) in self._beam_keys
-            for i in numbers
-        ):
-            refused = FinishCause.INVALID, "request: its number is in use"
-        if refused is None:
-            return None
-        seq.status = Status.FINISHED
-        return End(seq, finished=refused[0], message=refused[1])
+        if end := refusal(seq, n, self.limits, self._waiting):
+            return end
+        for i in range(max(n, seq.params.beam_width)):
+            key = SequenceKey(connection, number + i)
+            if key in self._sequences or self._forks.may_claim(key):
+                return End(FinishCause.INVALID, "request: its number is in use")
+        return None
 
     def followers(self, seq: Sequence) -> list[Sequence]:
-        """The other completions of a sequence's prompt, while they wait for it."""
-        return self._followers.of(seq)
+        """The other completions of a sequence's prompt that are still waiting for it."""
+        return self._forks.followers_of(seq)
 
-    def abort(self, key: SequenceKey) -> None:
-        """Ends a sequence, or all beams of a search, without an output; one that has ended already
-        is no error."""
-        if seq := self._sequences.get(key):
-            self._end_with_beams(seq)
+    def abort(self, key: tuple[int, int]) -> None:
+        """Ends a sequence, or all beams of its search, without an output. It may have ended
+        already."""
+        if seq := self._sequences.get(SequenceKey(*key)):
+            self._close_all_of(seq)
 
     def expire(self, now: float) -> list[Output]:
-        """Ends the sequences whose deadline is not after `now`."""
+        """Ends the sequences whose deadline has passed at `now`."""
         outputs: list[Output] = []
         while (first := self._deadlines.peek()) and first[0] <= now:
             outputs += self.end(first[1], FinishCause.DEADLINE)
         return outputs
 
     def end(self, seq: Sequence, cause: FinishCause, message: str = "") -> list[Output]:
-        """Ends a sequence, or all beams of a search, before its time."""
-        self._end_with_beams(seq)
-        if seq.beams:
-            return seq.beams.ends(cause, message)
-        return [End(seq, finished=cause, message=message)]
+        """Ends a sequence, or all beams of its search, early."""
+        outputs = self._forks.ends(seq, End(cause, message))
+        self._close_all_of(seq)
+        return outputs
 
     def release(self, seq: Sequence, mask: bytes | None = None) -> None:
         """Lets a held sequence sample its next token, one that `mask` allows: uint32[ceil(vocab /
-        32)], lowest bit first. One that has ended meanwhile is no error."""
+        32)], lowest bit first. It may have ended in the meantime."""
         if seq.status is not Status.FINISHED:
             assert seq.held, "was not held"
+            assert seq.features is not None
             seq.held = False
-            seq.mask = mask
+            seq.features.mask = mask
             seq.num_unscheduled_tokens += 1
 
     def schedule(self, now: float = 0.0) -> Step | None:
-        """The next step, or None when there is nothing to do, or nothing before an answer comes.
+        """Plans the next step, or returns None if there is nothing to do until an answer comes.
 
-        Decodes come first, so that streams keep their pace; `_share` says who gets what is left of
-        the token budget. When decodes find too few blocks, running sequences are preempted, from
-        the lowest priority and latest arrival on, and will be computed again; but not before all
-        steps in flight are answered: they still write those blocks, and may free others.
+        Decodes come first, so that streams keep their pace; `_schedule_prompts` gives out what is
+        left of the token budget. When decodes find too few blocks, running sequences are
+        preempted, from the lowest priority and latest arrival on, and will be computed again; but
+        not before all steps in flight are answered: they still write those blocks, and may free
+        others.
         """
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -177,7 +163,7 @@ class Scheduler:
         if crowded and self._last_answered < self._last_step:
             return None
         while len(full) > self.blocks.num_free_blocks:
-            preempted = self._preempt_last()
+            preempted = self._preempt_last(self._running)
             for queue in (decodes, prompts, full):
                 if preempted in queue:
                     queue.remove(preempted)
@@ -185,26 +171,26 @@ class Scheduler:
             self.blocks.append_slot(seq)
 
         number = self._last_step + 1
-        rows = [_row(seq, 1, number, i) for i, seq in enumerate(decodes)]
+        rows = [_schedule_row(seq, 1, number, i) for i, seq in enumerate(decodes)]
         budget = _prefill_budget(self.limits, len(rows))
-        for seq, num_tokens in self._share(budget, prompts, now, may_admit=not crowded):
+        for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
             if num_tokens:
-                rows.append(_row(seq, num_tokens, number, len(rows)))
+                rows.append(_schedule_row(seq, num_tokens, number, len(rows)))
         if not rows:
             return self.schedule(now) if self._give_way() else None
         self._last_step = number
         self.stats.steps += 1
         self.stats.step_sequences += len(rows)
         self.stats.step_tokens += sum(row.num_tokens for row in rows)
-        return Step(number, rows, self.blocks.take_copies(), asks=self._num_featured > 0)
+        return Step(number, rows, self.blocks.take_copies(), has_features=self._num_featured > 0)
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:
-        """Takes in the answer to the oldest step in flight."""
+        """Applies the answer to the oldest step in flight, and returns the news."""
         self._last_answered = step.number
         block_size, finished = self.blocks.block_size, Status.FINISHED
-        scored = [*prompt_outputs(step, answer)] if answer.prompt_logprobs else []
-        if self._followers:
-            self._fork_followers(step)
+        scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
+        self._forks.prompts_computed(step)
+        beams = self._forks.beams
         outputs: list[Output] = []
         for row, token in zip(step.rows, answer.token_ids, strict=True):
             seq = row.seq
@@ -213,13 +199,15 @@ class Scheduler:
             computed = seq.num_computed_tokens = row.start + row.num_tokens
             if computed >= (seq.num_published_blocks + 1) * block_size:
                 self.blocks.publish(seq)
-            if row.samples and seq.beams is None:
+            if row.samples and seq not in beams:
                 seq.tokens.append(token)
-                cause = None
+                end = None
                 if token in seq.end_token_ids or computed == seq.max_scheduled_tokens:
                     cause = seq.finish_cause()
-                    self._end(seq)
-                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, cause))
+                    assert cause is not None
+                    end = End(cause)
+                    self.close(seq)
+                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end))
         for seq in self._fenced.pop(step.number, ()):
             self.blocks.free(seq)
         self.stats.sampled_tokens += len(outputs)
@@ -230,30 +218,30 @@ class Scheduler:
             found = {step.rows[row].seq: logprobs for row, logprobs in answer.logprobs.items()}
             for output in outputs:
                 output.logprobs = found.get(output.seq)
-            outputs += self._advance_beams(found)
+            outputs += self._forks.advance_beams(found)
         return scored + outputs if scored else outputs
 
     def fail(self, seq: Sequence, message: str) -> list[Output]:
-        """Gives up on a sequence that no worker can run, and on those that wait for its prompt;
-        `requeue_all` follows."""
+        """Gives up on a sequence that no worker can run, and on its followers. Call `requeue_all`
+        next."""
         outputs: list[Output] = []
-        for each in (*self._followers.of(seq), seq):
+        for each in (*self.followers(seq), seq):
             outputs += self.end(each, FinishCause.INTERNAL, message)
         return outputs
 
     def restrict(self, only: Seq[Sequence] | None) -> None:
-        """Schedules only these until told otherwise; others that run are preempted, for which no
-        step may be in flight. None: all again."""
+        """Schedules only these sequences from now on, or all again if None. Preempts any others
+        that run, so no step may be in flight."""
         self._waiting.only = only
         if only is not None:
             for seq in [seq for seq in self._running if seq not in only]:
                 self._preempt(seq)
 
     def requeue_all(self) -> None:
-        """The cache is lost, and with it the steps in flight: everything that ran is computed
-        again, before anything that waits with the same priority."""
+        """Recovers from the loss of the cache and of the steps in flight: every running sequence is
+        computed again, ahead of those that wait with the same priority."""
         for seq in self._running:
-            self._queue_again(seq)
+            self.queue_again(seq)
         self.stats.preemptions += len(self._running)
         self._running.clear()
         self._num_featured = 0
@@ -262,26 +250,61 @@ class Scheduler:
         self.blocks.reset()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when blocks or queues contradict each other. For tests."""
+        """Raises AssertionError if blocks or queues contradict each other. For tests."""
         self.blocks.check_integrity([*self._running, *chain(*self._fenced.values())])
         self._waiting.check_integrity()
-        self._followers.check_integrity()
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
-        featured = sum(s.num_featured_tokens > 0 for s in self._running)
+        featured = sum(s.features is not None for s in self._running)
         assert featured == self._num_featured, "rows with features"
         waiting = [s for s in self._sequences.values() if s in self._waiting]
         assert len(waiting) == self.num_waiting, "an ended sequence waits"
         assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
-        assert all(s.status is Status.PARKED and not s.block_table for s in self._parked), "parked"
-        searches = [s.beams for s in self._sequences.values() if s.beams]
-        assert self._beam_keys == {*chain(*(b.keys() for b in searches))}, "beams"
-        num_sequences = len(self._running) + len(waiting) + len(self._followers) + len(self._parked)
-        assert num_sequences == len(self._sequences), "in no queue, or in two"
+        self._forks.check_integrity(len(self._sequences) - len(self._running) - len(waiting))
 
-    def _share(
+    # Called by `forks`, as `release` is.
+
+    def open(self, seq: Sequence) -> None:
+        self._sequences[seq.key] = seq
+        if seq.deadline is not None:
+            self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
+
+    def close(self, seq: Sequence) -> None:
+        """Takes a sequence out. Its blocks are freed once no step in flight still writes them."""
+        if seq.status is Status.WAITING:
+            self._waiting.remove(seq)
+        elif seq.status is Status.RUNNING:
+            self._leave(seq)
+            if seq.last_step > self._last_answered:
+                self._fenced.setdefault(seq.last_step, []).append(seq)
+            else:
+                self.blocks.free(seq)
+        else:
+            self._forks.remove(seq)
+        seq.status = Status.FINISHED
+        del self._sequences[seq.key]
+        self._forks.closed(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Lets a sequence run on what its parent has computed. If it finds no slot or no blocks, it
+        waits as preempted ones do, and later finds the prompt in the prefix cache."""
+        may_run = parent.status is Status.RUNNING and len(self._running) < self.limits.max_num_seqs
+        if may_run and self.blocks.fork(parent, child):
+            assert parent.first_scheduled is not None
+            self._run(child, parent.first_scheduled)
+        else:
+            self.queue_again(child)
+
+    def queue_again(self, seq: Sequence) -> None:
+        seq.reset()
+        if self._forks.is_idle(seq):
+            self._forks.park(seq)
+        else:
+            self._waiting.push(seq)
+
+    def _schedule_prompts(
         self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
     ) -> Iterator[tuple[Sequence, int]]:
-        """Shares `budget` tokens among `prompts` and waiting sequences, which this admits.
+        """Shares out `budget` tokens to `prompts` and to waiting sequences, which it admits.
 
         Short prompts come first, in half of the budget, so that they do not queue behind a long
         one's chunks; then everything goes in order, one long prompt after another.
@@ -313,8 +336,8 @@ class Scheduler:
             yield waiting, num_tokens
 
     def _next_short(self, max_tokens: int) -> Sequence | None:
-        """A waiting sequence of at most `max_tokens` that may go now: the next one, or another if
-        it takes nothing that the next one needs."""
+        """A waiting sequence of at most `max_tokens` that may go now: the next in line, or one that
+        takes nothing the next in line needs."""
         seq, first = self._waiting.peek_short(), self._waiting.peek()
         if seq is None or seq.num_tokens > max_tokens or first is None:
             return None
@@ -328,7 +351,7 @@ class Scheduler:
         return seq if seq is first or fits_beside else None
 
     def _admit(self, seq: Sequence, now: float) -> bool:
-        """Lets a waiting sequence run, if there are blocks for it."""
+        """Lets a waiting sequence run if there are blocks for it."""
         if len(self._running) >= self.limits.max_num_seqs or not self.blocks.allocate_prompt(seq):
             return False
         self._waiting.admit(seq)
@@ -337,7 +360,7 @@ class Scheduler:
         return True
 
     def _run(self, seq: Sequence, now: float) -> None:
-        """A sequence has got its blocks."""
+        """Starts a sequence that has been given its blocks."""
         if seq.first_scheduled is None:
             seq.first_scheduled = now
             seq.num_cached_prompt_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
@@ -345,140 +368,49 @@ class Scheduler:
             self.stats.cached_prompt_tokens += seq.num_cached_prompt_tokens
         seq.status = Status.RUNNING
         self._running[seq] = None
-        self._num_featured += seq.num_featured_tokens > 0
+        self._num_featured += seq.features is not None
 
     def _leave(self, seq: Sequence) -> None:
-        """A sequence runs no more."""
+        """Stops running a sequence."""
         del self._running[seq]
-        self._num_featured -= seq.num_featured_tokens > 0
-
-    def _fork_followers(self, step: Step) -> None:
-        """Lets those that followed a sequence go on whose prompt this step has completed."""
-        for row in step.rows:
-            if row.samples and row.seq.status is Status.RUNNING:
-                for child in self._followers.pop(row.seq):
-                    row.seq.num_computed_tokens = row.start + row.num_tokens
-                    self._fork(row.seq, child)
-
-    def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets a sequence run on what its parent has computed. Without a slot or blocks it waits as
-        the preempted do, and finds that in the prefix cache."""
-        may_run = parent.status is Status.RUNNING and len(self._running) < self.limits.max_num_seqs
-        if may_run and self.blocks.fork(parent, child):
-            assert parent.first_scheduled is not None
-            self._run(child, parent.first_scheduled)
-        else:
-            self._queue_again(child)
-
-    def _advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Output]:
-        """Takes in what may follow live beams; chooses the next ones where it is there for all."""
-        outputs: list[Output] = []
-        for seq, logprobs in found.items():
-            if seq.beams is None or seq.status is Status.FINISHED:
-                continue
-            seq.held = True
-            if seq.beams.add_candidates(seq, logprobs):
-                outputs += self._choose_beams(seq.beams)
-        return outputs
-
-    def _choose_beams(self, beams: BeamGroup) -> list[Output]:
-        advance = beams.advance()
-        if advance is None:
-            self._end_search(beams)
-            return beams.completions()
-        for seq in advance.dropped:  # first: the others' children take over their numbers
-            self._end(seq)
-        for parent, child in advance.forks:
-            self._open(child)
-            self._fork(parent, child)
-        for seq, token in advance.kept:
-            seq.tokens.append(token)
-            self.release(seq)
-            if seq.status is Status.PARKED:
-                self._parked.remove(seq)
-                self._queue_again(seq)
-        return []
+        self._num_featured -= seq.features is not None
 
     def _give_way(self) -> bool:
-        """Where nothing can go on, since beams that wait for others hold what those need, preempts
-        one of them."""
-
-        def waits(seq: Sequence) -> bool:
-            return seq.beams is not None and seq.beams.has_candidates(seq)
-
+        """Resolves a deadlock, in which idle beams hold the blocks that others need, by preempting
+        one of them. False if there is none."""
         if self._last_answered < self._last_step or not self._waiting:
             return False
-        if not any(map(waits, self._running)):
+        idle = [seq for seq in self._running if self._forks.is_idle(seq)]
+        if not idle:
             return False
-        self._preempt_last(waits)
+        self._preempt_last(idle)
         return True
 
-    def _queue_again(self, seq: Sequence) -> None:
-        seq.reset()
-        if seq.beams and seq.beams.has_candidates(seq):
-            seq.status = Status.PARKED
-            self._parked.add(seq)
-        else:
-            self._waiting.push(seq)
-
-    def _preempt_last(self, among: Callable[[Sequence], bool] | None = None) -> Sequence:
+    def _preempt_last(self, among: Iterable[Sequence]) -> Sequence:
         """Sends the running sequence of the lowest priority and latest arrival back to wait."""
-        running = filter(among, self._running)
-        seq = max(running, key=lambda s: (s.priority, s.arrival_number))
+        seq = max(among, key=lambda s: (s.priority, s.arrival_number))
         self._preempt(seq)
         return seq
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         self.blocks.free(seq)
-        self._queue_again(seq)
+        self.queue_again(seq)
         self.stats.preemptions += 1
 
-    def _open(self, seq: Sequence) -> None:
-        self._sequences[seq.key] = seq
-        if seq.deadline is not None:
-            self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
-
-    def _end_with_beams(self, seq: Sequence) -> None:
-        if seq.beams:
-            self._end_search(seq.beams)
-        else:
-            self._end(seq)
-
-    def _end_search(self, beams: BeamGroup) -> None:
-        for seq in beams.live:
-            self._end(seq)
-        self._beam_keys.difference_update(beams.keys())
-
-    def _end(self, seq: Sequence) -> None:
-        """Takes a sequence out; its blocks wait for the answers of steps that still write them."""
-        if seq.status is Status.WAITING:
-            self._waiting.remove(seq)
-        elif seq.status is Status.FOLLOWING:
-            self._followers.remove(seq)
-        elif seq.status is Status.PARKED:
-            self._parked.remove(seq)
-        else:
-            self._leave(seq)
-            if seq.last_step > self._last_answered:
-                self._fenced.setdefault(seq.last_step, []).append(seq)
-            else:
-                self.blocks.free(seq)
-        seq.status = Status.FINISHED
-        del self._sequences[seq.key]
-        if followers := self._followers.pop(seq):
-            self._queue_again(followers[0])
-            self._followers.add(followers[0], followers[1:])
+    def _close_all_of(self, seq: Sequence) -> None:
+        for each in self._forks.all_of(seq):
+            self.close(each)
 
 
 def _prefill_budget(limits: Limits, num_decodes: int) -> int:
-    """Prompt tokens in a step with `num_decodes` decodes."""
+    """The prompt tokens that fit a step with `num_decodes` decodes."""
     budget = limits.max_num_batched_tokens - num_decodes
     return min(budget, limits.max_num_prefill_tokens) if num_decodes else budget
 
 
-def _row(seq: Sequence, num_tokens: int, step: int, index: int) -> Row:
-    """Row `index` of the step being planned, which counts as scheduled from now on."""
+def _schedule_row(seq: Sequence, num_tokens: int, step: int, index: int) -> Row:
+    """Schedules a sequence's next tokens as row `index` of a step."""
     start = seq.num_scheduled_tokens
     previous_row = seq.last_row if start == len(seq.tokens) else None
     end = seq.num_scheduled_tokens = start + num_tokens

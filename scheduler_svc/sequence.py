@@ -5,13 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+from scheduler_svc.features import features_of
 from scheduler_svc.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from scheduler_svc.forks.beams import BeamGroup
-    from scheduler_svc.grammar.matcher import Matcher
 
 
 class Status(Enum):
@@ -23,7 +20,7 @@ class Status(Enum):
 
 
 class FinishCause(IntEnum):
-    """Why a sequence ended; the numbers are those of `scheduler.proto`."""
+    """Why a sequence ended. The numbers are those of `scheduler.proto`."""
 
     EOS = 1
     LENGTH = 2
@@ -34,47 +31,47 @@ class FinishCause(IntEnum):
     INTERNAL = 7
 
 
-# Which frontend's stream, and its number for the request.
-SequenceKey = tuple[int, int]
+class SequenceKey(NamedTuple):
+    """Identifies a completion within the engine."""
+
+    connection: int  # the frontend's stream that it came on
+    number: int  # of its request there, plus its index among the request's completions
 
 
 class Sequence:
-    """Tokens int32[prompt + generated], of which the first `num_computed_tokens` are in the cache,
-    and the first `num_scheduled_tokens` will be once the steps in flight are answered.
+    """The tokens int32[prompt + generated] of a completion. The first `num_computed_tokens` are in
+    the cache, and the first `num_scheduled_tokens` will be once the steps in flight are answered.
 
-    `num_unscheduled_tokens` counts a token that a step in flight will sample, too, unless it is the
-    last that the sequence may have.
+    `num_unscheduled_tokens` includes a token that a step in flight will sample, unless that is the
+    last one the sequence may have.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
-    A `stepwise` sequence is `held` from its beginning, and again from each of its tokens on, until
-    `Scheduler.release`: all but its last token may be computed meanwhile, and nothing is sampled.
+    A `stepwise` sequence is `held` at the start, and again after each of its tokens, until
+    `Scheduler.release`. While it is held, all but its last token may be computed, but nothing is
+    sampled.
     """
 
     __slots__ = (
+        "__weakref__",
         "arrival",
         "arrival_number",
-        "beams",
         "block_hashes",
         "block_table",
         "cache_salt",
         "deadline",
         "end_token_ids",
+        "features",
         "first_scheduled",
-        "has_features",
         "held",
         "key",
         "last_row",
         "last_step",
-        "mask",
-        "matcher",
         "max_ahead_tokens",
         "max_scheduled_tokens",
         "num_blocks_needed",
         "num_cached_prompt_tokens",
         "num_computed_tokens",
-        "num_featured_tokens",
-        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_resumed_tokens",
@@ -86,12 +83,11 @@ class Sequence:
         "status",
         "stepwise",
         "tokens",
-        "turn",
     )
 
     def __init__(
         self,
-        key: SequenceKey,
+        key: tuple[int, int],
         prompt_ids: Iterable[int],
         params: SamplingParams,
         *,
@@ -102,40 +98,39 @@ class Sequence:
         cache_salt: str = "",
         resubmitted: bool = False,
     ) -> None:
-        self.key = key
+        # The request.
+        self.key = SequenceKey(*key)
         self.params = params
+        self.arrival = arrival  # seconds, the engine's clock
+        self.deadline = deadline
+        self.priority = priority  # lower goes first
+        self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
+        self.resubmitted = resubmitted  # it had been accepted before the connection was lost
+        # Its tokens.
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.tokens.extend(generated_ids)
         self.num_resumed_tokens = self.num_generated_tokens  # that it came with
         self.end_token_ids = params.eos_token_ids | params.stop_token_ids
+        # How far it may be scheduled.
+        self.stepwise = params.stepwise
+        self.held = self.stepwise
         # The last token that it may have is not computed: nothing is sampled after it.
         self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
-        self.stepwise = params.stepwise
         # After a row that ends before this comes one of the token that it samples, known or not.
         self.max_ahead_tokens = 0 if self.stepwise else self.max_scheduled_tokens
-        self.has_features = params.has_features
-        self.num_featured_tokens = self._num_featured_tokens()
-        self.num_prompt_logprobs = 0  # that were delivered: of the tokens from the second one on
-        self.held = self.stepwise
-        self.mask: bytes | None = None  # uint32[ceil(vocab / 32)], of the next token
-        self.matcher: Matcher | None = None  # of structured output
-        self.beams: BeamGroup | None = None  # that this is a live beam of
-        self.arrival = arrival  # seconds, the engine's clock
-        self.arrival_number = -1  # given by the waiting queue, as is its turn there
-        self.turn = -1
-        self.deadline = deadline
-        self.priority = priority  # lower goes first
-        self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
-        self.resubmitted = resubmitted  # it had been accepted before the connection was lost
+        # In the queue, and since.
+        self.arrival_number = -1  # given by the waiting queue
         self.first_scheduled: float | None = None
         self.num_cached_prompt_tokens = 0
+        # In the cache; `reset` has the rest.
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
+        self.features = features_of(params, self.num_prompt_tokens)
         self.reset()
 
     @property
     def queued(self) -> bool:
-        """Whether a scheduler has accepted it."""
+        """Whether a scheduler has accepted the sequence."""
         return self.arrival_number >= 0
 
     @property
@@ -148,14 +143,13 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many may be taken from the prefix cache: those whose logits nobody needs any more."""
-        if self.params.prompt_logprobs is None:
+        """The tokens that may come from the prefix cache, because nobody needs their logits."""
+        if self.features is None or self.features.prompt_is_scored:
             return len(self.tokens) - 1
-        scored = self.num_prompt_logprobs
-        return scored if scored < self.num_prompt_tokens - 1 else len(self.tokens) - 1
+        return self.features.num_scored
 
     def finish_cause(self) -> FinishCause | None:
-        """What the last token ends this sequence with, None while it goes on."""
+        """The reason that the last token ends the sequence, or None if it goes on."""
         if self.num_generated_tokens == 0:
             return None
         token, params = self.tokens[-1], self.params
@@ -168,7 +162,7 @@ class Sequence:
         return None
 
     def reset(self) -> None:
-        """Forgets the cache: everything is to be computed again."""
+        """Forgets the cache: every token has to be computed again."""
         self.status = Status.WAITING
         self.begin_at(0)
         self.last_step = 0  # that had this sequence
@@ -178,17 +172,6 @@ class Sequence:
         self.block_table = array("i")
 
     def begin_at(self, num_tokens: int) -> None:
-        """That many leading tokens are in the cache."""
+        """Starts computing after `num_tokens` tokens that are in the cache."""
         self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
         self.num_unscheduled_tokens = len(self.tokens) - num_tokens - self.held
-
-    def _num_featured_tokens(self) -> int:
-        """A row that starts before this position may ask for more than a temperature and a seed;
-        later ones do not. 0 for most sequences."""
-        params = self.params
-        if self.has_features or self.stepwise:
-            return self.max_scheduled_tokens + 1
-        num_tokens = 0 if params.prompt_logprobs is None else self.num_prompt_tokens - 1
-        if params.min_tokens and self.end_token_ids:
-            num_tokens = max(num_tokens, self.num_prompt_tokens + params.min_tokens - 1)
-        return num_tokens

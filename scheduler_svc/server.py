@@ -12,6 +12,7 @@ from grpc import aio
 
 from scheduler_svc.edge.frontend_messages import read_sequence, step_output
 from scheduler_svc.engine import Engine
+from scheduler_svc.sequence import SequenceKey
 from scheduler_svc.step import Output
 from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2
@@ -19,16 +20,16 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 
 log = structlog.get_logger(__name__)
 
-# Outputs that wait for a frontend to read: about five seconds of a busy engine, some 50 MB.
+# Outputs that may wait for a frontend to read: about five seconds of a busy engine, some 50 MB.
 _MAX_UNREAD = 1 << 18
 
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
 
 class Connection:
-    """What one frontend has not been sent yet. Steps that end while a message is being written join
-    the next one; where the frontend reads so little that too many wait, they are dropped and
-    `overflow` is done."""
+    """Buffers the outputs that one frontend has not been sent yet. Those that arrive while a
+    message is being written join the next one. If the frontend falls too far behind, they are
+    dropped and `overflow` is done."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -51,7 +52,7 @@ class Connection:
             self.overflow.set_result(None)
 
     async def write_to(self, context: Context) -> None:
-        """Writes what there is to say, for ever."""
+        """Writes messages as there is news, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -77,7 +78,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._numbers = itertools.count()
 
     def set_engine(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
-        """From now on frontends are answered; until then their streams wait."""
+        """Starts answering frontends, whose streams wait until then."""
         self._engine, self._info = engine, info
         self._ready.set()
 
@@ -90,7 +91,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     def emit(self, outputs: list[Output]) -> None:
         """Hands outputs to the connections that their sequences came from."""
         for output in outputs:
-            connection = self._connections.get(output.seq.key[0])
+            connection = self._connections.get(output.seq.key.connection)
             if connection is not None:
                 connection.add(output)
 
@@ -118,7 +119,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
         if connection.overflow.done():
-            # It keeps what it has, and submits the rest anew when it gets to reading this.
+            # It keeps what it has, and submits the rest again once it reads this.
             raise UnavailableError(f"more than {_MAX_UNREAD} outputs were not read: connect again")
         if not reader.cancelled():
             reader.result()
@@ -152,10 +153,10 @@ class SchedulerServicer(SchedulerServiceServicer):
 async def _read(
     number: int, messages: AsyncIterator[scheduler_pb2.FrontendMessage], engine: Engine
 ) -> None:
-    """Takes in what a frontend sends, until it sends no more."""
+    """Handles a frontend's messages until it sends no more."""
     async for message in messages:
         if message.HasField("submit"):
             seq = read_sequence(number, message.submit, engine.clock())
             engine.submit(seq, message.submit.n or 1)
         elif message.HasField("abort"):
-            engine.abort((number, message.abort.request))
+            engine.abort(SequenceKey(number, message.abort.request))

@@ -1,4 +1,4 @@
-"""What goes to the workers and what comes back, as plain data."""
+"""Steps, answers and outputs: the scheduler's decisions and their results, as plain data."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """`copies` are blocks (from, to), copied before anything is written. `asks` is false where no
-    row can ask for more than a temperature and a seed."""
+    """`copies` are blocks (from, to), copied before anything is written. `has_features` is false
+    where no row can ask for more than a temperature and a seed."""
 
     number: int  # 1, 2, 3, ...
     rows: list[Row]
     copies: Seq[tuple[int, int]] = ()
-    asks: bool = True
+    has_features: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class Logprobs:
-    """Of consecutive tokens: each token's own, then those of the k most likely ones."""
+    """Log-probabilities of consecutive tokens: the token's own, then the k largest."""
 
     ids: npt.NDArray[np.int32]  # [tokens, 1 + k]
     values: npt.NDArray[np.float32]  # [tokens, 1 + k]
@@ -47,13 +47,23 @@ class Logprobs:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """To a step: one sampled id per row, anything for rows that sample nothing; log-probabilities
-    by the index of the row that asked for them, of the token that it sampled (one) and of its
-    tokens' successors in the prompt."""
+    """The answer to a step: one sampled id per row, meaningless for rows that sample nothing, and
+    log-probabilities by index of the row that asked for them. `logprobs` are those of the one
+    sampled token, `prompt_logprobs` those of the successors of the row's tokens in the prompt."""
 
     token_ids: Seq[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a sequence ended, and what to tell its client."""
+
+    cause: FinishCause
+    message: str = ""
+    retry_after_s: float = 0.0  # with QUEUE_FULL
+    score: float = 0.0  # of beam search
 
 
 @dataclass(slots=True, eq=False)
@@ -64,27 +74,24 @@ class Output:
     seq: Sequence
     token: int | None = None
     offset: int = 0
-    finished: FinishCause | None = None
+    end: End | None = None
     logprobs: Logprobs | None = None  # of the token
     prompt_logprobs: Logprobs | None = None
 
-
-@dataclass(slots=True, eq=False)
-class End(Output):
-    """The end of a sequence that does not come with a token."""
-
-    message: str = ""
-    retry_after_s: float = 0.0  # with QUEUE_FULL
-    score: float = 0.0  # of beam search
+    @property
+    def finished(self) -> FinishCause | None:
+        """Why the sequence ended, if it did."""
+        return None if self.end is None else self.end.cause
 
 
-def prompt_outputs(step: Step, answer: Answer) -> Iterator[Output]:
-    """What of the prompts' log-probabilities was not delivered before it was computed again; from
-    now on it is."""
+def take_prompt_logprobs(step: Step, answer: Answer) -> Iterator[Output]:
+    """The prompts' log-probabilities that an answer brings, less those that were delivered before
+    their tokens were computed again; counts them as delivered."""
     for place, logprobs in answer.prompt_logprobs.items():
         row, seq = step.rows[place], step.rows[place].seq
         if seq.status is not Status.FINISHED:
-            known = seq.num_prompt_logprobs - row.start
-            seq.num_prompt_logprobs = row.start + len(logprobs.ids)
+            assert seq.features is not None
+            known = seq.features.num_scored - row.start
+            seq.features.num_scored = row.start + len(logprobs.ids)
             new = Logprobs(logprobs.ids[known:], logprobs.values[known:])
             yield Output(seq, offset=row.start + known + 1, prompt_logprobs=new)

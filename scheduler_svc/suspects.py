@@ -1,4 +1,4 @@
-"""Which sequence makes the workers fail? Found by group testing: suspects are computed again in
+"""Finds the sequence that makes the workers fail by group testing: suspects are computed again in
 groups that are halved (Dorfman 1943; Hwang, "A method for detecting all defective members").
 
 A worker is lost for many reasons, and mostly not for what it was computing. So after the first loss
@@ -29,7 +29,7 @@ Suspect = TypeVar("Suspect", bound=Hashable)
 
 @dataclass(slots=True)
 class _Record:
-    """Since its last progress."""
+    """A suspect's losses since it last made progress."""
 
     losses: int = 0
     losses_alone: int = 0
@@ -37,7 +37,7 @@ class _Record:
 
 
 class Suspects(Generic[Suspect]):
-    """Those that were in flight when workers were lost, and have not got past that place since."""
+    """Sequences that were in flight when workers were lost, and have not got past that since."""
 
     def __init__(self) -> None:
         self._records: dict[Suspect, _Record] = {}
@@ -51,18 +51,18 @@ class Suspects(Generic[Suspect]):
 
     @property
     def on_trial(self) -> list[Suspect]:
-        """Those that nothing else may be computed beside; empty while there is no trial."""
+        """The suspects that must be computed alone; empty if there is no trial."""
         return self._groups[0] if self._groups else []
 
     def lost(self, in_flight: Mapping[Suspect, int]) -> Suspect | None:
-        """The workers were lost.
+        """Takes note that the workers were lost.
 
         Args:
-            in_flight: what they were computing, each with the number of its tokens that would have
-                been computed then.
+            in_flight: the sequences being computed, each with the number of tokens that it would
+                have had computed.
 
         Returns:
-            The culprit, if it is known now; it is forgotten.
+            The culprit, if it is now known, which is then forgotten.
         """
         alone = len(in_flight) == 1
         for each, end in in_flight.items():
@@ -92,13 +92,13 @@ class Suspects(Generic[Suspect]):
         return culprit
 
     def passed(self, each: Suspect, num_tokens: int) -> None:
-        """So many tokens of it are computed; one that is no suspect is no error."""
+        """Takes note that `num_tokens` of a sequence, suspect or not, are computed."""
         record = self._records.get(each)
         if record is not None and num_tokens >= record.end:
             self.forget(each)
 
     def forget(self, each: Suspect) -> None:
-        """It is innocent, or has ended."""
+        """Drops a suspect that is innocent or has ended."""
         self._records.pop(each, None)
         groups = [[other for other in group if other != each] for group in self._groups]
         self._groups = deque(filter(None, groups))

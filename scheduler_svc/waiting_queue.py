@@ -1,8 +1,8 @@
-"""The waiting queue: which sequence is admitted next.
+"""The waiting queue, which decides what is admitted next.
 
-By priority, lower first. Among equal priorities the frontends take turns, so that one that submits
+Lower priorities go first. Among equal ones the frontends alternate, so that one that submits
 thousands does not make another's requests wait for all of them (fair queueing after Nagle, RFC 970,
-by start tags as in Goyal et al., "Start-time Fair Queueing"). One frontend's requests go in order
+by start tags as in Goyal et al., "Start-time Fair Queueing"). A frontend's requests go in order
 of arrival.
 
 Nothing starves: every `OLDEST_EVERY`-th admission goes to the sequence that arrived first, whatever
@@ -30,7 +30,7 @@ class _Line:
     """One frontend's sequences of one priority."""
 
     length: int = 0
-    last_turn: int = -1
+    last_tag: int = -1
 
 
 @dataclass
@@ -38,18 +38,19 @@ class _Level:
     """The sequences of one priority."""
 
     length: int = 0
-    turn: int = 0  # of the sequence that was admitted last
+    virtual_time: int = 0  # the largest start tag of those that were admitted
     lines: dict[int, _Line] = field(default_factory=dict)
 
 
 class WaitingQueue:
-    """Sequences of up to `max_short_tokens` tokens can be found apart from the others."""
+    """Waiting sequences, of which those of up to `max_short_tokens` tokens can be found apart."""
 
     def __init__(self, max_short_tokens: int) -> None:
         self.num_tokens = 0  # of all sequences in the queue
         self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
         self._max_short_tokens = max_short_tokens
         self._tickets: dict[Sequence, int] = {}  # of the sequences in the queue
+        self._start_tags: dict[Sequence, int] = {}  # likewise
         self._numbers = itertools.count()
         self._arrivals = itertools.count()
         self._ordered: LazyHeap[tuple[int, int, int]] = LazyHeap(self._holds)
@@ -65,31 +66,33 @@ class WaitingQueue:
         return seq in self._tickets
 
     def arrive(self, seq: Sequence) -> None:
-        """Gives a new sequence its place among the others, though it is not to be queued yet. When
-        it is, it counts as one that was preempted."""
+        """Gives a new sequence its place among the others without queueing it. When it is queued
+        later, it counts as preempted."""
         seq.arrival_number = next(self._arrivals)
 
     def push(self, seq: Sequence) -> None:
-        """Queues a new sequence, or one that was preempted, which goes before the new ones."""
+        """Queues a new sequence, or a preempted one, which goes ahead of the new ones."""
         level = self._levels.setdefault(seq.priority, _Level())
-        line = level.lines.setdefault(seq.key[0], _Line())
+        line = level.lines.setdefault(seq.key.connection, _Line())
         if seq.arrival_number < 0:
             self.arrive(seq)
-            seq.turn = line.last_turn = max(level.turn, line.last_turn + 1)
+            tag = line.last_tag = max(level.virtual_time, line.last_tag + 1)
         else:
-            seq.turn = -1
+            tag = -1
         level.length += 1
         line.length += 1
         self.num_tokens += seq.num_tokens
         ticket = self._tickets[seq] = next(self._numbers)
-        key = (seq.priority, seq.turn, seq.arrival_number)
+        self._start_tags[seq] = tag
+        key = (seq.priority, tag, seq.arrival_number)
         self._ordered.push(key, ticket, seq)
         if seq.num_tokens <= self._max_short_tokens:
             self._ordered_short.push(key, ticket, seq)
         self._oldest.push(seq.arrival_number, ticket, seq)
 
     def peek(self) -> Sequence | None:
-        """The next to be admitted; the same one until it is, or until a better one comes."""
+        """The next sequence to admit. It stays the same until admitted, or until a better one
+        comes."""
         if self.only is not None:
             return next((seq for seq in self.only if seq in self), None)
         if self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1:
@@ -97,37 +100,37 @@ class WaitingQueue:
         return _sequence(self._ordered)
 
     def peek_short(self) -> Sequence | None:
-        """The next among the short ones."""
+        """The next of the short sequences."""
         if self.only is not None:
             return None
         return _sequence(self._ordered_short)
 
     def admit(self, seq: Sequence) -> None:
-        """Takes out a sequence that `peek` or `peek_short` named."""
+        """Takes out a sequence that `peek` or `peek_short` returned."""
         is_next = self.only is None and seq is self.peek()
         is_first = seq is _sequence(self._ordered)
         level = self._levels[seq.priority]
-        level.turn = max(level.turn, seq.turn)
+        level.virtual_time = max(level.virtual_time, self._start_tags[seq])
         self.remove(seq)
         self._num_admissions += is_next
         if is_next and not is_first:
             seq.priority = _FIRST_OF_ALL
 
     def remove(self, seq: Sequence) -> None:
-        """Takes out any sequence."""
-        del self._tickets[seq]
+        """Takes out any sequence in the queue."""
+        del self._tickets[seq], self._start_tags[seq]
         self.num_tokens -= seq.num_tokens
         level = self._levels[seq.priority]
-        line = level.lines[seq.key[0]]
+        line = level.lines[seq.key.connection]
         level.length -= 1
         line.length -= 1
         if not line.length:
-            del level.lines[seq.key[0]]
+            del level.lines[seq.key.connection]
         if not level.length:
             del self._levels[seq.priority]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts contradict the sequences. For tests."""
+        """Raises AssertionError if the counts contradict the sequences. For tests."""
         assert self.num_tokens == sum(s.num_tokens for s in self._tickets), "waiting tokens"
         assert sum(level.length for level in self._levels.values()) == len(self), "levels"
         for level in self._levels.values():

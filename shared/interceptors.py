@@ -26,7 +26,7 @@ Deserializer = Callable[[bytes], Any]
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """Stands for a message that could not be read, until the handler's turn to answer comes."""
+    """Stands for a message that could not be read, until the handler is called."""
 
     error: InvalidArgumentError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -17,6 +17,7 @@ class SecuritySettings(BaseSettings):
     """Between services, which trust each other: mutual TLS or none."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    _tls_prefix: ClassVar[str] = "internal_tls"  # of the settings that `server_tls` is made of
 
     internal_tls_cert: str = Field("", description="PEM file: of services among each other")
     internal_tls_key: str = Field("", description="PEM file")
@@ -49,6 +50,11 @@ class SecuritySettings(BaseSettings):
         return self.internal_tls
 
     @property
+    def reflected(self) -> bool:
+        """Whether anybody who may call may list the methods."""
+        return self.reflection != "off"
+
+    @property
     def dialer(self) -> Dialer:
         """How the service calls others."""
         files = self.internal_tls_ca, self.internal_tls_cert, self.internal_tls_key
@@ -57,36 +63,9 @@ class SecuritySettings(BaseSettings):
     def _check_listening(self, name: str, address: str) -> None:
         """Refuses plaintext that others may read."""
         if self.server_tls is None and not self.allow_plaintext and not stays_on_host(address):
-            prefix = "tls" if isinstance(self, PublicSettings) else "internal_tls"
+            prefix = self._tls_prefix
             raise ValueError(
                 f"{name}: {address} would listen in plaintext: set {prefix}_cert and the others of "
                 f"TLS ({PREFIX}{prefix.upper()}_CERT, ...), or allow_plaintext "
                 f"({PREFIX}ALLOW_PLAINTEXT=1) where the network is private"
             )
-
-
-class PublicSettings(SecuritySettings):
-    """Where and how clients are served."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(50051, ge=0, le=65535)
-    tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
-    tls_key: str = Field("", description="PEM file")
-    tls_client_ca: str = Field("", description="PEM file: clients must have a certificate of it")
-    auth_tokens_file: str = Field("", description="clients must send one of its lines")
-    max_requests_per_client: int = Field(4096, gt=0, description="at a time, per frontend")
-
-    @model_validator(mode="after")
-    def _check_public(self) -> Self:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert, tls_key: give both, or none")
-        if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca: needs tls_cert and tls_key")
-        self._check_listening("host", f"{self.host}:{self.port}")
-        return self
-
-    @property
-    def server_tls(self) -> ServerTls | None:
-        if not self.tls_cert:
-            return None
-        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)

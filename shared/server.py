@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.auth import ClientInterceptor, Tokens
 from shared.channels import server_keepalive_options
 from shared.config import ServiceSettings
 from shared.interceptors import StatusInterceptor
 from shared.open_calls import OpenCalls
-from shared.security import PublicSettings
 from shared.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
@@ -27,10 +25,7 @@ log = structlog.get_logger(__name__)
 _UNREAD_FACTOR = 16
 # More than that is refused with RESOURCE_EXHAUSTED; gRPC's default begins to refuse at half of it.
 _MAX_METADATA_BYTES = 16 << 10
-# Calls of a connection, beyond which its client waits: over its limit there is room to be told so,
-# and for health.
 _INTERNAL_CALLS = 1024
-_SPARE_CALLS = 64
 # For the last messages and statuses to leave; clients that do not read would hold them up for ever.
 _FLUSH_S = 1.0
 
@@ -41,11 +36,13 @@ class Server:
     Health is NOT_SERVING until `set_serving(True)`.
 
     Args:
+        interceptors: of this service, behind those of every service.
+        max_calls: of a connection at a time, beyond which its client waits.
         reuse_port: several processes may listen on the same port.
         ready: called when it is SERVING for the first time.
 
     Raises:
-        FileError: a file of certificates or tokens cannot be used.
+        FileError: a file of certificates cannot be used.
     """
 
     def __init__(
@@ -53,6 +50,8 @@ class Server:
         settings: ServiceSettings,
         service_name: str,
         *,
+        interceptors: Sequence[aio.ServerInterceptor] = (),
+        max_calls: int = _INTERNAL_CALLS,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
     ) -> None:
@@ -64,18 +63,9 @@ class Server:
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # says now what would fail with the first call
-        interceptors: list[aio.ServerInterceptor] = [
-            StatusInterceptor(settings.max_message_bytes),
-            self._calls,
-        ]
-        max_calls, reflected = _INTERNAL_CALLS, settings.reflection != "off"
-        if isinstance(settings, PublicSettings):
-            path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
-            interceptors.append(ClientInterceptor(Tokens(path) if path else None, max_requests))
-            max_calls = max_requests + _SPARE_CALLS
-            reflected = settings.reflection == "on" or (reflected and not path)
+        common = StatusInterceptor(settings.max_message_bytes), self._calls
         self.grpc = aio.server(
-            interceptors=interceptors,
+            interceptors=[*common, *interceptors],
             options=[
                 ("grpc.so_reuseport", int(reuse_port)),
                 ("grpc.max_receive_message_length", _UNREAD_FACTOR * settings.max_message_bytes),
@@ -88,7 +78,7 @@ class Server:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        if reflected:
+        if settings.reflected:
             reflection.enable_server_reflection(
                 (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
             )

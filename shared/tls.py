@@ -68,7 +68,7 @@ def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.Serv
     follower = _Follower(tls, warn)
     return grpc.dynamic_ssl_server_credentials(
         follower.first,
-        follower.latest,  # type: ignore[arg-type]  # the stubs lack the None that is documented
+        follower.reread,  # type: ignore[arg-type]  # the stubs lack the None that is documented
         require_client_authentication=bool(tls.client_ca),
     )
 
@@ -117,7 +117,7 @@ class _Follower:
         self._seen = self._stamp()
         self.first = self._read()
 
-    def latest(self) -> grpc.ServerCertificateConfiguration | None:
+    def reread(self) -> grpc.ServerCertificateConfiguration | None:
         """What the files hold, None if that is what they held before. Called by gRPC at the start
         of each connection."""
         stamp = self._stamp()

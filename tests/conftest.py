@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.certificates import Authority
+
 ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 
 if not ON_GPU:
@@ -42,6 +44,17 @@ def pytest_configure() -> None:
         raise pytest.UsageError("TEST_DEVICE is cuda, but TRITON_INTERPRET is set")
     if not torch.cuda.is_available():
         raise pytest.UsageError("TEST_DEVICE is cuda, but torch finds no CUDA device")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for a module's certificates."""
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(certificates: Path) -> Authority:
+    return Authority(certificates, "ours")
 
 
 @pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist

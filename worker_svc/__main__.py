@@ -11,13 +11,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import sys
 
-from shared.config import WorkerSettings, settings_or_exit
+from shared.config import settings_or_exit
 from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from shared.process import Ready, run_service
 from shared.server import Server
 from worker_svc.errors import StartError
 from worker_svc.platforms.choice import preload
 from worker_svc.server import WorkerService
+from worker_svc.settings import WorkerSettings
 
 SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 

@@ -16,11 +16,10 @@ from torch.distributed import DistError
 from tqdm import tqdm
 
 from worker_svc.attention.base import Backend
-from worker_svc.distributed import SupersededError
-from worker_svc.errors import CaptureError, DeviceLostError, chain, is_device_lost
+from worker_svc.errors import CaptureError, DeviceLostError, SupersededError, chain, is_device_lost
 from worker_svc.platforms.base import Platform
 from worker_svc.step.decode import Step
-from worker_svc.step.tensors import ALIGNMENT, StepTensors, columns, pack, padded, unpack
+from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, padded, unpack
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -102,7 +101,7 @@ class DecodeGraphs:
         self._logits[size] = run(step, self._tensors[size])
 
     def _columns(self, step: Step) -> list[np.ndarray]:
-        return columns(step, self._backend.column(step))
+        return host_columns(step, self._backend.plan_column(step))
 
     def _upload(self, step: Step) -> None:
         host = pack(self._columns(step), pinned=self._platform.pinned)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group, _set_pg_timeout
 
+from worker_svc.errors import SupersededError
+
 # A rank that waits longer than this for the others gives the step up.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # How long Configure waits for the other ranks.
@@ -28,13 +30,6 @@ _LOOK_S = 0.01
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Result = TypeVar("Result")
-
-
-class SupersededError(RuntimeError):
-    """The other ranks are waited for no longer, since there is a newer epoch."""
-
-    def __init__(self) -> None:
-        super().__init__("a newer epoch begins")
 
 
 class TensorParallel:

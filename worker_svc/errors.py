@@ -23,6 +23,13 @@ class DeviceLostError(RuntimeError):
     """Nothing can be computed in this process any more; another one may."""
 
 
+class SupersededError(RuntimeError):
+    """The other ranks are waited for no longer, since there is a newer epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("a newer epoch begins")
+
+
 class CaptureError(StartError):
     """Decodes cannot run from CUDA graphs here; `ENFORCE_EAGER` serves without them."""
 

@@ -42,7 +42,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}  # seconds, by size
 
-    def most_s(self, size: int) -> float:
+    def max_s(self, size: int) -> float:
         if size in self._longest:
             return _SLACK * self._longest[size]
         smaller = [other for other in self._longest if other < size]
@@ -58,7 +58,7 @@ class StepTimes:
 @dataclass(eq=False)
 class _Activity:
     what: str
-    most_s: float
+    max_s: float
     seconds: float = 0.0  # looked at so far, since it last waited for other ranks
 
 
@@ -98,19 +98,19 @@ class HangWatch:
         self._stopped.set()
 
     @contextmanager
-    def doing(self, what: str, most_s: float) -> Iterator[None]:
-        """Around what may take `most_s` seconds."""
-        activity = _Activity(what, most_s)
+    def doing(self, what: str, max_s: float) -> Iterator[None]:
+        """Around what may take `max_s` seconds."""
+        activity = _Activity(what, max_s)
         self._activities[activity] = None
         try:
             yield
         finally:
             del self._activities[activity]
 
-    def running(self, step: Step, least_s: float) -> AbstractContextManager[None]:
-        """Around a step, its launch or the wait for its results, which may take `least_s` seconds
+    def running(self, step: Step, min_s: float) -> AbstractContextManager[None]:
+        """Around a step, its launch or the wait for its results, which may take `min_s` seconds
         anyway."""
-        return self.doing(f"step {step.step_id}", max(least_s, self._times.most_s(size_of(step))))
+        return self.doing(f"step {step.step_id}", max(min_s, self._times.max_s(size_of(step))))
 
     def record(self, step: Step, seconds: float) -> None:
         """Learns what a step has taken, from its launch, or the answer to the one before, to its
@@ -123,9 +123,9 @@ class HangWatch:
         while not self._stopped.wait(look_s):
             for activity in tuple(self._activities):
                 if self._compiles():
-                    activity.most_s = max(activity.most_s, FIRST_STEP_S)
+                    activity.max_s = max(activity.max_s, FIRST_STEP_S)
                 activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + look_s
-                if activity.seconds >= self._hang_timeout_s + activity.most_s:
+                if activity.seconds >= self._hang_timeout_s + activity.max_s:
                     self._give_up(f"{activity.what} does not end")
             if self._loop_seen:
                 loop_silent_s, self._loop_seen = 0.0, False

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.config import WorkerSettings
 from worker_svc.errors import StartError
+from worker_svc.settings import WorkerSettings
 
 TOKEN_ID_BYTES = 4  # of a token in a `TokenCache`
 

@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shared.config import WorkerSettings
 from worker_svc.config import find_model_dir, load_model_config
 from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
@@ -20,14 +17,16 @@ from worker_svc.errors import StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.platforms.base import PendingArrays, Platform, Stopwatch
+from worker_svc.platforms.base import Platform, Stopwatch
 from worker_svc.platforms.choice import choose_platform
-from worker_svc.sampling.feature_runner import FeatureRunner
-from worker_svc.sampling.logprobs import Logprobs, asked_for
+from worker_svc.sampling.features import FeatureRunner
+from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, upload, upload_step
-from worker_svc.step.wire import Float32s, Int32s
+from worker_svc.step.wire import Int32s
+from worker_svc.step_result import PendingStep
 from worker_svc.warm_up import plain_decodes, warm_up_steps
 from worker_svc.weights import WeightReader, model_fingerprint
 
@@ -46,43 +45,6 @@ class RunnerInfo:
     max_model_len: int  # tokens
     max_num_batched_tokens: int  # of a step
     vocab_size: int
-
-
-class StepResult(NamedTuple):
-    """Of a step of S sequences."""
-
-    token_ids: Int32s  # [S], -1 for rows that sample nothing
-    seconds: float
-    logprob_ids: Int32s  # as in `StepResponse`, likewise
-    logprob_values: Float32s
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """A step that the device may still be working on."""
-
-    samples: NDArray[np.bool_]
-    logprob_counts: list[Int32s]  # of each `Logprobs`
-    arrays: PendingArrays  # the tokens; then of each `Logprobs` the ids and the values
-
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self.arrays.ready()
-
-    def wait(self) -> StepResult:
-        """
-        Raises:
-            RuntimeError: the device failed.
-        """
-        (tokens, *logprobs), seconds = self.arrays.wait()
-        token_ids = np.where(self.samples, tokens, -1).astype("<i4")
-        asked = [
-            asked_for(*of_rows)
-            for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
-        ]
-        ids = [np.zeros(0, "<i4"), *(ids for ids, _ in asked)]
-        values = [np.zeros(0, "<f4"), *(values for _, values in asked)]
-        return StepResult(token_ids, seconds, np.concatenate(ids), np.concatenate(values))
 
 
 class ModelRunner:
@@ -278,8 +240,8 @@ class ModelRunner:
         return PendingStep(step.samples, counts, stopwatch.fetch(results))
 
     def _to_device(self, step: Step) -> StepTensors:
-        attention, platform = self._backend.column(step), self._platform
-        return upload_step(step, attention, platform.device, pinned=platform.pinned)
+        plan_column, platform = self._backend.plan_column(step), self._platform
+        return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
 
     def _warm_up(self) -> int:
         """Runs the largest prompts and decodes there can be, so that kernels are compiled and
@@ -295,8 +257,8 @@ class ModelRunner:
             self._vocab.vocab_size,
         )
         self._allocate(1)
-        prompts_bytes = platform.peak_bytes(partial(self.run, prompts))
-        decodes_bytes = platform.peak_bytes(partial(self.run, decodes))
+        prompts_bytes = platform.measure_peak_bytes(partial(self.run, prompts))
+        decodes_bytes = platform.measure_peak_bytes(partial(self.run, decodes))
         if platform.compiles and not platform.captures:
             # Each number of sequences has its own kernels; capturing does the same for graphs.
             for size in graph_sizes(self._settings.max_num_seqs):

@@ -1,26 +1,18 @@
-"""WorkerService over gRPC: the RPC loop here, everything that computes on the execution thread."""
+"""WorkerService over gRPC: epochs and streams of steps. What computes is in `execution`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from grpc import aio
 
-from shared.config import WorkerSettings
-from shared.errors import (
-    FailedPreconditionError,
-    InternalError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from shared.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from shared.pb.worker_pb2 import (
     ConfigureRequest,
     ConfigureResponse,
@@ -30,11 +22,12 @@ from shared.pb.worker_pb2 import (
     StepResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
-from worker_svc.distributed import COLLECTIVE_TIMEOUT
-from worker_svc.errors import StartError, is_device_lost
-from worker_svc.hang_watch import HangWatch
-from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
+from worker_svc.errors import StartError
+from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
+from worker_svc.model_runner import ModelRunner
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
+from worker_svc.step_result import StepResult
 
 log = structlog.get_logger(__name__)
 
@@ -46,20 +39,6 @@ MAX_FIRST_EPOCH = 1 << 63
 # Of a stream, received and not answered; more stay unread. A scheduler sends one ahead.
 MAX_STEPS_AHEAD = 8
 
-EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
-# Joining the other ranks has a timeout of its own, allocating and capturing take what they take.
-_MOST_CONFIGURE_S = 600.0
-
-
-@dataclass
-class Epoch:
-    """The current configuration and how far its steps have come."""
-
-    number: int
-    limits: StepLimits
-    last_step: Step | None = None  # received, maybe not run yet
-    ended: bool = False  # by a newer epoch or a failed step
-
 
 @dataclass(frozen=True)
 class Launched:
@@ -70,9 +49,7 @@ class Launched:
 
 
 class WorkerService(WorkerServiceServicer):
-    """One rank. Steps are launched one after another on a thread of their own, so that health and
-    GetInfo are answered meanwhile; another waits for their tokens, so that on a GPU the next one
-    is launched before this one is done.
+    """One rank.
 
     Args:
         stop: called when it turns out that this worker cannot start, see `check`.
@@ -82,14 +59,10 @@ class WorkerService(WorkerServiceServicer):
         self._settings = settings
         self._stop = stop
         self._start_error: StartError | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution")
-        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._execution = Execution(settings)
         self._incarnation = uuid.uuid4().hex
-        self._runner: ModelRunner | None = None
         self._newest_epoch = 0  # asked for, maybe not reached
         self._epoch: Epoch | None = None
-        self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
-        self._least_step_s = 0.0
 
     async def load(self) -> None:
         """Loads the model and warms it up.
@@ -97,12 +70,7 @@ class WorkerService(WorkerServiceServicer):
         Raises:
             StartError: the model or the settings cannot be served.
         """
-        loop = asyncio.get_running_loop()
-        self._runner = await loop.run_in_executor(self._thread, ModelRunner, self._settings)
-        if self._settings.tp > 1 and self._runner.info.device != "cpu":
-            # Collectives wait on the devices: which rank it is that hangs cannot be told there.
-            self._least_step_s = COLLECTIVE_TIMEOUT.total_seconds()
-        self._watch.start(loop)
+        await self._execution.load()
 
     def check(self) -> None:
         """
@@ -114,9 +82,7 @@ class WorkerService(WorkerServiceServicer):
 
     def close(self) -> None:
         """Drops the steps that wait; returns when the one that runs has ended."""
-        self._watch.stop()
-        self._thread.shutdown(cancel_futures=True)
-        self._results.shutdown(cancel_futures=True)
+        self._execution.close()
 
     async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
         info = self._loaded().info
@@ -149,10 +115,12 @@ class WorkerService(WorkerServiceServicer):
         self._newest_epoch = request.epoch
         if self._epoch:
             self._epoch.ended = True
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(
-                self._thread, self._configure, runner, request.epoch, request.num_blocks
+            await self._execution.configure(
+                runner,
+                request.epoch,
+                request.num_blocks,
+                superseded=lambda: self._newest_epoch > request.epoch,
             )
         except StartError as error:
             if request.epoch > 1:  # it has been possible before: a successor may find it so again
@@ -164,17 +132,12 @@ class WorkerService(WorkerServiceServicer):
             raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
         except RuntimeError as error:
             log.error("configure failed", epoch=request.epoch, exc_info=error)
-            _end_if_device_lost(error)
+            end_if_device_lost(error)
             raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
         if request.epoch == self._newest_epoch:
             self._epoch = Epoch(request.epoch, limits)
         log.info("configured", epoch=request.epoch, num_blocks=request.num_blocks)
         return ConfigureResponse()
-
-    def _configure(self, runner: ModelRunner, epoch: int, num_blocks: int) -> None:
-        """On the execution thread."""
-        with self._watch.doing(f"configuring epoch {epoch}", _MOST_CONFIGURE_S):
-            runner.configure(epoch, num_blocks, lambda: self._newest_epoch > epoch)
 
     async def Execute(
         self, request_iterator: AsyncIterator[StepRequest], context: Context
@@ -207,47 +170,10 @@ class WorkerService(WorkerServiceServicer):
                 epoch = self._current_epoch(request.epoch)
                 step = decode_step(request, epoch.limits, epoch.last_step)
                 epoch.last_step = step
-                result: Future[StepResult] = Future()
-                self._thread.submit(self._launch, self._loaded(), epoch, step, result)
-                running.put_nowait(Launched(step, asyncio.wrap_future(result)))
+                result = self._execution.submit(self._loaded(), epoch, step)
+                running.put_nowait(Launched(step, result))
         finally:
             running.put_nowait(None)
-
-    def _launch(
-        self, runner: ModelRunner, epoch: Epoch, step: Step, result: Future[StepResult]
-    ) -> None:
-        """On the execution thread; `result` is set there, or on the one that waits for results."""
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
-            if epoch.ended:
-                raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
-            started = time.monotonic()
-            with self._watch.running(step, self._least_step_s):
-                pending = runner.launch(step)
-            if pending.ready():
-                self._watch.record(step, time.monotonic() - started)
-                result.set_result(pending.wait())
-            else:
-                self._results.submit(self._wait, epoch, step, pending, result)
-        except FailedPreconditionError as error:
-            result.set_exception(error)
-        except Exception as error:
-            result.set_exception(self._failed(epoch, step.step_id, error))
-
-    def _wait(
-        self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]
-    ) -> None:
-        """On the thread that waits for results."""
-        try:
-            started = time.monotonic()
-            with self._watch.running(step, self._least_step_s):
-                found = pending.wait()
-            self._watch.record(step, time.monotonic() - started)
-        except Exception as error:
-            result.set_exception(self._failed(epoch, step.step_id, error))
-        else:
-            result.set_result(found)
 
     async def _answer(self, launched: Launched) -> StepResponse:
         result = await launched.result
@@ -257,19 +183,6 @@ class WorkerService(WorkerServiceServicer):
             response.logprob_ids = result.logprob_ids.tobytes()
             response.logprob_values = result.logprob_values.tobytes()
         return response
-
-    def _waits_for_ranks(self) -> bool:
-        return self._runner is not None and self._runner.waits_for_ranks
-
-    def _compiles(self) -> bool:
-        return self._runner is not None and self._runner.compiling
-
-    def _failed(self, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
-        """Ends the epoch, since what the cache holds is no longer known."""
-        epoch.ended = True
-        log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
-        _end_if_device_lost(error)
-        return InternalError(f"step {step_id} failed")
 
     def _current_epoch(self, number: int) -> Epoch:
         if self._epoch is None:
@@ -281,12 +194,12 @@ class WorkerService(WorkerServiceServicer):
         return self._epoch
 
     def _loaded(self) -> ModelRunner:
-        if self._runner is None:
+        if self._execution.runner is None:
             raise UnavailableError("the model is still loading")
-        return self._runner
+        return self._execution.runner
 
     def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
-        most = {
+        maxima = {
             # Not what fits: that is an estimate, lower at one start than at another, and an engine
             # that lost a worker wants the cache it had. But a CPU's memory can be promised many
             # times over, and the process is killed when the promise is called in.
@@ -294,7 +207,7 @@ class WorkerService(WorkerServiceServicer):
             "max_num_seqs": self._settings.max_num_seqs,
             "max_num_batched_tokens": runner.info.max_num_batched_tokens,
         }
-        for field, limit in most.items():
+        for field, limit in maxima.items():
             value = getattr(request, field)
             if not 1 <= value <= limit:
                 raise InvalidArgumentError(field, f"{value} is not in 1..{limit}")
@@ -312,9 +225,3 @@ def _drop(result: asyncio.Future[StepResult]) -> None:
     """Nobody will read it, whatever it is."""
     if not result.cancel() and not result.cancelled():
         result.exception()
-
-
-def _end_if_device_lost(error: Exception) -> None:
-    if is_device_lost(error):
-        log.error("the device is lost to this process, which ends", reason=str(error))
-        os._exit(EXIT_DEVICE_LOST)  # an orderly end would wait for the device

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.step.decode import Step
 from worker_svc.step.features import Features, PromptTargets
@@ -72,12 +73,7 @@ def _dummy_features(num_seqs: int, vocab_size: int) -> Features:
     part = np.full(num_seqs, 0.5, np.float32)
     return Features(
         rows=rows,
-        top_k=zeros + np.int32(1),
-        top_p=part,
-        min_p=part,
-        repetition_penalties=part,
-        presence_penalties=part,
-        frequency_penalties=part,
+        numbers={name: zeros + 1 if each.whole else part for name, each in COLUMNS.items()},
         prompt_lens=zeros,
         num_logprobs=zeros + np.int32(min(NUM_LOGPROBS, vocab_size)),
         bias_offsets=np.arange(num_seqs + 1, dtype=np.int32),

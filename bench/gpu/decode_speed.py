@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from bench.gpu.ceilings import bandwidth
+from bench.gpu.heads import Heads
 from bench.gpu.records import Report
-from bench.gpu.setup import BACKENDS, Heads, Setup
+from bench.gpu.setup import BACKENDS, Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
@@ -55,7 +56,7 @@ class Load:
             decode_attention(
                 self.q,
                 cache,
-                tensors.attention,
+                tensors.plan_column,
                 tensors.query_starts,
                 tensors.context_lens,
                 tensors.block_table,
@@ -82,7 +83,7 @@ def make_load(
     layers = setup.sizes.layers(size)
     backend = setup.backend(name, heads, layers=layers, block_size=block_size)
     step = make_step([1] * rows, contexts, backend.block_size, vocab=2)
-    tensors = upload_step(step, backend.column(step), setup.device)
+    tensors = upload_step(step, backend.plan_column(step), setup.device)
     generator = setup.generator(name)
     caches = backend.allocate(blocks_needed(contexts, backend.block_size))
     q = torch.randn(rows, heads.heads, heads.head_dim, device=setup.device, generator=generator)

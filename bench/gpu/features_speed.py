@@ -98,19 +98,19 @@ def measure_filters(batch: Batch, report: Report, name: str) -> None:
 
 
 def _filtering(batch: Batch, work: torch.Tensor, top_k: int, top_p: float) -> Callable[[], None]:
-    def limit(value: float, given: bool, dtype: torch.dtype) -> Limit:
-        rows = batch.every if given else batch.every[:0]
+    def limit(value: float, dtype: torch.dtype) -> Limit:
+        rows = batch.every
         return Limit(rows, torch.full((len(rows),), value, dtype=dtype, device=rows.device))
 
-    limits = (
-        limit(top_k, top_k > 0, torch.int32),
-        limit(top_p, top_p < 1, torch.float32),
-        limit(0, False, torch.float32),
-    )
+    filters = {}
+    if top_k > 0:
+        filters["top_k"] = limit(top_k, torch.int32)
+    if top_p < 1:
+        filters["top_p"] = limit(top_p, torch.float32)
     temperatures = torch.ones(batch.rows, device=work.device)
 
     def run() -> None:
         work.copy_(batch.logits)
-        keep_likely(work, batch.vocab, temperatures, *limits, TensorParallel(), triton_ops)
+        keep_likely(work, batch.vocab, temperatures, filters, TensorParallel(), triton_ops)
 
     return run

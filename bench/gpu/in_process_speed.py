@@ -21,8 +21,9 @@ from bench.gpu.timing import Timer
 from bench.in_process import RunnerEngine
 from bench.run import Run
 from bench.workload import reference_workload, warm_up_request
-from worker_svc.model_runner import ModelRunner, PendingStep, StepResult
+from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
+from worker_svc.step_result import PendingStep, StepResult
 
 FIGURE = "in process"
 

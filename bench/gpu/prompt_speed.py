@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bench.gpu.ceilings import matmul_rate
+from bench.gpu.heads import Heads
 from bench.gpu.records import Report
-from bench.gpu.setup import BACKENDS, Heads, Setup
+from bench.gpu.setup import BACKENDS, Setup
 from bench.gpu.steps import make_step
 from worker_svc.kernels.triton.paged_attention import Tiling
 from worker_svc.kernels.triton.prompt_attention import prompt_attention
@@ -40,7 +41,7 @@ class Prompts:
         size = (step.num_tokens, heads.heads, heads.head_dim)
         q = torch.randn(size, device=setup.device, generator=generator)
         self._q = q.to(setup.dtype)
-        self._tensors = upload_step(step, backend.column(step), setup.device)
+        self._tensors = upload_step(step, backend.plan_column(step), setup.device)
         self._metadata: Any = backend.plan(step, self._tensors, context)
 
     def rate(self, tiling: Tiling | None = None) -> float:

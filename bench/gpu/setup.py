@@ -13,22 +13,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
 from bench.gpu.timing import CudaTimer, StubTimer, Timer
 from bench.workload import Shape
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS as BACKENDS
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import StartError
 from worker_svc.platforms.base import Platform
+from worker_svc.settings import WorkerSettings
 
 MAX_LAYERS = 64
-
-
-class Heads(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_dim: int
 
 
 class Product(NamedTuple):
@@ -45,7 +40,7 @@ class Sizes:
 
     copied_bytes: int = 2**30
     rotated_bytes: int = 2**29  # several times the L2 cache
-    heads: tuple[tuple[str, Heads], ...] = (("0.6B", Heads(16, 8, 128)), ("8B", Heads(32, 8, 128)))
+    heads: tuple[tuple[str, Heads], ...] = (("0.6B", QWEN_0_6B), ("8B", QWEN_8B))
     batches: tuple[int, ...] = (1, 64, 256)
     contexts: tuple[int, ...] = (600, 4096)
     block_sizes: tuple[int, ...] = (16, 64, 256)

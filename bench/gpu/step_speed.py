@@ -17,9 +17,10 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.ceilings import bandwidth, matmul_rate
+from bench.gpu.heads import Heads
 from bench.gpu.prompt_speed import attention_flops
 from bench.gpu.records import Report
-from bench.gpu.setup import Heads, Setup
+from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from tools.make_model import tensor_shapes
 from worker_svc.model_runner import ModelRunner

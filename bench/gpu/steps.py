@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bench.workload import Shape, reference_workload
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
+from worker_svc.step.wire import Int32s
 
 
 class Sequences:

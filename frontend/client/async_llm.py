@@ -138,8 +138,9 @@ class AsyncLLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        """The completion as it is made; the chunks of several take turns. Closing the iterator
-        (`aclose`, or cancelling the task that waits for it) cancels the request.
+        """The completion as it is made; where there are several, their chunks are interleaved.
+        Closing the iterator (`aclose`, or cancelling the task that waits for it) cancels the
+        request.
 
         Args:
             timeout_s, priority, cache_salt: as for `generate`.

@@ -56,10 +56,10 @@ class Calls:
                         yield call, message
                     return
                 except aio.AioRpcError as error:
-                    rest = request.rest(call)
+                    rest = request.resume(call)
                     if not rest:
                         return
-                    delay = self._retry_delay(error, connection, retries)
+                    delay = self._next_delay(error, connection, retries)
                 finally:
                     stream.cancel()
             await asyncio.sleep(delay)
@@ -83,10 +83,10 @@ class Calls:
                     self._reached = True
                     return response
                 except aio.AioRpcError as error:
-                    delay = self._retry_delay(error, connection, retries)
+                    delay = self._next_delay(error, connection, retries)
             await asyncio.sleep(delay)
 
-    def _retry_delay(
+    def _next_delay(
         self, error: aio.AioRpcError, connection: Connection, retries: Retries
     ) -> float:
         """Seconds to wait before the next attempt; raises where there is to be none."""
@@ -95,4 +95,4 @@ class Calls:
         self._reached |= not unreached
         if isinstance(typed, UnavailableError) and typed.retry_after_s is None:
             connection.failed()
-        return retries.delay(typed, reached=self._reached)
+        return retries.next_delay(typed, reached=self._reached)

@@ -13,6 +13,7 @@ from typing import IO, Self
 
 from frontend.client.errors import StackError
 
+_LAUNCHER = Path(__file__).parents[2] / "deploy"
 _STOP_TIMEOUT_S = 30.0
 _REASON_LINES = 12
 
@@ -28,12 +29,18 @@ class PrivateStack:
         variables: those of `make up` in lower case, such as `tp=2` or `max_num_seqs=64`.
 
     Raises:
-        StackError: it did not start; the message is the launcher's.
+        StackError: it did not start, the message is the launcher's; or this is an installed client,
+            which comes without one.
     """
 
     address: str
 
     def __init__(self, model: str | os.PathLike[str], **variables: object) -> None:
+        if not _LAUNCHER.is_dir():
+            raise StackError(
+                "a private stack needs a checkout of nano-vllm-grpc, and this client was installed "
+                "without one: give the address of a server"
+            )
         flags = {"port": 0, "model": Path(model), **variables}
         command = [sys.executable, "-P", "-m", "deploy", "run"]
         for name, value in flags.items():

@@ -62,7 +62,7 @@ class ResumableRequest:
             self._set_totals(message, self._begun_at)
         return wire.decode_chunk(message)
 
-    def rest(self, call: Call) -> list[Call]:
+    def resume(self, call: Call) -> list[Call]:
         """What to send once `call` broke off; nothing if only its status is missing."""
         if self._begun_at is None:
             return [call]

@@ -30,7 +30,7 @@ class Retries:
         self._failing_since = None
         self._failures = 0
 
-    def delay(self, error: LLMError, *, reached: bool) -> float:
+    def next_delay(self, error: LLMError, *, reached: bool) -> float:
         """Seconds to wait after `error`; `reached`: whether a server has ever answered.
 
         Raises:
@@ -45,12 +45,12 @@ class Retries:
         backoff *= random.uniform(0.5, 1)
         self._failures += 1
         delay = backoff if asked is None else max(asked * random.uniform(1, 1.25), backoff)
-        most = self._max_wait_s
+        max_wait_s = self._max_wait_s
         if not reached:
-            most = min(most, _FIRST_CONTACT_S)
+            max_wait_s = min(max_wait_s, _FIRST_CONTACT_S)
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-        if now + delay > min(self._failing_since + most, self._deadline):
+        if now + delay > min(self._failing_since + max_wait_s, self._deadline):
             raise error from None
         return delay

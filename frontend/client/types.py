@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, TypeGuard, cast
 
-FinishReason = Literal["eos", "length", "stop", "aborted"]
-
+FinishReason = Literal["eos", "length", "stop"]
 
 # A turn of a chat: {"role": "system", "user" or "assistant", "content": its text}.
 Message = Mapping[str, str]

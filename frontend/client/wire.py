@@ -27,7 +27,6 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_EOS: "eos",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_ABORTED: "aborted",
 }
 _REPEATED = ("stop", "stop_token_ids")
 _NOT_PLAIN = (*_REPEATED, "logit_bias", "structured_output")

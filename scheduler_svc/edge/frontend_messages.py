@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import End, Output
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
+from shared.sampling_params import NUMBERS
+
+_ZEROS = [(name, each.zero) for name, each in NUMBERS.items()]
 
 
 def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequence:
@@ -34,21 +38,16 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
 
 def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
     grammar = sampling.grammar if sampling.HasField("grammar") else None
+    ids, values = sampling.bias_ids, sampling.bias_values
+    numbers: dict[str, Any] = {name: getattr(sampling, name) or zero for name, zero in _ZEROS}
     return SamplingParams(
         max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
         seed=sampling.seed,
         eos_token_ids=frozenset(sampling.eos_token_ids),
         stop_token_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p or 1.0,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty or 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        bias_ids=tuple(_ids(sampling.bias_ids, "submit.sampling.bias_ids")),
-        bias_values=tuple(_floats(sampling.bias_values, "submit.sampling.bias_values")),
+        bias_ids=tuple(_ids(ids, "submit.sampling.bias_ids")) if ids else (),
+        bias_values=tuple(_floats(values, "submit.sampling.bias_values")) if values else (),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=(
             sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
@@ -56,6 +55,7 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
         grammar=grammar and Grammar(grammar.kind, grammar.text),
+        **numbers,
     )
 
 
@@ -74,11 +74,11 @@ def _floats(column: bytes, field: str) -> array[float]:
 def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
     tokens = [output for output in outputs if output.token is not None]
     return scheduler_pb2.StepOutput(
-        requests=array("Q", [output.seq.key[1] for output in tokens]).tobytes(),
+        requests=array("Q", [output.seq.key.number for output in tokens]).tobytes(),
         offsets=array("i", [output.offset for output in tokens]).tobytes(),
         token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
         started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
-        finished=[_finished(output) for output in outputs if output.finished is not None],
+        finished=[_finished(o.seq, o.end) for o in outputs if o.end is not None],
         logprobs=[rows for output in outputs for rows in _logprobs(output)],
     )
 
@@ -86,29 +86,26 @@ def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
 def _started(seq: Sequence) -> scheduler_pb2.Started:
     assert seq.first_scheduled is not None
     return scheduler_pb2.Started(
-        request=seq.key[1],
+        request=seq.key.number,
         cached_prompt_tokens=seq.num_cached_prompt_tokens,
         queue_s=seq.first_scheduled - seq.arrival,
     )
 
 
-def _finished(output: Output) -> scheduler_pb2.Finished:
-    assert output.finished is not None
-    finished = scheduler_pb2.Finished(
-        request=output.seq.key[1],
-        cause=scheduler_pb2.FinishCause.ValueType(output.finished),
+def _finished(seq: Sequence, end: End) -> scheduler_pb2.Finished:
+    return scheduler_pb2.Finished(
+        request=seq.key.number,
+        cause=scheduler_pb2.FinishCause.ValueType(end.cause),
+        message=end.message,
+        retry_after_s=end.retry_after_s,
+        score=end.score,
     )
-    if isinstance(output, End):
-        finished.message = output.message
-        finished.retry_after_s = output.retry_after_s
-        finished.score = output.score
-    return finished
 
 
 def _logprobs(output: Output) -> list[scheduler_pb2.LogprobRows]:
     return [
         scheduler_pb2.LogprobRows(
-            request=output.seq.key[1],
+            request=output.seq.key.number,
             prompt=logprobs is output.prompt_logprobs,
             first=output.offset,
             width=logprobs.ids.shape[1],

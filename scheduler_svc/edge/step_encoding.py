@@ -1,4 +1,4 @@
-"""Steps as the columns of `worker.proto`, and their answers."""
+"""Encodes steps as the columns of `worker.proto`, and decodes their answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
 
 
 def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
-    """The columns of `worker.proto` for a step: T tokens of S sequences."""
+    """Encodes a step of T tokens of S sequences."""
     rows, seqs = step.rows, [row.seq for row in step.rows]
     starts = np.array([row.start for row in rows], np.int32)
     query_lens = np.array([row.num_tokens for row in rows], np.int32)
@@ -53,14 +53,16 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
     )
     if step.copies:
         request.copies = array("i", chain.from_iterable(step.copies)).tobytes()
-    if step.asks:
+    if step.has_features:
         encode_features(request, rows)
     return request
 
 
 def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepResponse) -> Answer:
-    """Raises:
-    MalformedAnswerError: it is no answer to this step.
+    """Decodes the answer to a step.
+
+    Raises:
+        MalformedAnswerError: it does not fit the step.
     """
     token_ids: list[int] = np.frombuffer(response.token_ids, "<i4").tolist()
     if len(token_ids) != len(request.samples):
@@ -71,14 +73,14 @@ def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepRespon
 
 
 def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """int32[n+1]: where each of n parts begins, and the end of the last."""
+    """int32[n+1]: the start of each of n parts, then the end of the last."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def _input_ids(row: Row) -> Seq[int]:
-    """A token that the step before will sample is -1 - its row there."""
+    """The row's tokens; one that the previous step has yet to sample is -1 - its row there."""
     if row.previous_row is not None:
         return (-1 - row.previous_row,)
     return row.seq.tokens[row.start : row.start + row.num_tokens]

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from array import array
 from itertools import accumulate
+from operator import attrgetter
+from struct import pack
 
 import numpy as np
 
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Logprobs, Row
 from shared.pb import worker_pb2
+from shared.sampling_params import COLUMNS
 
 _NEVER = float("-inf")
+# Name, type and value of each parameter that is a column.
+_COLUMNS = [
+    (each.column, "i" if each.whole else "f", attrgetter(name)) for name, each in COLUMNS.items()
+]
 
 
 class MalformedAnswerError(Exception):
@@ -20,7 +27,11 @@ class MalformedAnswerError(Exception):
 
 def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
     """Adds the columns of the rows that ask for any."""
-    asking = [i for i, row in enumerate(rows) if row.start < row.seq.num_featured_tokens]
+    asking = [
+        i
+        for i, row in enumerate(rows)
+        if row.seq.features is not None and row.start < row.seq.features.end
+    ]
     sampling = [i for i in asking if rows[i].samples and _has_features(rows[i])]
     if sampling:
         request.features.CopyFrom(_features(rows, sampling))
@@ -70,15 +81,20 @@ def read_logprobs(
 
 
 def _has_features(row: Row) -> bool:
-    seq = row.seq
-    return seq.has_features or seq.mask is not None or bool(_banned(row))
+    features = row.seq.features
+    assert features is not None
+    return features.always or features.mask is not None or bool(_banned(row))
+
+
+def _mask(seq: Sequence) -> bytes | None:
+    return None if seq.features is None else seq.features.mask
 
 
 def _banned(row: Row) -> frozenset[int]:
     """Tokens that must not be sampled, since they would end the sequence too early. A mask leaves
     them out by itself."""
     seq = row.seq
-    if seq.mask is not None:
+    if _mask(seq) is not None:
         return frozenset()
     index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the token that it samples
     return seq.end_token_ids if index < seq.params.min_tokens else frozenset()
@@ -87,9 +103,8 @@ def _banned(row: Row) -> frozenset[int]:
 def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures:
     seqs = [rows[i].seq for i in places]
     params = [seq.params for seq in seqs]
-    bias_ids, bias_values, bias_lens = array("i"), array("f"), []
+    bias_ids, bias_values, bias_offsets = array("i"), array("f"), array("i", [0])
     for place, p in zip(places, params, strict=True):
-        before = len(bias_ids)
         if p.bias_ids:
             bias_ids.extend(p.bias_ids)
             bias_values.extend(p.bias_values)
@@ -97,35 +112,29 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
             banned = sorted(_banned(rows[place]))
             bias_ids.extend(banned)
             bias_values.extend([_NEVER] * len(banned))
-        bias_lens.append(len(bias_ids) - before)
-    num_logprobs = [-1 if p.num_logprobs is None else p.num_logprobs for p in params]
-    masked = [i for i, seq in enumerate(seqs) if seq.mask is not None]
+        bias_offsets.append(len(bias_ids))
+    num_logprobs = [-1 if (k := p.num_logprobs) is None else k for p in params]
+    masks = {i: mask for i, seq in enumerate(seqs) if (mask := _mask(seq)) is not None}
     return worker_pb2.SamplingFeatures(
         rows=_column("i", places),
-        top_k=_column("i", [p.top_k for p in params]),
-        top_p=_column("f", [p.top_p for p in params]),
-        min_p=_column("f", [p.min_p for p in params]),
-        repetition_penalties=_column("f", [p.repetition_penalty for p in params]),
-        presence_penalties=_column("f", [p.presence_penalty for p in params]),
-        frequency_penalties=_column("f", [p.frequency_penalty for p in params]),
         prompt_lens=_column("i", [seq.num_prompt_tokens for seq in seqs]),
         num_logprobs=_column("i", num_logprobs),
-        bias_offsets=_column("i", list(accumulate(bias_lens, initial=0))),
+        bias_offsets=bias_offsets.tobytes(),
         bias_ids=bias_ids.tobytes(),
         bias_values=bias_values.tobytes(),
-        masked=_column("i", masked),
-        masks=b"".join(seq.mask for seq in seqs if seq.mask is not None),
+        masked=_column("i", list(masks)),
+        masks=b"".join(masks.values()),
+        **{name: pack(f"<{len(params)}{code}", *map(of, params)) for name, code, of in _COLUMNS},
     )
 
 
 def _num_targets(row: Row) -> int:
     """How many of its tokens have a successor in the prompt that is to be scored; 0 if all of these
     were delivered before it was computed again."""
-    seq, last = row.seq, row.seq.num_prompt_tokens - 1
-    if seq.params.prompt_logprobs is None:
-        return 0
-    end = min(row.start + row.num_tokens, last)
-    return max(end - row.start, 0) if end > seq.num_prompt_logprobs else 0
+    features = row.seq.features
+    assert features is not None
+    end = min(row.start + row.num_tokens, features.num_to_score)
+    return max(end - row.start, 0) if end > features.num_scored else 0
 
 
 def _prompt_logprobs(rows: list[Row], places: list[int]) -> worker_pb2.PromptLogprobs:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import structlog
 from grpc import aio
 
-from scheduler_svc.edge import execute_call
-from scheduler_svc.edge.execute_call import ExecuteCall, together
+from scheduler_svc.edge.execute_stream import ExecuteStream
 from scheduler_svc.edge.step_encoding import MalformedAnswerError, encode_step, read_answer
+from scheduler_svc.edge.worker_group import WorkerGroup, WorkerMismatchError, agree
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.sequence import Sequence
@@ -29,29 +30,15 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+Result = TypeVar("Result")
+
 _RETRY_S = 0.2
 _INFO_TIMEOUT_S = 10.0
-# Workers that fail whatever they are asked are asked again after that, and twice that, ...
+# Workers that fail at everything are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
-# Shares of `hang_timeout_s`: what is noticed at the second look, and then does not answer for so
-# long, is found within it.
+# Shares of `hang_timeout_s`: a rank that two looks in a row find idle, and that then leaves a call
+# unanswered this long, is found within it.
 _LOOK_SHARE, _ANSWER_SHARE = 0.12, 0.7
-
-
-class WorkerMismatchError(Exception):
-    """The workers contradict each other or the settings: no retry can help."""
-
-
-@dataclass(frozen=True)
-class WorkerGroup:
-    """What all ranks agree on."""
-
-    num_blocks: int  # what the rank with the least memory can hold
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    max_num_batched_tokens: int  # of a step
-    epoch: int  # the highest that any rank has seen
 
 
 class WorkerClient:
@@ -61,7 +48,7 @@ class WorkerClient:
         addresses: gRPC addresses in order of rank.
         max_num_seqs: of a step, passed on to the workers.
         max_num_batched_tokens: likewise; None for what the workers say.
-        hang_timeout_s: a rank that answers nothing for so long is lost.
+        hang_timeout_s: a rank that stays silent this long is lost.
         dialer: how to connect.
 
     Raises:
@@ -84,7 +71,7 @@ class WorkerClient:
         self._stamp = dialer.stamp()
         self._channels = [dialer.open(address) for address in addresses]
         self._stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
-        self._calls: list[ExecuteCall] = []
+        self._streams: list[ExecuteStream] = []
         self._num_blocks = 0
         self._block_size = 0
         self._epoch = 0
@@ -93,13 +80,13 @@ class WorkerClient:
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
-        """Waits for every rank, however long it loads, and configures them all for one epoch.
+        """Waits for every rank, however long it loads, then configures them all for one epoch.
 
         Args:
             num_blocks: size of the cache; None for as much as fits.
 
         Raises:
-            WorkerMismatchError: see there.
+            WorkerMismatchError: the ranks contradict each other or the settings.
         """
         reason = None
         while True:
@@ -134,14 +121,14 @@ class WorkerClient:
                 return
 
     async def watch(self) -> str:
-        """Returns why, once a rank has ended its stream, or answers nothing any more. A step may
-        take its time: a worker knows best how long, and ends itself when one hangs."""
+        """Returns the reason once a rank has ended its stream or stopped answering. A step may take
+        its time: a worker knows best how long one should, and ends itself if one hangs."""
         while True:
             before = self._num_answers
             await asyncio.sleep(_LOOK_SHARE * self._hang_timeout_s)
-            for call in self._calls:
-                if call.done():
-                    return await execute_call.reason(call)
+            for stream in self._streams:
+                if stream.done():
+                    return await stream.end_reason()
             if self._num_answers == before and (reason := await self._silent_rank()):
                 self._hang_up()
                 return reason
@@ -149,12 +136,12 @@ class WorkerClient:
     async def send(self, step: Step) -> None:
         self._step_id += 1
         request = encode_step(step, self._block_size, self._epoch, self._step_id)
-        await together([execute_call.write(call, request) for call in self._calls])
+        await _together([stream.write(request) for stream in self._streams])
         self._sent.append(request)
 
     async def receive(self) -> Answer:
         request = self._sent.popleft()
-        answers = await together([execute_call.read(call) for call in self._calls])
+        answers = await _together([stream.read() for stream in self._streams])
         for answer in answers:
             if answer.step_id != request.step_id:
                 raise WorkersLostError(f"answer to step {answer.step_id}, not {request.step_id}")
@@ -169,7 +156,7 @@ class WorkerClient:
             await channel.close()
 
     async def _follow_certificates(self) -> None:
-        """Opens the channels anew if there are other files than they were opened with."""
+        """Reopens the channels if the certificates have changed since they were opened."""
         stamp = self._dialer.stamp()
         if stamp == self._stamp:
             return
@@ -183,11 +170,11 @@ class WorkerClient:
         self._stubs = [WorkerServiceStub(channel) for channel in channels]
 
     def _hang_up(self) -> None:
-        for call in self._calls:
-            call.cancel()
+        for stream in self._streams:
+            stream.cancel()
 
     async def _silent_rank(self) -> str | None:
-        """Which rank listens but does not answer, if one does."""
+        """The rank that accepts calls but never answers them, if there is one."""
         timeout_s = _ANSWER_SHARE * self._hang_timeout_s
         request = worker_pb2.GetInfoRequest()
         answers = await asyncio.gather(
@@ -203,16 +190,18 @@ class WorkerClient:
         return None
 
     async def _prove(self) -> None:
-        """Has all ranks run a step of one token, in a block that nobody uses yet.
+        """Has all ranks run a step of one token, in a block that nobody is using yet.
 
         Raises:
-            WorkersLostError: they do not.
+            WorkersLostError: one fails to.
         """
         seq = Sequence((-1, 0), [0], SamplingParams(max_tokens=1, temperature=0.0))
         seq.block_table.append(0)
         watching = asyncio.ensure_future(self.watch())
         try:
-            await self.send(Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], asks=False))
+            await self.send(
+                Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], has_features=False)
+            )
             await self.receive()
         finally:
             watching.cancel()
@@ -237,7 +226,7 @@ class WorkerClient:
         )
         # Together: the ranks meet each other in this call.
         await asyncio.gather(*(stub.Configure(request) for stub in self._stubs))
-        self._calls = [stub.Execute() for stub in self._stubs]
+        self._streams = [ExecuteStream(stub) for stub in self._stubs]
         return replace(
             group,
             num_blocks=self._num_blocks,
@@ -246,29 +235,8 @@ class WorkerClient:
         )
 
 
-def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
-    """The ranks as one group: block counts, lengths and limits are the smallest of any.
-
-    Raises:
-        WorkerMismatchError: ranks are out of order or missing, or loaded different things.
-    """
-    for rank, info in enumerate(infos):
-        if (info.rank, info.world_size) != (rank, len(infos)):
-            raise WorkerMismatchError(
-                f"worker_addresses: rank {rank} of {len(infos)} expected at place {rank}, "
-                f"found rank {info.rank} of {info.world_size}"
-            )
-        for name in ("model_fingerprint", "dtype", "block_size", "vocab_size"):
-            if getattr(info, name) != getattr(infos[0], name):
-                raise WorkerMismatchError(
-                    f"{name}: {getattr(infos[0], name)} on rank 0, "
-                    f"{getattr(info, name)} on rank {rank}"
-                )
-    return WorkerGroup(
-        num_blocks=min(info.num_blocks for info in infos),
-        block_size=infos[0].block_size,
-        max_model_len=min(info.max_model_len for info in infos),
-        vocab_size=infos[0].vocab_size,
-        max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),
-        epoch=max(info.epoch for info in infos),
-    )
+async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:
+    """`asyncio.gather`, but without a task for a lone rank, which saves two loop iterations."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    return await asyncio.gather(*calls)

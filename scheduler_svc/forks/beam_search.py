@@ -1,4 +1,4 @@
-"""Beam search: of all continuations of the live beams, the most likely ones live on.
+"""Beam search: the most likely continuations of the live beams live on.
 
 After transformers 5's `GenerationMixin._beam_search` with `do_sample=False` and
 `early_stopping=False`, step for step and in float32 as there, so that the same log-probabilities
@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Of a live beam: token ids int[k] and their log-probabilities float32[k], descending.
+from scheduler_svc.sampling import num_continuations
+
+# What may follow a live beam: token ids int[k] and their log-probabilities float32[k], descending.
 Candidates = tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class Hypothesis(NamedTuple):
-    """A completion that has ended: by `end_token`, its last one, or at the greatest length."""
+    """A finished completion: `end_token` is its last token, or it has the maximum length."""
 
     token_ids: tuple[int, ...]
     score: float  # sum of log-probabilities / length ** length_penalty
@@ -28,7 +30,7 @@ class Hypothesis(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A live beam of the next step: a live beam of this one and a token after it."""
+    """A live beam of the next step: one of this step's, extended by a token."""
 
     parent: int
     token: int
@@ -41,7 +43,7 @@ class _Beam:
 
 
 class BeamSearch:
-    """The search for the best completions of one prompt. It begins with one live beam, the prompt.
+    """Searches for the best completions of one prompt, which is the first and only live beam.
 
     Args:
         width: live beams, and hypotheses in the end.
@@ -66,26 +68,25 @@ class BeamSearch:
         self.num_tokens = 0  # of each live beam
         self.hypotheses: list[Hypothesis] = []  # best first; final once there is no live beam
         self._live = [_Beam((), np.float32(0))]
-        # As many can be end tokens without leaving fewer than `width` to live on.
-        self._num_kept = max(2, 1 + len(self.end_token_ids)) * width
+        self._num_kept = num_continuations(width, len(self.end_token_ids))
         self._ends = np.array(sorted(self.end_token_ids), np.int64)
 
     @property
     def num_candidates(self) -> int:
-        """How many of the most likely tokens the next `advance` needs of each live beam; of a
-        smaller vocabulary, all."""
+        """The number of most likely tokens that the next `advance` needs for each live beam, or
+        the whole vocabulary if that is smaller."""
         return self._num_kept + (len(self.end_token_ids) if self._bans_end_tokens else 0)
 
     @property
     def live_beams(self) -> list[tuple[int, ...]]:
-        """The completion's tokens of each live beam, in order; empty once the search has ended."""
+        """Each live beam's tokens after the prompt, in order; empty once the search has ended."""
         return [beam.token_ids for beam in self._live]
 
     def advance(self, candidates: Seq[Candidates]) -> list[Continuation]:
-        """The next live beams, best first, or none when the search has ended.
+        """Chooses the next live beams, best first; none if the search has ended.
 
         Args:
-            candidates: of each live beam, in order.
+            candidates: one entry per live beam, in order.
         """
         self.num_tokens += 1
         at_limit = self.num_tokens == self.max_tokens
@@ -128,8 +129,8 @@ class BeamSearch:
         return [(int(parent[i]), int(token[i]), score[i]) for i in order]
 
     def _may_improve(self, best: np.float32) -> bool:
-        """Whether the best live beam, if it ended as it is, would be among the hypotheses. What it
-        could reach is not asked: `early_stopping=False` is this heuristic."""
+        """Whether the best live beam, if it ended now, would rank among the hypotheses. What it
+        might still reach is ignored, which is the heuristic of `early_stopping=False`."""
         if len(self.hypotheses) < self.width:
             return True
         return self._penalized(best) > self.hypotheses[-1].score

@@ -1,4 +1,4 @@
-"""Beam search on a scheduler's sequences: each live beam is one, and they share blocks.
+"""Beam search over a scheduler's sequences: each live beam is a sequence, and they share blocks.
 
 Live beams advance together. The candidates that the workers find after a beam wait here until those
 of all have come; then the next live beams are chosen. A beam's first successor goes on as the same
@@ -17,8 +17,8 @@ from scheduler_svc.step import End, Logprobs, Output
 
 @dataclass(frozen=True)
 class Advance:
-    """What becomes of the live beams: `dropped` end, `forks` are (parent, child), and `kept` go on
-    with one more token."""
+    """The fate of the live beams: `dropped` ones end, `forks` are (parent, child) pairs, and `kept`
+    ones go on with one more token."""
 
     dropped: list[Sequence]
     forks: list[tuple[Sequence, Sequence]]
@@ -26,7 +26,7 @@ class Advance:
 
 
 class BeamGroup:
-    """The live beams of one request, numbered from `first`, the prompt, on."""
+    """The live beams of one request, numbered from `first`, the prompt."""
 
     def __init__(self, first: Sequence) -> None:
         params = first.params
@@ -42,17 +42,17 @@ class BeamGroup:
         self.live = [first]
 
     def keys(self) -> list[SequenceKey]:
-        """Of all live beams there may ever be, and of the completions."""
+        """The keys that live beams may ever have, which are those of the completions."""
         connection, number = self._first.key
-        return [(connection, number + i) for i in range(self._search.width)]
+        return [SequenceKey(connection, number + i) for i in range(self._search.width)]
 
     def has_candidates(self, seq: Sequence) -> bool:
-        """Whether a live beam waits for the others: there is nothing to compute for it."""
+        """Whether a live beam is waiting for the others, with nothing left to compute."""
         return seq in self._candidates
 
     def add_candidates(self, seq: Sequence, found: Logprobs) -> bool:
-        """Takes what follows a live beam: the sampled token, which does not count, and the most
-        likely ones. True once those of all live beams are there: `advance` may be called."""
+        """Takes in the tokens that may follow a live beam: the sampled one, which does not count,
+        then the most likely. True once all live beams have theirs, and `advance` may be called."""
         self._candidates[seq] = found
         return len(self._candidates) == len(self.live)
 
@@ -82,27 +82,27 @@ class BeamGroup:
         return Advance(dropped, forks, kept)
 
     def completions(self) -> list[Output]:
-        """What came out, best first: all tokens of each, then its end."""
+        """The outcome of the search, best first: each completion's tokens, then its end."""
         outputs: list[Output] = []
         found = self._search.hypotheses
         for key, hypothesis in zip(self.keys(), found, strict=False):
             seq = self._sequence(key)
             tokens = enumerate(hypothesis.token_ids)
             outputs += [Output(seq, token, offset) for offset, token in tokens]
-            cause = self._cause(hypothesis)
-            outputs.append(End(seq, finished=cause, score=hypothesis.score))
-        # A vocabulary can be too small for as many.
-        return outputs + self.ends(FinishCause.LENGTH)[len(found) :]
+            end = End(self._cause(hypothesis), score=hypothesis.score)
+            outputs.append(Output(seq, end=end))
+        # A small vocabulary may not yield as many as were asked for.
+        return outputs + self.ends(End(FinishCause.LENGTH))[len(found) :]
 
-    def ends(self, cause: FinishCause, message: str = "") -> list[Output]:
-        """One end for each completion that the request was to have."""
-        return [End(self._sequence(k), finished=cause, message=message) for k in self.keys()]
+    def ends(self, end: End) -> list[Output]:
+        """The given end for each completion that the request asked for."""
+        return [Output(self._sequence(key), end=end) for key in self.keys()]
 
     def _child(self, key: SequenceKey, parent: Sequence, token: int) -> Sequence:
         child = self._sequence(key)
         child.tokens.extend(parent.tokens[parent.num_prompt_tokens :])
         child.tokens.append(token)
-        child.beams, child.held = self, False
+        child.held = False
         child.arrival_number = parent.arrival_number
         return child
 

@@ -1,7 +1,7 @@
-"""Completions of one prompt, which is computed once.
+"""Completions that share a prompt, which is computed only once.
 
-The first of them leads. The others follow: they wait, in no queue, until its prompt is in the
-cache, and are forked from it then. A leader that ends before is succeeded by the first of them.
+The first one leads. The others follow: they wait, in no queue, until the prompt is in the cache,
+and are then forked from the leader. If the leader ends before that, the first follower succeeds it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _SEEDS = 1 << 64
 
 
 def siblings(seq: Sequence, n: int) -> list[Sequence]:
-    """The other n - 1 completions of a new sequence's prompt, numbered and seeded after it. The
-    prompt's log-probabilities come with the first one only."""
+    """The other n - 1 completions of a new sequence's prompt, numbered and seeded from it onwards.
+    Only the first sequence reports the prompt's log-probabilities."""
     connection, number = seq.key
     prompt = seq.tokens[: seq.num_prompt_tokens]
     return [
@@ -34,7 +34,7 @@ def siblings(seq: Sequence, n: int) -> list[Sequence]:
 
 
 class Followers:
-    """Who follows whom."""
+    """Records which sequences follow which."""
 
     def __init__(self) -> None:
         self._of: dict[Sequence, list[Sequence]] = {}  # leader -> those that follow it
@@ -44,7 +44,7 @@ class Followers:
         return len(self._leaders)
 
     def of(self, leader: Sequence) -> list[Sequence]:
-        """All that follow a sequence."""
+        """The followers of a sequence."""
         return list(self._of.get(leader, ()))
 
     def add(self, leader: Sequence, followers: list[Sequence]) -> None:
@@ -55,21 +55,21 @@ class Followers:
             self._leaders[seq] = leader
 
     def remove(self, seq: Sequence) -> None:
-        """Takes out one that follows."""
+        """Takes out a follower."""
         leader = self._leaders.pop(seq)
         self._of[leader].remove(seq)
         if not self._of[leader]:
             del self._of[leader]
 
     def pop(self, leader: Sequence) -> list[Sequence]:
-        """Takes out all that follow a sequence, which need not have any."""
+        """Takes out all followers of a sequence, which need not have any."""
         followers = self._of.pop(leader, [])
         for seq in followers:
             del self._leaders[seq]
         return followers
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when they contradict each other. For tests."""
+        """Raises AssertionError if the records contradict each other. For tests."""
         for leader, followers in self._of.items():
             assert leader.status in (Status.WAITING, Status.RUNNING), "a leader that has ended"
             assert leader.num_generated_tokens == 0, "a leader whose prompt is computed"

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, each once, on threads."""
+"""Compiles each grammar once, on a thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from scheduler_svc.grammar.matcher import (
     CompiledGrammar,
     GrammarError,
-    GrammarKind,
     GrammarsBusyError,
     Matcher,
     fill_masks,
 )
 from scheduler_svc.grammar.schema import patterns, schema_problem
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from scheduler_svc.sampling import GrammarKind
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar as XGrammar
@@ -37,7 +37,7 @@ Key = tuple[GrammarKind, str]
 MAX_TEXT_BYTES = 64 << 10
 MAX_COMPILING = 2
 
-# In a row, between two parts of a JSON text: enough to indent, too few to go on for ever.
+# Consecutive whitespace within a JSON text: enough to indent, too little to go on for ever.
 MAX_JSON_WHITESPACE = 32
 # Regular expressions that match nothing that JSON escapes, whatever reads them.
 _PLAIN = re.compile(
@@ -50,7 +50,7 @@ ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class Grammars:
-    """The grammars of one model's requests, compiled, and the masks of its steps."""
+    """Compiles the grammars that requests bring, and computes the masks of their tokens."""
 
     def __init__(
         self, model: Path, *, timeout_s: float = 30.0, max_cache_bytes: int = 256 << 20
@@ -59,8 +59,8 @@ class Grammars:
 
         Args:
             model: the directory of tokenizer.json and config.json.
-            timeout_s: of a compilation, waiting for a thread included, loading xgrammar not.
-            max_cache_bytes: of compiled grammars; beyond, the least recently used are dropped.
+            timeout_s: for a compilation, including the wait for a thread but not loading xgrammar.
+            max_cache_bytes: for compiled grammars; beyond it the least recently used are dropped.
         """
         self._model = model
         self._timeout_s = timeout_s
@@ -78,19 +78,19 @@ class Grammars:
     async def compile(
         self, kind: GrammarKind, text: str, end_token_ids: Iterable[int]
     ) -> CompiledGrammar:
-        """The grammar in `text`. Who asks for one that is being compiled waits for the same.
+        """Compiles the grammar in `text`, or waits for it if that is already under way.
 
         Raises:
-            GrammarError: it cannot be compiled, or takes longer than `timeout_s`. Nothing stops
-                its thread then, which goes on and keeps one of two places until it is done.
-            GrammarsBusyError: it has not got one of the places within `timeout_s`.
+            GrammarError: it cannot be compiled, or not within `timeout_s`. Nothing can stop its
+                thread, which then goes on and keeps one of two places until it is done.
+            GrammarsBusyError: no place became free within `timeout_s`.
             VocabularyError: the model's tokenizer cannot be used.
         """
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise GrammarError(kind, f"is longer than {MAX_TEXT_BYTES} bytes")
         key = kind, ANY_JSON if kind is GrammarKind.JSON else text
-        # Outside the limit: on a busy host it may take long, which is no fault of the grammar.
-        # After a restart the first to wait is a request that was long accepted.
+        # Outside the time limit: a slow start is not the grammar's fault, and after a restart the
+        # first to wait is a request that was accepted long ago.
         await self._loaded()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -109,13 +109,13 @@ class Grammars:
         return CompiledGrammar(kind, frozenset(end_token_ids), grammar)
 
     async def masks(self, matchers: Seq[Matcher]) -> list[bytes | GrammarError]:
-        """`fill_masks` on threads. No matcher may be advanced meanwhile."""
+        """Runs `fill_masks` on a thread. No matcher may be advanced in the meantime."""
         if not matchers:
             return []
         return await asyncio.get_running_loop().run_in_executor(self._filler, fill_masks, matchers)
 
     def close(self) -> None:
-        """Waits for the masks being filled, for no compilation. On the event loop."""
+        """Waits for masks that are being filled, but for no compilation."""
         for task in self._compiling.values():
             task.cancel()
         if self._compilers is not None:
@@ -177,7 +177,7 @@ class _Compilers:
 
 
 def _make_compilers(model: Path) -> _Compilers:
-    """Raises VocabularyError."""
+    """Reads the vocabulary, and may raise VocabularyError."""
     vocabulary = read_vocabulary(model)
     control = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
     of_json = [b"" if control.search(token) else token for token in vocabulary]
@@ -192,7 +192,7 @@ def _make_compiler(vocabulary: list[bytes]) -> GrammarCompiler:
 
 
 def _compile(compilers: _Compilers, kind: GrammarKind, text: str) -> XGrammar:
-    """Raises GrammarError."""
+    """Compiles on the calling thread, and may raise GrammarError."""
     if kind is GrammarKind.JSON_SCHEMA and (problem := schema_problem(text)):
         raise GrammarError(kind, problem)
     try:
@@ -244,7 +244,7 @@ def _reason(kind: GrammarKind, message: str) -> str:
 
 
 def _size(key: Key, grammar: XGrammar) -> int:
-    """Bytes that a grammar takes in the cache, about."""
+    """Roughly the bytes that a grammar takes in the cache."""
     return 1024 + len(key[1]) + grammar.memory_size_bytes
 
 

@@ -1,7 +1,7 @@
-"""Structured output: sequences of which each token waits for a mask.
+"""Structured output: sequences whose every token waits for a mask.
 
-A grammar is compiled before its sequence is queued. After each token the sequence is held until the
-mask of the next one is there, which another thread computes: steps go on without it.
+A grammar is compiled before its sequence is queued. After each token the sequence is held while
+another thread computes the mask of the next one; steps go on without it.
 """
 
 from __future__ import annotations
@@ -11,74 +11,77 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
 
 from scheduler_svc.grammar.compiler import Grammars
-from scheduler_svc.grammar.matcher import GrammarError, GrammarKind, GrammarsBusyError, Matcher
+from scheduler_svc.grammar.matcher import GrammarError, GrammarsBusyError, Matcher
+from scheduler_svc.sampling import GrammarKind
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import End, Output
 
 log = structlog.get_logger(__name__)
 
-# Where all places to compile are taken; nothing bounds how long they are.
+# When all places to compile are taken, which may last for any length of time.
 _RETRY_AFTER_S = 5.0
 
 
 class Engine(Protocol):
-    """What is asked of the engine."""
+    """The part of the engine that is needed here."""
 
     scheduler: Scheduler
 
     def queue(self, seq: Sequence, n: int) -> None:
         """Queues a sequence and the other completions of its prompt, or emits its end."""
 
-    def refuse(self, refused: End) -> None:
-        """Emits the end of a sequence that is not accepted."""
+    def refuse(self, seq: Sequence, end: End) -> None:
+        """Emits the end of a sequence that was not accepted."""
 
     def emit(self, outputs: list[Output]) -> None:
-        """Tells the frontends."""
+        """Sends outputs to the frontends."""
 
     def wake(self) -> None:
-        """A sequence can go on."""
+        """Has the engine look for something to schedule."""
 
 
 class Constraints:
-    """To be used from the engine's loop."""
+    """Supplies the masks of constrained sequences. Use it only from the engine's event loop."""
 
     def __init__(self, grammars: Grammars, engine: Engine) -> None:
         self._grammars = grammars
         self._engine = engine
         self._beginning: dict[SequenceKey, asyncio.Task[None]] = {}
         self._masking: set[asyncio.Task[None]] = set()
+        self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
     def begin(self, seq: Sequence, n: int) -> None:
-        """Queues a sequence once its grammar is compiled, or emits its end."""
-        if refused := self._refuse(seq, n):
-            self._engine.refuse(refused)
+        """Queues a sequence once its grammar is compiled, or emits its end if that fails."""
+        if end := self._refusal(seq, n):
+            self._engine.refuse(seq, end)
             return
         task = asyncio.create_task(self._guarded(partial(self._begin, seq, n), [seq]))
         self._beginning[seq.key] = task
         task.add_done_callback(lambda _: self._beginning.pop(seq.key))
 
     def abort(self, key: SequenceKey) -> None:
-        """Forgets a sequence that is not queued yet, if it is one."""
+        """Drops a sequence if its grammar is still being compiled."""
         if task := self._beginning.get(key):
             task.cancel()
 
     def abort_connection(self, connection: int) -> None:
         for key, task in self._beginning.items():
-            if key[0] == connection:
+            if key.connection == connection:
                 task.cancel()
 
     def advance(self, outputs: Seq[Output]) -> None:
-        """Takes in a step's tokens, and has the masks of the next ones computed."""
+        """Advances the matchers by a step's tokens and has the next masks computed."""
         grown = [
             output.seq
             for output in outputs
-            if output.seq.matcher and output.token is not None and output.finished is None
+            if output.seq.params.grammar and output.token is not None and output.end is None
         ]
         if grown:
             task = asyncio.create_task(self._guarded(partial(self._advance, grown), grown))
@@ -90,36 +93,34 @@ class Constraints:
             task.cancel()
         self._grammars.close()
 
-    def _refuse(self, seq: Sequence, n: int) -> End | None:
-        """The end of a sequence whose grammar is not worth the work."""
+    def _refusal(self, seq: Sequence, n: int) -> End | None:
+        """The reason not to start on a sequence's grammar, or None."""
         scheduler = self._engine.scheduler
-        if refused := scheduler.refuse(seq, n):
-            return refused
+        if end := scheduler.refusal(seq, n):
+            return end
         if seq.key in self._beginning:
-            cause, message = FinishCause.INVALID, "request: its number is in use"
-        elif len(self._beginning) >= scheduler.limits.max_waiting and not seq.resubmitted:
+            return End(FinishCause.INVALID, "request: its number is in use")
+        if len(self._beginning) >= scheduler.limits.max_waiting and not seq.resubmitted:
             message = f"{len(self._beginning)} requests wait for their grammars already"
-            cause = FinishCause.QUEUE_FULL
-        else:
-            return None
-        seq.status = Status.FINISHED
-        return End(seq, finished=cause, message=message)
+            return End(FinishCause.QUEUE_FULL, message)
+        return None
 
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
         kind = GrammarKind(grammar.kind)
         compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids)
-        matcher = seq.matcher = Matcher(compiled, seq.tokens[seq.num_prompt_tokens :])
+        matcher = self._matchers[seq] = Matcher(compiled, seq.tokens[seq.num_prompt_tokens :])
         if matcher.finished:  # resubmitted with all its tokens
-            self._engine.emit([End(seq, finished=seq.finish_cause() or FinishCause.EOS)])
+            end = End(seq.finish_cause() or FinishCause.EOS)
+            self._engine.emit([Output(seq, end=end)])
             return
         (mask,) = await self._masks([seq])
         if seq.status is not Status.FINISHED:
             self._engine.queue(seq, n)
         scheduler = self._engine.scheduler
         for follower in scheduler.followers(seq):
-            follower.matcher = Matcher(compiled)
+            self._matchers[follower] = Matcher(compiled)
             scheduler.release(follower, mask)
         scheduler.release(seq, mask)
 
@@ -127,10 +128,11 @@ class Constraints:
         scheduler = self._engine.scheduler
         going_on = []
         for seq in grown:
-            if seq.matcher is None or seq.status is Status.FINISHED:
+            if seq.status is Status.FINISHED:
                 continue
-            seq.matcher.accept(seq.tokens[-1])
-            if not seq.matcher.finished:
+            matcher = self._matchers[seq]
+            matcher.accept(seq.tokens[-1])
+            if not matcher.finished:
                 going_on.append(seq)
             else:  # of a model without end tokens
                 self._engine.emit(scheduler.end(seq, FinishCause.EOS))
@@ -139,8 +141,8 @@ class Constraints:
         self._engine.wake()
 
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
-        """Of each sequence's next token; None of one that has ended, or does so now."""
-        matchers = [seq.matcher for seq in seqs if seq.matcher]
+        """The next token's mask per sequence; None if it has ended."""
+        matchers = [self._matchers[seq] for seq in seqs]
         masks: list[bytes | None] = []
         for seq, mask in zip(seqs, await self._grammars.masks(matchers), strict=True):
             if isinstance(mask, GrammarError):
@@ -151,7 +153,7 @@ class Constraints:
         return masks
 
     async def _guarded(self, work: Callable[[], Awaitable[None]], seqs: list[Sequence]) -> None:
-        """Whatever goes wrong ends the sequences, and nothing else."""
+        """Confines any failure to these sequences, which end with it."""
         try:
             await work()
         except GrammarError as error:
@@ -168,15 +170,14 @@ class Constraints:
 
     def _end(self, seq: Sequence, cause: FinishCause, message: str) -> None:
         if not seq.queued:
-            seq.status = Status.FINISHED
-            retry = _RETRY_AFTER_S if cause is FinishCause.QUEUE_FULL else 0.0
-            self._engine.emit([End(seq, finished=cause, message=message, retry_after_s=retry)])
+            retry_after_s = _RETRY_AFTER_S if cause is FinishCause.QUEUE_FULL else 0.0
+            self._engine.refuse(seq, End(cause, message, retry_after_s))
         elif seq.status is not Status.FINISHED:
             self._engine.emit(self._engine.scheduler.end(seq, cause, message))
 
 
 def without_early_end(seq: Sequence, mask: bytes) -> bytes:
-    """Before `min_tokens` end tokens are left out, unless nothing else can follow."""
+    """Removes the end tokens from a mask before `min_tokens`, unless nothing else could follow."""
     if seq.num_generated_tokens >= seq.params.min_tokens:
         return mask
     words = np.frombuffer(mask, np.uint32).copy()

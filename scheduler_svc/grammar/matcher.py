@@ -1,7 +1,7 @@
-"""Structured output: which tokens may come next, so that a completion matches a grammar.
+"""Structured output: finds the tokens that may come next if a completion is to match a grammar.
 
-The matching is xgrammar's. It is imported, which takes seconds and brings torch along, by
-`grammar_compiler` on a thread, and only when a grammar is first asked for.
+xgrammar does the matching. Importing it takes seconds and brings in torch, so `compiler` does that
+on a thread, when the first grammar arrives.
 """
 
 from __future__ import annotations
@@ -9,31 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.sampling import GrammarKind
+
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar as XGrammar
 
 FILL_THREADS = 2
-
-
-class GrammarKind(IntEnum):
-    """What a grammar's text is; the numbers are those of `scheduler.proto`."""
-
-    JSON_SCHEMA = 1
-    REGEX = 2
-    EBNF = 3
-    JSON = 4  # any object or array; no text
-
-    @property
-    def field(self) -> str:
-        """Where a request has it."""
-        return "sampling.structured_output." + _FIELDS[self]
-
 
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "json_schema",
@@ -44,21 +30,21 @@ _FIELDS = {
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used, or tokens that it does not allow. The message is for the
-    client and names the field."""
+    """A grammar cannot be used, or does not allow a token. The message is for the client and names
+    the field."""
 
     def __init__(self, kind: GrammarKind, reason: str) -> None:
-        super().__init__(f"{kind.field}: {reason}")
+        super().__init__(f"sampling.structured_output.{_FIELDS[kind]}: {reason}")
 
 
 class GrammarsBusyError(Exception):
-    """Too many grammars are being compiled; nothing is wrong with the one asked for."""
+    """Too many grammars are being compiled; nothing is wrong with this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar over a vocabulary, and the tokens that end a completion. These may come when the
-    grammar is complete and never before, even where it allows what they spell."""
+    """A grammar over a vocabulary, and the tokens that end a completion. These may come only once
+    the grammar is complete, even where it would allow the text that they spell."""
 
     kind: GrammarKind
     end_token_ids: frozenset[int]
@@ -70,10 +56,10 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """How far one completion has come in its grammar: a function of its tokens alone.
+    """Tracks how far a completion has come in its grammar, which depends on its tokens alone.
 
-    `finished` is true once an end token was accepted or, where there are no end tokens, when the
-    grammar is complete and nothing more can follow.
+    `finished` becomes true with an end token or, if there are no end tokens, once the grammar is
+    complete and nothing more can follow.
     """
 
     __slots__ = ("_has_ends", "compiled", "finished", "num_tokens", "xgrammar")
@@ -95,7 +81,7 @@ class Matcher:
             self.accept(token)
 
     def accept(self, token: int) -> None:
-        """Goes on by one token.
+        """Advances by one token.
 
         Raises:
             GrammarError: the grammar does not allow it here.
@@ -109,8 +95,8 @@ class Matcher:
         self.finished = self._is_finished()
 
     def mask(self) -> bytes:
-        """uint32[ceil(vocab / 32)], lowest bit first, 1: the token may come next. For one that is
-        not finished.
+        """The tokens that may come next: uint32[ceil(vocab / 32)], lowest bit first. Not for a
+        finished matcher.
 
         Raises:
             GrammarError: none may.
@@ -127,7 +113,7 @@ class Matcher:
 
 
 def fill_masks(matchers: Seq[Matcher]) -> list[bytes | GrammarError]:
-    """`mask` of each; in the place of one, the error that it raises. All are of one vocabulary."""
+    """Each matcher's `mask`, or the error that it raises. All share one vocabulary."""
     return [
         row.tobytes()
         if row.any()
@@ -140,7 +126,7 @@ def fill_masks(matchers: Seq[Matcher]) -> list[bytes | GrammarError]:
 
 
 def _fill(matchers: Seq[Matcher]) -> npt.NDArray[np.int32]:
-    """int32[matchers, words]. In C++ and without Python's lock: other threads go on."""
+    """Masks as int32[matchers, words], computed in C++ without Python's lock."""
     from xgrammar import BatchGrammarMatcher
 
     vocab_size = matchers[0].compiled.vocab_size

@@ -48,7 +48,7 @@ _IS_TYPE = {
 
 
 def schema_problem(text: str) -> str:
-    """What of a JSON schema cannot be enforced; empty if there is nothing."""
+    """The part of a JSON schema that cannot be enforced, or an empty string."""
     try:
         schema = json.loads(text)
     except ValueError as error:
@@ -110,7 +110,7 @@ def _head_problems(schema: dict[str, Any], head: str) -> Iterator[str]:
 
 
 def _says_nothing_new(schema: dict[str, Any], keyword: str, head: str) -> bool:
-    """A type beside values that all have it."""
+    """Whether a type stands beside values that all have it anyway."""
     if keyword != "type" or head not in ("const", "enum"):
         return False
     values = [schema["const"]] if head == "const" else schema["enum"]
@@ -139,7 +139,7 @@ def _type_problems(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_untyped(schema: dict[str, Any]) -> tuple[str, ...]:
-    """What is read as if the type were there: it is clear which one is meant."""
+    """Accepts keywords whose missing type is clear from them."""
     if "properties" in schema:
         return _OBJECT
     return _ARRAY if "items" in schema else ()

@@ -1,4 +1,4 @@
-"""What each token of a model spells, for byte-level BPE."""
+"""Reads the bytes that each token of a byte-level BPE vocabulary spells."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def read_vocabulary(model: Path) -> list[bytes]:
 
 
 def _spelled(token: str) -> bytes:
-    """The bytes that a token's characters stand for; of an added token with others, its text."""
+    """The bytes that a token's characters stand for, or its plain text if it is an added token with
+    other characters."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:

@@ -339,7 +339,7 @@ class StepResponse(_message.Message):
     token_ids: _builtins.bytes
     """int32[S], -1 for rows that sample nothing; empty on ranks other than 0"""
     step_time_s: _builtins.float
-    """on the execution thread"""
+    """on the device"""
     logprob_ids: _builtins.bytes
     """Log-softmax of the model's logits, on rank 0 only. First the rows of features that have
     num_logprobs >= 0, in order, 1 + k entries each; then each target, likewise.

@@ -35,6 +35,12 @@ def two_servers() -> Iterator[list[FakeServer]]:
         yield [stack.enter_context(running_server()) for _ in range(2)]
 
 
+def refusal(code: grpc.StatusCode, message: str) -> ServiceError:
+    error = ServiceError(message)
+    error.code = code
+    return error
+
+
 def wait_until_idle(service: FakeService) -> None:
     while service.in_flight:
         time.sleep(0.01)
@@ -162,25 +168,25 @@ def test_plain_calls_go_on_too(server: FakeServer, service: FakeService) -> None
 async def test_a_stream_cut_on_the_way_is_resumed(
     server: FakeServer, service: FakeService, code: grpc.StatusCode, message: str
 ) -> None:
-    class CutError(ServiceError):
-        pass
-
-    CutError.code = code
-    service.refusals.append(CutError(message))
+    service.refusals.append(refusal(code, message))
     async with AsyncLLM(server.address) as llm:
         assert len(await llm.generate("a", use_tqdm=False)) == 1
     assert len(service.requests) == 2
 
 
-async def test_a_server_that_failed_is_not_asked_again(
-    server: FakeServer, service: FakeService
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [
+        (grpc.StatusCode.UNKNOWN, ServerError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, QueueFullError),  # nobody says when to come back
+    ],
+)
+async def test_what_waiting_does_not_mend_is_not_asked_again(
+    server: FakeServer, service: FakeService, code: grpc.StatusCode, raised: type[Exception]
 ) -> None:
-    class FailedError(ServiceError):
-        code = grpc.StatusCode.UNKNOWN
-
-    service.refusals.append(FailedError("something else"))
+    service.refusals.append(refusal(code, "something else"))
     async with AsyncLLM(server.address) as llm:
-        with pytest.raises(ServerError):
+        with pytest.raises(raised):
             await llm.generate("a", use_tqdm=False)
     assert len(service.requests) == 1
 
@@ -238,19 +244,6 @@ async def test_the_deadline_is_one_for_all_attempts(
         with pytest.raises((UnavailableError, DeadlineError)):
             await llm.generate("a", use_tqdm=False, timeout_s=0.5)
     assert service.refusals
-
-
-async def test_full_is_full_where_nobody_says_when_to_come_back(
-    server: FakeServer, service: FakeService
-) -> None:
-    class TooLargeError(ServiceError):
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    service.refusals.append(TooLargeError("too large"))
-    async with AsyncLLM(server.address) as llm:
-        with pytest.raises(QueueFullError):
-            await llm.generate("a", use_tqdm=False)
-    assert len(service.requests) == 1
 
 
 async def test_leaving_a_stream_that_went_on_cancels_all_of_it(

@@ -24,7 +24,7 @@ class Clock:
         delays: list[float] = []
         try:
             while True:
-                delays.append(retries.delay(error, reached=reached))
+                delays.append(retries.next_delay(error, reached=reached))
                 self.now += delays[-1]
         except type(error):
             return delays

@@ -15,16 +15,6 @@ from tests.certificates import Authority
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates")
-
-
-@pytest.fixture(scope="module")
-def authority(directory: Path) -> Authority:
-    return Authority(directory, "ours")
-
-
 def plan(directory: Path, layout: Layout | None = None, **variables: str) -> Stack:
     environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
     return plan_stack(environment, layout or Layout(), directory, 50051)[0]
@@ -41,8 +31,8 @@ def test_the_launcher_trusts_the_servers_own_certificate_under_its_name(
     assert Stack.load(tmp_path) == stack
 
 
-def test_clients_certificates(authority: Authority, directory: Path, tmp_path: Path) -> None:
-    theirs = Authority(directory, "theirs")
+def test_clients_certificates(authority: Authority, certificates: Path, tmp_path: Path) -> None:
+    theirs = Authority(certificates, "theirs")
     shown, client = authority.issue("server", "DNS:a"), theirs.issue("client", "DNS:b")
     files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key}
     own = plan(tmp_path, **files, TLS_CLIENT_CA=authority.ca).tls("frontend")
@@ -55,7 +45,7 @@ def test_clients_certificates(authority: Authority, directory: Path, tmp_path: P
 
 
 def test_an_inner_certificate_must_name_what_is_dialled(
-    authority: Authority, directory: Path, tmp_path: Path
+    authority: Authority, certificates: Path, tmp_path: Path
 ) -> None:
     inner = authority.issue("inner", "DNS:gpu-a")
     files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}
@@ -64,7 +54,7 @@ def test_an_inner_certificate_must_name_what_is_dialled(
     assert stack.tls("worker") == ClientTls(authority.ca, inner.cert, inner.key)
     with pytest.raises(LaunchError, match=r"internal_tls_cert: .*'localhost'"):
         plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca)
-    stranger = Authority(directory, "stranger")
+    stranger = Authority(certificates, "stranger")
     with pytest.raises(LaunchError, match=r"internal_tls_cert: .*unable to get local issuer"):
         plan(tmp_path, **files, INTERNAL_TLS_CA=stranger.ca, **addresses)
 

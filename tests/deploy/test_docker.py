@@ -23,7 +23,10 @@ import yaml
 
 from deploy.compose import compose_variables, rank_services
 from deploy.plan import Layout, StackSettings
-from shared.config import FrontendSettings, SchedulerSettings, ServiceSettings, WorkerSettings
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import ServiceSettings
+from worker_svc.settings import WorkerSettings
 
 from .conftest import Launcher
 
@@ -92,7 +95,7 @@ def test_what_is_installed_exists(image: str) -> None:
     installs = [a for name, a in instructions(image) if name == "RUN" and "pip install" in a]
     assert len(installs) == 1
     words = shlex.split(installs[0])
-    assert words[-1] == f".[{image}]"
+    assert words[-2:] == ["-e", f".[{image}]"]  # else a wheel is built, which holds no service
     assert image in extras
     assert words[words.index("-c") + 1] in copied(image)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.e2e.oracle import Oracle
+from tests.e2e.transformers_model import TransformersModel
 from tests.stack import DEMO_MODEL, running_stack
 
 
@@ -19,8 +19,8 @@ def demo_stack() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Oracle:
-    return Oracle(DEMO_MODEL)
+def oracle() -> TransformersModel:
+    return TransformersModel(DEMO_MODEL)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from shared.pb.frontend_pb2 import (
     TokenizeRequest,
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.e2e.oracle import Oracle
+from tests.e2e.transformers_model import TransformersModel
 from tests.stack import running_stack
 
 TIMEOUT_S = 100
@@ -194,7 +194,7 @@ def test_completions_of_n_are_those_of_consecutive_seeds(
 
 @pytest.mark.parametrize("penalty", [0.7, 1.2])
 def test_repetition_penalty_equals_transformers(
-    penalty: float, stub: InferenceServiceStub, oracle: Oracle
+    penalty: float, stub: InferenceServiceStub, oracle: TransformersModel
 ) -> None:
     prompt = oracle.encode(PROMPT)
     (expected,) = oracle.generate(prompt, 40, repetition_penalty=penalty, eos_token_id=None)
@@ -206,7 +206,7 @@ def test_repetition_penalty_equals_transformers(
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_beam_search_equals_transformers(
-    width: int, length_penalty: float, stub: InferenceServiceStub, oracle: Oracle
+    width: int, length_penalty: float, stub: InferenceServiceStub, oracle: TransformersModel
 ) -> None:
     prompt = oracle.encode("What is 3 + 4?")
     expected = oracle.generate(
@@ -230,7 +230,7 @@ def test_beam_search_equals_transformers(
 
 
 def test_logprobs_equal_transformers(
-    alone: dict[str, GenerateResponse], oracle: Oracle, stub: InferenceServiceStub
+    alone: dict[str, GenerateResponse], oracle: TransformersModel, stub: InferenceServiceStub
 ) -> None:
     answer = alone["logprobs"]
     prompt, (completion,) = oracle.encode(PROMPT), answer.completions
@@ -334,7 +334,7 @@ def test_what_cannot_be_compiled_is_refused(
 
 
 def test_token_ids_as_a_prompt_score_as_the_text(
-    stub: InferenceServiceStub, oracle: Oracle
+    stub: InferenceServiceStub, oracle: TransformersModel
 ) -> None:
     params = sampling(temperature=0, max_tokens=1, prompt_logprobs=0)
     text = stub.Generate(request_for(params), timeout=TIMEOUT_S)

@@ -47,17 +47,12 @@ class SecureStack:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates")
-
-
-@pytest.fixture(scope="module")
-def stack(directory: Path) -> Iterator[SecureStack]:
-    public, within = Authority(directory, "public"), Authority(directory, "within")
+def stack(certificates: Path) -> Iterator[SecureStack]:
+    public, within = Authority(certificates, "public"), Authority(certificates, "within")
     # A name that is not dialled by the launcher, which must find its way all the same.
     shown = public.issue("server", "DNS:llm.example.com")
     internal = within.issue("internal", "DNS:localhost")
-    tokens = directory / "tokens"
+    tokens = certificates / "tokens"
     tokens.write_text(f"{TOKEN}\n")
     settings = {
         "tls_cert": shown.cert,
@@ -129,10 +124,10 @@ def test_a_token_is_not_sent_where_others_may_read_it() -> None:
         llm.get_model()
 
 
-def test_services_follow_to_another_authority(stack: SecureStack, directory: Path) -> None:
+def test_services_follow_to_another_authority(stack: SecureStack, certificates: Path) -> None:
     """Only the scheduler is started anew; the worker lets it in by new certificates, and the
     frontend connects to it with them."""
-    successor = Authority(directory, "successor")
+    successor = Authority(certificates, "successor")
     new = successor.issue("internal", "DNS:localhost")
     before = generate(stack)
     stack.internal.replace_by(new)

@@ -21,7 +21,7 @@ from shared.pb.frontend_pb2 import (
     TokenIds,
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.e2e.oracle import Oracle
+from tests.e2e.transformers_model import TransformersModel
 from tests.stack import running_stack
 
 TIMEOUT_S = 60
@@ -56,7 +56,9 @@ def requests_for(prompts: list[list[int]], max_tokens: int) -> list[GenerateRequ
     return [GenerateRequest(token_ids=TokenIds(ids=p), sampling=sampling) for p in prompts]
 
 
-def test_concurrent_greedy_completions_equal_transformers(demo_stack: str, oracle: Oracle) -> None:
+def test_concurrent_greedy_completions_equal_transformers(
+    demo_stack: str, oracle: TransformersModel
+) -> None:
     prompts = token_prompts(len(oracle.tokenizer), 20)
     expected = [oracle.greedy(p, 64, ignore_eos=True) for p in prompts]
     assert generate_all(demo_stack, requests_for(prompts, 64)) == expected
@@ -70,14 +72,18 @@ def test_concurrent_greedy_completions_equal_transformers(demo_stack: str, oracl
     ],
     ids=["two ranks, no step ahead", "a cache so small that sequences are preempted, short chunks"],
 )
-def test_no_configuration_changes_a_token(variables: dict[str, object], oracle: Oracle) -> None:
+def test_no_configuration_changes_a_token(
+    variables: dict[str, object], oracle: TransformersModel
+) -> None:
     prompts = token_prompts(len(oracle.tokenizer), 12)
     expected = [oracle.greedy(p, 40, ignore_eos=True) for p in prompts]
     with running_stack(**variables) as stack:
         assert generate_all(stack.address, requests_for(prompts, 40)) == expected
 
 
-def test_a_chat_is_rendered_and_ends_by_itself(demo_channel: grpc.Channel, oracle: Oracle) -> None:
+def test_a_chat_is_rendered_and_ends_by_itself(
+    demo_channel: grpc.Channel, oracle: TransformersModel
+) -> None:
     messages = [{"role": "user", "content": "What is 17 + 25?"}]
     rendered = oracle.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
@@ -206,7 +212,7 @@ def test_a_deadline_ends_a_request(demo_channel: grpc.Channel) -> None:
     assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_the_model_is_described(demo_channel: grpc.Channel, oracle: Oracle) -> None:
+def test_the_model_is_described(demo_channel: grpc.Channel, oracle: TransformersModel) -> None:
     model = InferenceServiceStub(demo_channel).GetModel(GetModelRequest(), timeout=TIMEOUT_S)
     assert model.model == "demo"
     assert model.vocab_size == oracle.model.config.vocab_size

@@ -16,9 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
-from frontend.server import SERVICE_NAME, serve
+from frontend.server import SERVICE_NAME, public_server, serve
+from frontend.settings import FrontendSettings
 from frontend.token_stream import TokenStream
-from shared.config import FrontendSettings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.server import Server
@@ -59,7 +59,7 @@ class Service:
 
 async def read(stream: TokenStream, seen: int) -> Sequence[int]:
     """The tokens after the first `seen`, once there are some or the completion is complete."""
-    await stream.reader.wait(stream.ended or len(stream.tokens) > seen)
+    await stream.waiter.wait(stream.ended or len(stream.tokens) > seen)
     stream.check()
     return stream.tokens[seen:]
 
@@ -102,7 +102,7 @@ def settings(scheduler: FakeScheduler) -> FrontendSettings:
 
 @pytest.fixture
 async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> AsyncIterator[Service]:
-    server = Server(settings, SERVICE_NAME, reuse_port=True)
+    server = public_server(settings)
     serving = asyncio.create_task(serve(server, settings))
     address = f"{settings.host}:{settings.port}"
     try_again_soon = [("grpc.initial_reconnect_backoff_ms", 50)]

@@ -105,26 +105,26 @@ class FakeScheduler(SchedulerServiceServicer):
         rows: list[tuple[int, int, int]] = []
         logprobs: list[pb.LogprobRows] = []
         finished: list[pb.Finished] = []
-        for handle, live in list(connection.live.items()):
+        for number, live in list(connection.live.items()):
             sampling = live.submit.sampling
             if sampling.beam_width:
-                del connection.live[handle]
+                del connection.live[number]
                 for index in range(sampling.beam_width):
-                    _end_beam(handle, index, live, rows, finished)
+                    _end_beam(number, index, live, rows, finished)
                 continue
             token, offset = self.next_token(live), len(live.tokens)
-            rows.append((handle, offset, token))
-            if sampling.HasField("prompt_logprobs") and live.submit.request == handle:
-                logprobs += _prompt_rows(handle, live)
+            rows.append((number, offset, token))
+            if sampling.HasField("prompt_logprobs") and live.submit.request == number:
+                logprobs += _prompt_rows(number, live)
                 sampling.ClearField("prompt_logprobs")
             if sampling.HasField("logprobs"):
                 row = logprob_row(token, offset, sampling.logprobs)
-                logprobs.append(logprob_rows(handle, False, offset, [row]))
+                logprobs.append(logprob_rows(number, False, offset, [row]))
             live.tokens.append(token)
             cause = _cause(live, token)
             if cause is not None:
-                del connection.live[handle]
-                finished.append(pb.Finished(request=handle, cause=cause))
+                del connection.live[number]
+                finished.append(pb.Finished(request=number, cause=cause))
         connection.outbox.put_nowait(_output(rows, finished, logprobs))
 
     def send(
@@ -133,7 +133,7 @@ class FakeScheduler(SchedulerServiceServicer):
         finished: Sequence[pb.Finished] = (),
         logprobs: Sequence[pb.LogprobRows] = (),
     ) -> None:
-        """Sends (handle, offset, token id) rows as they are."""
+        """Sends (number, offset, token id) rows as they are."""
         self.connection.outbox.put_nowait(_output(rows, finished, logprobs))
 
     async def Connect(  # type: ignore[override]
@@ -177,11 +177,11 @@ class FakeScheduler(SchedulerServiceServicer):
 
 
 def logprob_rows(
-    handle: int, prompt: bool, first: int, rows: Sequence[Sequence[tuple[int, float]]]
+    number: int, prompt: bool, first: int, rows: Sequence[Sequence[tuple[int, float]]]
 ) -> pb.LogprobRows:
     entries = [entry for row in rows for entry in row]
     return pb.LogprobRows(
-        request=handle,
+        request=number,
         prompt=prompt,
         first=first,
         width=len(rows[0]),
@@ -190,19 +190,19 @@ def logprob_rows(
     )
 
 
-def _prompt_rows(handle: int, live: Live) -> list[pb.LogprobRows]:
+def _prompt_rows(number: int, live: Live) -> list[pb.LogprobRows]:
     """In two pieces that overlap."""
     count = live.submit.sampling.prompt_logprobs
     rows = [logprob_row(token, i, count) for i, token in enumerate(live.prompt)]
     middle = len(rows) // 2 + 1
     return [
-        logprob_rows(handle, True, 1, rows[1 : middle + 1]),
-        logprob_rows(handle, True, middle, rows[middle:]),
+        logprob_rows(number, True, 1, rows[1 : middle + 1]),
+        logprob_rows(number, True, middle, rows[middle:]),
     ]
 
 
 def _end_beam(
-    handle: int,
+    number: int,
     index: int,
     live: Live,
     rows: list[tuple[int, int, int]],
@@ -211,9 +211,9 @@ def _end_beam(
     """Beam number `index` begins so many tokens into the prompt."""
     for offset in range(live.submit.sampling.max_tokens):
         token = live.prompt[(offset + index) % len(live.prompt)]
-        rows.append((handle + index, offset, token))
+        rows.append((number + index, offset, token))
     finished.append(
-        pb.Finished(request=handle + index, cause=pb.FINISH_CAUSE_LENGTH, score=-0.5 - index)
+        pb.Finished(request=number + index, cause=pb.FINISH_CAUSE_LENGTH, score=-0.5 - index)
     )
 
 
@@ -234,8 +234,8 @@ def _output(
         offsets=np.array(offsets, "<i4").tobytes(),
         token_ids=np.array(token_ids, "<i4").tobytes(),
         started=[
-            pb.Started(request=handle, cached_prompt_tokens=CACHED_PROMPT_TOKENS, queue_s=QUEUE_S)
-            for handle, offset, _ in rows
+            pb.Started(request=number, cached_prompt_tokens=CACHED_PROMPT_TOKENS, queue_s=QUEUE_S)
+            for number, offset, _ in rows
             if offset == 0
         ],
         finished=finished,

@@ -142,10 +142,10 @@ async def test_a_stop_string_ends_one_completion_and_not_the_others(
     service.scheduler.next_token = echo_from_seed
     stop = hf.decode([PROMPT[2]])
     call = await begin(service, request(n=2, seed=1, stop=[stop], max_tokens=3))
-    handle = next(iter(service.scheduler.connection.live))
+    number = next(iter(service.scheduler.connection.live))
     service.scheduler.step()
     service.scheduler.step()
-    assert await service.scheduler.aborts.get() in (handle, handle + 1)
+    assert await service.scheduler.aborts.get() in (number, number + 1)
     assert len(service.scheduler.connection.live) <= 1
     while service.scheduler.connection.live:
         service.scheduler.step()
@@ -292,12 +292,12 @@ async def test_a_prompt_of_one_token_has_an_empty_row(service: Service) -> None:
 @pytest.mark.parametrize("asked", ["logprobs", "prompt_logprobs"])
 async def test_missing_logprobs_are_an_internal_error(service: Service, asked: str) -> None:
     call = await begin(service, request(**{asked: 1}))
-    (handle,) = service.scheduler.connection.live
-    service.scheduler.send([(handle, 0, PROMPT[0])])
+    (number,) = service.scheduler.connection.live
+    service.scheduler.send([(number, 0, PROMPT[0])])
     with pytest.raises(aio.AioRpcError) as caught:
         await rest(call)
     assert caught.value.code() == grpc.StatusCode.INTERNAL
-    assert await service.scheduler.aborts.get() == handle
+    assert await service.scheduler.aborts.get() == number
 
 
 async def test_beams_come_together_best_first(service: Service, hf: Any) -> None:
@@ -432,13 +432,13 @@ async def test_tokens_that_nobody_read_for_long_come_in_several_chunks(service: 
     message = request(max_tokens=1000, logprobs=1)
     whole = await service.stub.Generate(message)
     call = await begin(service, message)
-    (handle,) = service.scheduler.connection.live
+    (number,) = service.scheduler.connection.live
     tokens = list(whole.completions[0].token_ids)
     rows = [logprob_row(token, offset, 1) for offset, token in enumerate(tokens)]
     service.scheduler.send(
-        [(handle, offset, token) for offset, token in enumerate(tokens)],
-        [scheduler_pb2.Finished(request=handle, cause=scheduler_pb2.FINISH_CAUSE_LENGTH)],
-        [logprob_rows(handle, False, 0, rows)],
+        [(number, offset, token) for offset, token in enumerate(tokens)],
+        [scheduler_pb2.Finished(request=number, cause=scheduler_pb2.FINISH_CAUSE_LENGTH)],
+        [logprob_rows(number, False, 0, rows)],
     )
     chunks = await rest(call)
     assert join(chunks) == whole.completions[0]

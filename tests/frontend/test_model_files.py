@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from frontend.model_files import ModelFilesError, SamplingDefaults, read_model_facts
+from frontend.model_files import ModelFilesError, read_model_facts
+from shared.sampling_params import SamplingNumbers
 
 
 def write(directory: Path, config: Any, generation: Any = None) -> Path:
@@ -37,7 +38,9 @@ def test_generation_config_goes_before_config(tmp_path: Path) -> None:
     assert facts.name == "my-model"
     assert facts.vocab_size == 100
     assert facts.eos_token_ids == (8, 9)
-    assert facts.defaults == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.1)
+    assert facts.defaults == SamplingNumbers(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.0, repetition_penalty=1.1
+    )
 
 
 @pytest.mark.parametrize(("config_eos", "expected"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
@@ -46,13 +49,15 @@ def test_defaults_without_generation_config(
 ) -> None:
     facts = read_model_facts(write(tmp_path, {"vocab_size": 100, "eos_token_id": config_eos}))
     assert facts.eos_token_ids == expected
-    assert facts.defaults == SamplingDefaults(1.0, 0, 1.0, 0.0, 1.0)
+    assert facts.defaults == SamplingNumbers(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+    )
 
 
 def test_null_is_not_set_and_a_top_k_over_the_vocabulary_is_off(tmp_path: Path) -> None:
     generation = {"temperature": None, "top_p": None, "top_k": 10**30}
     facts = read_model_facts(write(tmp_path, {"vocab_size": 100}, generation))
-    assert facts.defaults == SamplingDefaults()
+    assert facts.defaults == SamplingNumbers()
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
-from frontend.model_files import ModelFacts, SamplingDefaults
+from frontend.model_files import ModelFacts
 from frontend.request import Grammar, GrammarKind, Sampling
 from frontend.sampling_checks import check_resume, check_sampling
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
+from shared.sampling_params import BOUNDS, SamplingNumbers
 
 FACTS = ModelFacts(
     name="m",
     vocab_size=1000,
     eos_token_ids=(7, 8),
-    defaults=SamplingDefaults(0.6, 20, 0.95, 0.1, 1.1),
+    defaults=SamplingNumbers(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1
+    ),
 )
 NAN, INFINITY = float("nan"), float("inf")
 REGEX = pb.StructuredOutput(regex="a")
@@ -165,10 +168,21 @@ def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -
         check(**fields)
 
 
+@pytest.mark.parametrize("name", BOUNDS)
+def test_every_range_is_checked(name: str) -> None:
+    valid = BOUNDS[name].public
+    bad = [value for value in (valid.low - 1, 2 * valid.high + 1) if abs(value) < 2**31]
+    for value in bad:
+        message = re.escape(f"is out of range; must be {valid}")
+        with pytest.raises(InvalidArgumentError, match=f"^sampling.{name}: .* {message}$"):
+            check(**{name: value})
+    assert bad
+
+
 def test_every_field_of_the_contract_is_checked_or_free() -> None:
     """So that none is silently ignored when the contract grows."""
     free = {"seed", "include_stop_in_output", "ignore_eos", "skip_special_tokens"}
-    checked = {name for fields, _ in BAD for name in fields}
+    checked = {name for fields, _ in BAD for name in fields} | set(BOUNDS)
     assert free | checked == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 

@@ -104,7 +104,7 @@ async def test_a_request_is_submitted_whole(
 ) -> None:
     stream = submit_one(client, request(deadline=time.monotonic() + 60))
     submit = await scheduler.submits.get()
-    assert submit.request == stream.handle
+    assert submit.request == stream.number
     assert submit.request_id == "an-id"
     assert np.frombuffer(submit.prompt_ids, "<i4").tolist() == PROMPT
     assert submit.generated_ids == b""
@@ -170,14 +170,14 @@ async def test_completions_of_a_request_have_handles_in_a_row(
     before = submit_one(client, request())
     streams = client.submit(request(n=3))
     after = submit_one(client, request())
-    first = before.handle + 1
-    assert [stream.handle for stream in streams] == [first, first + 1, first + 2]
-    assert after.handle == first + 3
+    first = before.number + 1
+    assert [stream.number for stream in streams] == [first, first + 1, first + 2]
+    assert after.number == first + 3
     submits = [await scheduler.submits.get() for _ in range(3)]
     assert [(submit.request, submit.n) for submit in submits] == [
-        (before.handle, 0),
+        (before.number, 0),
         (first, 3),
-        (after.handle, 0),
+        (after.number, 0),
     ]
     for stream in streams:
         client.close(stream)
@@ -198,7 +198,7 @@ async def test_completions_of_a_request_are_submitted_anew_each_alone(
     assert await connected.readiness.get() is False
     assert await connected.readiness.get() is True
     again = [await scheduler.submits.get() for _ in range(2)]
-    assert [submit.request for submit in again] == [streams[0].handle, streams[2].handle]
+    assert [submit.request for submit in again] == [streams[0].number, streams[2].number]
     assert [submit.n for submit in again] == [0, 0]
     assert [submit.sampling.seed for submit in again] == [2**64 - 2, 0]
     assert [np.frombuffer(submit.generated_ids, "<i4").tolist() for submit in again] == [[11], [11]]
@@ -232,11 +232,11 @@ async def test_log_probabilities_that_came_before_are_dropped(
     scheduler.automatic = False
     stream = submit_one(connected.client, request(logprobs=1, prompt_logprobs=0))
     await scheduler.submits.get()
-    handle = stream.handle
+    number = stream.number
     prompt = [logprob_row(token, i, 0) for i, token in enumerate(PROMPT)]
     rows = [logprob_row(token, i, 1) for i, token in enumerate((11, 12, 13))]
 
-    scheduler.send((), logprobs=[logprob_rows(handle, True, 1, prompt[1:2])])
+    scheduler.send((), logprobs=[logprob_rows(number, True, 1, prompt[1:2])])
     scheduler.drop_connection()
     assert await connected.readiness.get() is False
     assert await connected.readiness.get() is True
@@ -244,15 +244,15 @@ async def test_log_probabilities_that_came_before_are_dropped(
 
     changed = [logprob_row(token, 9, 0) for token in PROMPT]
     scheduler.send(
-        [(handle, 0, 11), (handle, 1, 12)],
+        [(number, 0, 11), (number, 1, 12)],
         logprobs=[
-            logprob_rows(handle, True, 1, [changed[1], prompt[2]]),
-            logprob_rows(handle, False, 0, rows[:2]),
+            logprob_rows(number, True, 1, [changed[1], prompt[2]]),
+            logprob_rows(number, False, 0, rows[:2]),
         ],
     )
     scheduler.send(
-        [(handle, 1, 12), (handle, 2, 13)],
-        logprobs=[logprob_rows(handle, False, 1, [logprob_row(12, 9, 1), rows[2]])],
+        [(number, 1, 12), (number, 2, 13)],
+        logprobs=[logprob_rows(number, False, 1, [logprob_row(12, 9, 1), rows[2]])],
     )
     while len(stream.tokens) < 3:
         await read(stream, len(stream.tokens))
@@ -315,7 +315,7 @@ async def test_a_repeated_token_is_dropped(
     await scheduler.submits.get()
     scheduler.step()
     scheduler.step()
-    scheduler.send([(stream.handle, 0, 11), (stream.handle, 1, 12)])
+    scheduler.send([(stream.number, 0, 11), (stream.number, 1, 12)])
     scheduler.step()
     assert await rest(stream) == [11, 12, 13]
 
@@ -326,10 +326,10 @@ async def test_a_missing_token_is_an_internal_error(
     scheduler.automatic = False
     stream = submit_one(client, request())
     await scheduler.submits.get()
-    scheduler.send([(stream.handle, 1, 12)])
+    scheduler.send([(stream.number, 1, 12)])
     with pytest.raises(InternalError, match=r"^internal error$"):
         await read(stream, 0)
-    assert await scheduler.aborts.get() == stream.handle
+    assert await scheduler.aborts.get() == stream.number
 
 
 async def test_closing_aborts_what_has_not_ended(
@@ -345,7 +345,7 @@ async def test_closing_aborts_what_has_not_ended(
     client.submit(request())
     for _ in range(3):
         await scheduler.submits.get()
-    assert await scheduler.aborts.get() == stream.handle
+    assert await scheduler.aborts.get() == stream.number
     assert scheduler.aborts.empty()
 
 
@@ -408,7 +408,7 @@ async def test_streams_go_on_after_a_lost_connection(
 
     assert await connected.readiness.get() is True
     again = [await scheduler.submits.get() for _ in range(2)]
-    assert [submit.request for submit in again] == [begun.handle, unbegun.handle]
+    assert [submit.request for submit in again] == [begun.number, unbegun.number]
     assert np.frombuffer(again[0].generated_ids, "<i4").tolist() == [11]
     assert again[0].sampling == first.sampling
     assert again[1].generated_ids == b""
@@ -431,7 +431,7 @@ async def test_a_request_closed_while_disconnected_is_not_submitted_again(
     assert await connected.readiness.get() is False
     connected.client.close(closed)
     assert await connected.readiness.get() is True
-    assert (await scheduler.submits.get()).request == kept.handle
+    assert (await scheduler.submits.get()).request == kept.number
     assert scheduler.submits.empty()
 
 

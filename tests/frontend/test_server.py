@@ -36,7 +36,7 @@ class UnreadCall:
     service: Service
     stub: Any  # of the call's own connection
     call: Any
-    handle: int
+    number: int
 
     async def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -280,7 +280,7 @@ async def test_a_client_that_does_not_read_is_freed_when_it_goes(unread: UnreadC
     """The call ends while a chunk is being written, not while tokens are waited for."""
     await unread.step(1_900)
     unread.call.cancel()
-    assert await unread.service.scheduler.aborts.get() == unread.handle
+    assert await unread.service.scheduler.aborts.get() == unread.number
 
 
 async def test_clients_that_cancel_all_at_once_leave_nothing_behind(service: Service) -> None:

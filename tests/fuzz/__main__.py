@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from shared.event_loop import EventLoop
+from frontend.event_loop import EventLoop
 from tests.fuzz.run import SERVICES, fuzz_service
 
 

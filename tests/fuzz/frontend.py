@@ -15,15 +15,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import frontend.server
 import scheduler_svc.__main__ as scheduler_main
 import worker_svc.__main__ as worker_main
-from shared.config import FrontendSettings, SchedulerSettings, WorkerSettings, load_settings
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from shared.server import Server
 from tests.frontend.conftest import DEMO, free_port
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest, unary
 from tests.fuzz.values import CANARY, draw_messages
+from worker_svc.settings import WorkerSettings
 
 SERVICE = frontend.server.SERVICE_NAME
 _AT_ONCE = 16
@@ -70,7 +72,7 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
     settings = FrontendSettings(
         model=str(DEMO), port=free_port(), scheduler_address=scheduler, max_message_bytes=1 << 18
     )
-    server = Server(settings, SERVICE)
+    server = frontend.server.public_server(settings)
     tasks = [
         asyncio.create_task(worker_main.serve(worker_settings)),
         asyncio.create_task(scheduler_main.serve(scheduler_settings)),

@@ -18,7 +18,8 @@ from grpc import aio
 
 import scheduler_svc.__main__ as scheduler_main
 from scheduler_svc.edge.frontend_messages import read_sequence
-from shared.config import SchedulerSettings, load_settings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import load_settings
 from shared.errors import InvalidArgumentError
 from shared.interceptors import decode_message
 from shared.pb import scheduler_pb2 as pb

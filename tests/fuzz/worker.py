@@ -246,12 +246,23 @@ def examples() -> list[pb.StepRequest]:
         return Batch(limits(num_blocks=_NUM_BLOCKS)).request(*args, **kwargs)
 
     prompts = [(0, [1, 2, 3]), (1, list(range(40))), (2, [9])]
-    every = Asked(4, 0.8, 0.1, 1.3, 0.5, 0.5, 2, 3, {5: 1.5, 6: -2.0}, range(100))
+    every = Asked(
+        top_k=4,
+        top_p=0.8,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        prompt_len=2,
+        logprobs=3,
+        bias={5: 1.5, 6: -2.0},
+        allowed=range(100),
+    )
     return [
         step(prompts),
         step(prompts, silent=[1], temperatures=[0.5, 1, 0], seeds=[1, 2, 3]),
         step(prompts, temperatures=[0.5, 1, 0], features={0: every, 1: Asked(allowed=[3, 4])}),
-        step(prompts, features={2: Asked(logprobs=0, frequency=1.0, prompt_len=1)}),
+        step(prompts, features={2: Asked(logprobs=0, frequency_penalty=1.0, prompt_len=1)}),
         step(prompts, targets={0: [2, 3], 1: list(range(1, 40))}, num_prompt_logprobs=2),
         step(prompts, copies=[(60, 61), (60, 62)]),
     ]

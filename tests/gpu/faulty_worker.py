@@ -17,8 +17,9 @@ import torch
 from tests.worker_svc.device import DEVICE, ON_GPU
 from worker_svc.__main__ import main
 from worker_svc.errors import CaptureError
-from worker_svc.model_runner import ModelRunner, PendingStep
+from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
+from worker_svc.step_result import PendingStep
 
 if ON_GPU:
     import triton.language as tl

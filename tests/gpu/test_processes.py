@@ -37,7 +37,7 @@ assert not torch.cuda.is_initialized()
 for _ in range(2):
     pid = os.fork()
     if not pid:
-        from shared.config import WorkerSettings
+        from worker_svc.settings import WorkerSettings
         from worker_svc.model_runner import ModelRunner
         runner = ModelRunner(WorkerSettings(model=sys.argv[2], device=sys.argv[1], kv_blocks=9))
         runner.configure(1, 9)

@@ -76,7 +76,8 @@ def test_a_lost_step_is_computed_again_without_another_release() -> None:
     step = scheduler.schedule()
     assert step is not None
     assert [(row.num_tokens, row.samples) for row in step.rows] == [(4, True)]
-    assert seq.mask == MASK
+    assert seq.features is not None
+    assert seq.features.mask == MASK
 
 
 def test_one_that_is_held_when_the_cache_is_lost_stays_held() -> None:
@@ -107,7 +108,7 @@ def test_it_can_be_released_and_aborted_in_any_state() -> None:
     scheduler.release(runs)  # has ended
     step = answered(scheduler)
     assert step is not None
-    assert [(row.seq.key[1], row.samples) for row in step.rows] == [(2, True)]
+    assert [(row.seq.key.number, row.samples) for row in step.rows] == [(2, True)]
     assert not scheduler.open_sequences()
 
 

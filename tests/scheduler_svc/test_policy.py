@@ -53,7 +53,7 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     assert planned
     scheduler.apply(planned, Answer([7] * len(planned.rows)))
     scheduler.check_integrity()
-    return {row.seq.key[1]: row.num_tokens for row in planned.rows}
+    return {row.seq.key.number: row.num_tokens for row in planned.rows}
 
 
 def test_prompts_take_the_whole_budget_only_where_nothing_decodes() -> None:
@@ -150,7 +150,7 @@ def test_the_queue_is_limited_in_tokens_too() -> None:
     add(scheduler, 1, 150)  # alone it may be over the limit
     refused = scheduler.add(Sequence((0, 2), [1] * 3, SamplingParams(5)))
     assert refused
-    assert refused.finished is FinishCause.QUEUE_FULL
+    assert refused.cause is FinishCause.QUEUE_FULL
     assert "150" in refused.message
     assert "100" in refused.message
     step(scheduler)
@@ -158,7 +158,7 @@ def test_the_queue_is_limited_in_tokens_too() -> None:
     add(scheduler, 4, 50)
     refused = scheduler.add(Sequence((0, 5), [1], SamplingParams(5)))
     assert refused
-    assert refused.finished is FinishCause.QUEUE_FULL
+    assert refused.cause is FinishCause.QUEUE_FULL
 
 
 def test_what_was_accepted_once_is_not_refused_after_a_lost_connection() -> None:

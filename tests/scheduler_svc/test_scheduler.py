@@ -96,7 +96,7 @@ def test_decodes_and_prompt_chunks_share_a_step_within_the_budget() -> None:
     for _ in range(3):
         step = scheduler.schedule()
         assert step is not None
-        shapes.append([(r.seq.key[1], r.num_tokens, r.samples) for r in step.rows])
+        shapes.append([(r.seq.key.number, r.num_tokens, r.samples) for r in step.rows])
         scheduler.apply(step, sample(step))
     assert shapes == [
         [(1, 1, True), (2, 9, False)],
@@ -110,7 +110,7 @@ def test_first_come_first_served_up_to_max_num_seqs() -> None:
     for number in range(4):
         scheduler.add(make(number, [number], max_tokens=2))
     outputs = run(scheduler)
-    assert [o.seq.key[1] for o in outputs if o.finished] == [0, 1, 2, 3]
+    assert [o.seq.key.number for o in outputs if o.finished] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 7, 8, 9, 16])
@@ -133,7 +133,7 @@ def test_eos_and_stop_tokens_end_a_sequence_with_the_token_included() -> None:
     )
     scheduler.add(ends)
     scheduler.add(stops)
-    finished = {o.seq.key[1]: o.finished for o in run(scheduler) if o.finished}
+    finished = {o.seq.key.number: o.finished for o in run(scheduler) if o.finished}
     assert finished == {1: FinishCause.EOS, 2: FinishCause.STOP_TOKEN}
     assert generated(ends) == tokens[:3]
     assert generated(stops) == tokens[:4]
@@ -143,7 +143,7 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_next_one_served() -> Non
     scheduler = make_scheduler(num_blocks=4)  # 16 tokens
     output = scheduler.add(make(1, [1] * 14, max_tokens=3))
     assert output is not None
-    assert output.finished is FinishCause.INVALID
+    assert output.cause is FinishCause.INVALID
     assert "16" in output.message
     assert "sampling.max_tokens" in output.message
     fits = make(2, [1] * 14, max_tokens=2)
@@ -159,15 +159,15 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_next_one_served() -> Non
 def test_bad_submissions_are_refused(prompt: list[int], max_tokens: int, word: str) -> None:
     output = make_scheduler().add(make(1, prompt, max_tokens))
     assert output is not None
-    assert output.finished is FinishCause.INVALID
+    assert output.cause is FinishCause.INVALID
     assert word in output.message
 
 
 def test_a_full_queue_refuses_and_loses_nothing() -> None:
     scheduler = make_scheduler(max_waiting=3)
     refused = [scheduler.add(make(n, [n], 2)) for n in range(5)]
-    assert [o and o.finished for o in refused] == [None] * 3 + [FinishCause.QUEUE_FULL] * 2
-    assert {o.seq.key[1] for o in run(scheduler) if o.finished} == {0, 1, 2}
+    assert [end and end.cause for end in refused] == [None] * 3 + [FinishCause.QUEUE_FULL] * 2
+    assert {o.seq.key.number for o in run(scheduler) if o.finished} == {0, 1, 2}
 
 
 def test_preemption_recomputes_and_changes_no_token() -> None:
@@ -178,7 +178,7 @@ def test_preemption_recomputes_and_changes_no_token() -> None:
     outputs = run(scheduler)
     assert scheduler.stats.preemptions > 0
     for seq in seqs:
-        assert generated(seq) == completion([seq.key[1]] * 5, 14)
+        assert generated(seq) == completion([seq.key.number] * 5, 14)
         assert [o.offset for o in outputs if o.seq is seq] == list(range(14))
 
 
@@ -188,7 +188,7 @@ def test_the_latest_arrival_is_preempted() -> None:
     scheduler.add(first)
     scheduler.add(second)
     outputs = run(scheduler)
-    assert [o.seq.key[1] for o in outputs if o.finished] == [1, 2]
+    assert [o.seq.key.number for o in outputs if o.finished] == [1, 2]
 
 
 def test_a_preempted_sequence_counts_its_prompt_once() -> None:
@@ -237,8 +237,8 @@ def test_deadlines_end_waiting_and_running_sequences() -> None:
     scheduler.add(make(2, [2], 50, deadline=5.0))
     scheduler.apply(step := scheduler.schedule(), sample(step))
     assert scheduler.expire(4.9) == []
-    assert [o.seq.key[1] for o in scheduler.expire(5.0)] == [2]
-    assert [(o.seq.key[1], o.finished) for o in scheduler.expire(20.0)] == [
+    assert [o.seq.key.number for o in scheduler.expire(5.0)] == [2]
+    assert [(o.seq.key.number, o.finished) for o in scheduler.expire(20.0)] == [
         (1, FinishCause.DEADLINE)
     ]
     assert scheduler.schedule() is None
@@ -254,7 +254,7 @@ def test_resumed_sequences_go_on_after_their_tokens() -> None:
     whole = make(2, [3, 4], 8, generated=tuple(tokens))
     ended = scheduler.add(whole)
     assert ended is not None
-    assert ended.finished is FinishCause.LENGTH
+    assert ended.cause is FinishCause.LENGTH
 
 
 def test_a_lost_cache_is_computed_again() -> None:
@@ -270,7 +270,7 @@ def test_a_lost_cache_is_computed_again() -> None:
     scheduler.check_integrity()
     run(scheduler)
     for seq in seqs[:3]:
-        assert generated(seq) == completion([seq.key[1]] * 6, 10)
+        assert generated(seq) == completion([seq.key.number] * 6, 10)
 
 
 def test_a_step_ahead_names_the_rows_of_tokens_that_are_not_known() -> None:
@@ -280,7 +280,7 @@ def test_a_step_ahead_names_the_rows_of_tokens_that_are_not_known() -> None:
     scheduler.add(second)
     steps = [scheduler.schedule(), scheduler.schedule()]
     rows = [
-        [(r.seq.key[1], r.start, r.num_tokens, r.previous_row) for r in step.rows]
+        [(r.seq.key.number, r.start, r.num_tokens, r.previous_row) for r in step.rows]
         for step in steps
         if step
     ]
@@ -290,7 +290,7 @@ def test_a_step_ahead_names_the_rows_of_tokens_that_are_not_known() -> None:
     # The second is known to end with the step in flight, by its max_tokens.
     third = scheduler.schedule()
     assert third
-    assert [(r.seq.key[1], r.start, r.previous_row) for r in third.rows] == [(1, 4, 0)]
+    assert [(r.seq.key.number, r.start, r.previous_row) for r in third.rows] == [(1, 4, 0)]
     assert scheduler.schedule() is None  # the first will end too
 
 
@@ -368,7 +368,7 @@ def test_one_ahead_gives_the_same_outputs(num_blocks: int) -> None:
             scheduler.add(make(number, [number] * 5, 14, eos=eos))
         found: dict[int, list[tuple[int | None, int, FinishCause | None]]] = {}
         for o in run(scheduler, ahead=ahead):
-            found.setdefault(o.seq.key[1], []).append((o.token, o.offset, o.finished))
+            found.setdefault(o.seq.key.number, []).append((o.token, o.offset, o.finished))
         return found
 
     assert outputs(1) == outputs(0)
@@ -415,11 +415,11 @@ def test_random_traffic_gives_every_sequence_its_tokens() -> None:
             elif len(in_flight) > ahead or (step is None and in_flight):
                 oldest = in_flight.popleft()
                 outputs = scheduler.apply(oldest, sample(oldest))
-                ended += [o.seq.key[1] for o in outputs if o.finished]
+                ended += [o.seq.key.number for o in outputs if o.finished]
             scheduler.check_integrity()
         for step in in_flight:
-            ended += [o.seq.key[1] for o in scheduler.apply(step, sample(step)) if o.finished]
-        ended += [o.seq.key[1] for o in run(scheduler, ahead=ahead) if o.finished]
+            ended += [o.seq.key.number for o in scheduler.apply(step, sample(step)) if o.finished]
+        ended += [o.seq.key.number for o in run(scheduler, ahead=ahead) if o.finished]
         assert sorted(ended) == sorted(accepted.keys() - aborted)
         for key in ended:
             seq = accepted[key]

@@ -16,8 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.__main__ import serve
-from scheduler_svc.edge.worker_client import WorkerMismatchError
-from shared.config import SchedulerSettings, load_settings
+from scheduler_svc.edge.worker_group import WorkerMismatchError
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker
@@ -662,8 +663,8 @@ async def test_every_feature_reaches_the_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "n", "word"),
     [
-        ({"top_p": float("nan")}, 1, "sampling.top_p: nan; must be 0 to 1"),
-        ({"min_tokens": 4}, 1, "sampling.min_tokens: 4; must be 0 to 3"),
+        ({"top_p": float("nan")}, 1, "sampling.top_p: nan; must be in (0, 1]"),
+        ({"min_tokens": 4}, 1, "sampling.min_tokens: 4; must be in [0, 3]"),
         ({"bias_ids": bytes(4)}, 1, "sampling.logit_bias"),
         ({"logprobs": 5000}, 1, "sampling.logprobs: 5000"),
         ({}, 65, "sampling.n: 65"),

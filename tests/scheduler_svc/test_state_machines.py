@@ -225,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         refused = self.scheduler.add(seq, n)
         if len(prompt) + max_tokens > self.LIMITS.max_model_len:
             assert refused
-            assert refused.finished is FinishCause.INVALID
+            assert refused.cause is FinishCause.INVALID
         elif refused is None:
             assert room
             for i in range(n):
@@ -233,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if deadline is not None:
                     self.deadlines[self.number + i] = deadline
         else:
-            assert refused.finished is FinishCause.QUEUE_FULL if not room else has >= len(tokens)
+            assert refused.cause is FinishCause.QUEUE_FULL if not room else has >= len(tokens)
 
     def tokens_of(self, prompt: list[int], params: SamplingParams) -> list[int]:
         ends, least = params.eos_token_ids, params.min_tokens
@@ -258,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is None:
             assert self.in_flight or not self.expected, "nothing to do, and requests are open"
             return
-        assert all(row.seq.key[1] in self.expected for row in step.rows), "one that has ended"
+        assert all(row.seq.key.number in self.expected for row in step.rows), "one that has ended"
         self.step_id += 1
         request = encode_step(step, BLOCK, self.epoch, self.step_id)
         response = self.sanitizer.run(request, self.beside(step))
@@ -273,11 +273,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             if output.prompt_logprobs is not None:
                 assert output.prompt_logprobs.ids.shape[1] == output.seq.params.prompt_logprobs + 1
                 continue
-            left = self.expected[output.seq.key[1]]
+            left = self.expected[output.seq.key.number]
             assert output.token == left.pop(0), "a wrong token"
             assert (output.finished is not None) == (not left), "ends too early or too late"
             if not left:
-                del self.expected[output.seq.key[1]]
+                del self.expected[output.seq.key.number]
 
     @rule(number=st.integers(1 - _MAX_N, 2 * _MAX_N))
     def abort(self, number: int) -> None:
@@ -290,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += seconds
         due = {n for n in self.expected if self.deadlines.get(n, self.now + 1) <= self.now}
         outputs = self.scheduler.expire(self.now)
-        assert {output.seq.key[1] for output in outputs} == due
+        assert {output.seq.key.number for output in outputs} == due
         assert {output.finished for output in outputs} <= {FinishCause.DEADLINE}
         for number in due:
             del self.expected[number]
@@ -305,13 +305,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         held: list[int] = []
         for number in self.expected:
             held.extend(self.sequences[number][0].block_table)
-        owners = [self.sequences[row.seq.key[1]][1] for row in step.rows]
+        owners = [self.sequences[row.seq.key.number][1] for row in step.rows]
         return Beside(owners, self.answered, np.bincount(held, minlength=self.NUM_BLOCKS))
 
     @invariant()
     def nothing_contradicts_itself(self) -> None:
         self.scheduler.check_integrity()
-        assert {key[1] for key in self.scheduler.open_sequences()} == self.expected.keys()
+        assert {key.number for key in self.scheduler.open_sequences()} == self.expected.keys()
 
     def teardown(self) -> None:
         """Everything comes to its end, and to rest."""

@@ -13,7 +13,7 @@ from grpc import aio
 from shared.channels import Dialer
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.shared.conftest import public_server
+from tests.echo_server import echo_server
 
 KEEPALIVE_S = 2.0  # a late answer to a ping, on a busy machine, must not look like none
 TIMEOUT_S = 60
@@ -78,7 +78,7 @@ async def network_to(address: str) -> AsyncIterator[tuple[str, Network]]:
 
 async def test_a_silent_stream_outlives_many_pings() -> None:
     async with (
-        public_server(keepalive_s=KEEPALIVE_S) as (address, echo),
+        echo_server(keepalive_s=KEEPALIVE_S) as (address, echo),
         network_to(address) as (through, network),
         # Sooner than the server, which else would ask first each time.
         Dialer(keepalive_s=0.75 * KEEPALIVE_S).open(through) as channel,
@@ -97,7 +97,7 @@ async def test_a_silent_stream_outlives_many_pings() -> None:
 
 async def test_both_ends_notice_that_the_other_is_gone() -> None:
     async with (
-        public_server(keepalive_s=KEEPALIVE_S) as (address, echo),
+        echo_server(keepalive_s=KEEPALIVE_S) as (address, echo),
         network_to(address) as (through, network),
         Dialer(keepalive_s=KEEPALIVE_S).open(through) as channel,
     ):

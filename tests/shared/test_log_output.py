@@ -19,7 +19,8 @@ PIPE_BYTES = 4 * select.PIPE_BUF
 LOGGING_PROGRAM = """
 import os, sys, warnings
 import structlog
-from shared.config import FrontendSettings, load_settings
+from frontend.settings import FrontendSettings
+from shared.config import load_settings
 from shared.logging import configure_logging
 configure_logging(load_settings(FrontendSettings, ["--log-format", "json"]), "test")
 for number in range(1000):

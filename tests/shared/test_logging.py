@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from shared.config import FrontendSettings, load_settings
+from frontend.settings import FrontendSettings
+from shared.config import load_settings
 from shared.logging import configure_logging
 
 

@@ -17,7 +17,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.config import FrontendSettings, load_settings
+from frontend.settings import FrontendSettings
+from shared.config import load_settings
 from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
 from shared.pb import frontend_pb2
 from shared.pb.frontend_pb2_grpc import (

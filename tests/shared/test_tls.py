@@ -10,31 +10,23 @@ import grpc
 import pytest
 from grpc import aio
 
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
 from shared.channels import open_channel, stays_on_host
-from shared.config import FrontendSettings, SchedulerSettings, load_settings
+from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.server import Server
 from shared.tls import ClientTls, FileError, channel_credentials
 from tests.certificates import Authority, Issued, replace
-from tests.shared.conftest import SERVICE, public_server
+from tests.echo_server import echo_server
 
 TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates")
-
-
-@pytest.fixture(scope="module")
-def authority(directory: Path) -> Authority:
-    return Authority(directory, "ours")
-
-
-@pytest.fixture(scope="module")
-def stranger(directory: Path) -> Authority:
-    return Authority(directory, "theirs")
+def stranger(certificates: Path) -> Authority:
+    return Authority(certificates, "theirs")
 
 
 @pytest.fixture
@@ -58,7 +50,7 @@ async def is_refused(address: str, tls: ClientTls | None) -> None:
 async def test_a_server_shows_its_certificate(
     authority: Authority, stranger: Authority, server: Issued
 ) -> None:
-    async with public_server(tls_cert=server.cert, tls_key=server.key) as (address, _):
+    async with echo_server(tls_cert=server.cert, tls_key=server.key) as (address, _):
         assert await say_hello(address, ClientTls(authority.ca)) == "hello"
         by_name = ClientTls(authority.ca, server_name="llm.example.com")
         assert await say_hello(address, by_name) == "hello"
@@ -72,7 +64,7 @@ async def test_with_a_ca_clients_must_show_one_too(
 ) -> None:
     client, other = authority.issue("client", "DNS:c"), stranger.issue("client", "DNS:c")
     files = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.ca}
-    async with public_server(**files) as (address, _):
+    async with echo_server(**files) as (address, _):
         assert await say_hello(address, ClientTls(authority.ca, client.cert, client.key)) == "hello"
         await is_refused(address, ClientTls(authority.ca))
         await is_refused(address, ClientTls(authority.ca, other.cert, other.key))
@@ -83,7 +75,7 @@ async def test_certificates_are_replaced_without_a_restart(
 ) -> None:
     successor = stranger.issue("server", "IP:127.0.0.1")
     async with (
-        public_server(tls_cert=server.cert, tls_key=server.key) as (address, echo),
+        echo_server(tls_cert=server.cert, tls_key=server.key) as (address, echo),
         open_channel(address, ClientTls(authority.ca)) as channel,
     ):
         stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
@@ -104,7 +96,7 @@ async def test_whom_a_server_lets_in_is_replaced_too(
     replace(ca, authority.ca)
     old, new = authority.issue("client", "DNS:c"), stranger.issue("client", "DNS:c")
     files = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": ca}
-    async with public_server(**files) as (address, _):
+    async with echo_server(**files) as (address, _):
         assert await say_hello(address, ClientTls(authority.ca, old.cert, old.key)) == "hello"
         replace(ca, stranger.ca)
         assert await say_hello(address, ClientTls(authority.ca, new.cert, new.key)) == "hello"
@@ -133,7 +125,7 @@ async def test_unusable_files_stop_the_start(
         flags = [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]
         kind = SchedulerSettings if "internal_tls_cert" in files else FrontendSettings
         with pytest.raises(FileError, match=message):
-            Server(load_settings(kind, flags), SERVICE)
+            Server(load_settings(kind, flags), "a.Service")
 
 
 def test_unusable_files_of_a_client_are_named(authority: Authority, server: Issued) -> None:
@@ -151,7 +143,7 @@ def test_a_client_finds_its_files_in_the_environment() -> None:
 
 
 async def test_only_this_user_may_connect_to_a_unix_socket(tmp_path: Path) -> None:
-    server = Server(load_settings(FrontendSettings, []), SERVICE)
+    server = Server(load_settings(FrontendSettings, []), "a.Service")
     await server.start(f"unix:{tmp_path}/s.sock")
     assert stat.S_IMODE((tmp_path / "s.sock").stat().st_mode) == 0o600
     (tmp_path / "file").touch()

@@ -11,7 +11,8 @@ import pytest
 import structlog
 from grpc import aio
 
-from shared.config import FrontendSettings, load_settings
+from frontend.settings import FrontendSettings
+from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,

@@ -77,7 +77,7 @@ class Frontends:
                 continue
             self._check(attempt, output)
             connection = self._connections[attempt.client.request.frontend]
-            if connection is not None and connection.number == output.seq.key[0]:
+            if connection is not None and connection.number == output.seq.key.connection:
                 delivered.setdefault(connection, []).append(output)
         for connection, news in delivered.items():
             delay = self._rng.uniform(0, self._knobs.output_s)
@@ -181,7 +181,9 @@ class Frontends:
 
     def _attempt(self, client: Client, seq: Sequence) -> Attempt:
         number = len(self._attempts) + 1
-        owner = client.request.owner(number, f"request {seq.key[1]} of connection {seq.key[0]}")
+        owner = client.request.owner(
+            number, f"request {seq.key.number} of connection {seq.key.connection}"
+        )
         attempt = Attempt(client, seq, owner, len(client.delivered))
         client.attempts.append(attempt)
         self._attempts[id(seq)] = self._by_key[seq.key] = attempt
@@ -220,7 +222,7 @@ class Frontends:
         self._connections[frontend] = None
         self._engine.abort_connection(connection.number)
         for attempt in self._attempts.values():
-            if attempt.seq.key[0] == connection.number:
+            if attempt.seq.key.connection == connection.number:
                 attempt.ended = True
         self._loop.call_later(self._rng.uniform(0, 1), self._reconnect, frontend)
 

@@ -28,12 +28,11 @@ _UNIT = [
         "block_manager",
         "policy",
         "waiting_queue",
-        "forks",
         "held",
-        "step_features",
         "suspects",
     )
 ]
+_UNIT += [f"{_TESTS}/forks/test_followers.py", f"{_TESTS}/edge/test_step_features.py"]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
 _MOST_SECONDS = 600
 

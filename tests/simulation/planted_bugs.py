@@ -133,13 +133,13 @@ BUGS = [
     Bug(
         "the requeued lose their first",
         "scheduler.py",
-        "        for seq in self._running:\n            self._queue_again(seq)\n",
-        "        for seq in list(self._running)[1:]:\n            self._queue_again(seq)\n",
+        "        for seq in self._running:\n            self.queue_again(seq)\n",
+        "        for seq in list(self._running)[1:]:\n            self.queue_again(seq)\n",
     ),
     Bug(
         "a preempted sequence is not queued again",
         "scheduler.py",
-        "        self.blocks.free(seq)\n        self._queue_again(seq)\n",
+        "        self.blocks.free(seq)\n        self.queue_again(seq)\n",
         "        self.blocks.free(seq)\n        seq.reset()\n",
     ),
     Bug(
@@ -175,8 +175,8 @@ BUGS = [
     Bug(
         "offsets begin anew after resuming",
         "scheduler.py",
-        "computed - seq.num_prompt_tokens, cause",
-        "computed - seq.num_prompt_tokens - seq.num_resumed_tokens, cause",
+        "computed - seq.num_prompt_tokens, end",
+        "computed - seq.num_prompt_tokens - seq.num_resumed_tokens, end",
     ),
     Bug(
         "sequences with a deadline expire only while they run",
@@ -187,8 +187,8 @@ BUGS = [
     Bug(
         "what was resubmitted complete goes on",
         "scheduler.py",
-        "        if cause := seq.finish_cause():  # resubmitted",
-        "        if (cause := seq.finish_cause()) and False:  # resubmitted",
+        "        if end is None and (cause := seq.finish_cause()):  # resubmitted",
+        "        if end is None and (cause := seq.finish_cause()) and False:  # resubmitted",
     ),
     Bug(
         "the resubmitted are refused for a full queue",
@@ -210,19 +210,19 @@ BUGS = [
     ),
     Bug(
         "tables have no partly filled block",
-        "step_encoding.py",
+        "edge/step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",
         "num_blocks = np.maximum(context_lens // block_size, 1)",
     ),
     Bug(
         "tables have a block too many at a boundary",
-        "step_encoding.py",
+        "edge/step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",
         "num_blocks = context_lens // block_size + 1",
     ),
     Bug(
         "tables begin where the prompt's tables would",
-        "step_encoding.py",
+        "edge/step_encoding.py",
         "        tables = [table[:n] for",
         "        tables = [table[-n:] for",
     ),
@@ -253,38 +253,38 @@ BUGS = [
     ),
     Bug(
         "those that follow are forgotten with the one that leads",
-        "scheduler.py",
+        "forks/forks.py",
         "        if followers := self._followers.pop(seq):\n",
         "        if (followers := self._followers.pop(seq)) and False:\n",
     ),
     Bug(
         "siblings have one seed",
-        "forks.py",
+        "forks/followers.py",
         "seed=(seq.params.seed + i) % _SEEDS",
         "seed=seq.params.seed",
     ),
     Bug(
         "end tokens are banned a token too long",
-        "step_features.py",
+        "edge/step_features.py",
         "if index < seq.params.min_tokens else",
         "if index <= seq.params.min_tokens else",
     ),
     Bug(
         "the bans of min_tokens end with the prompt",
-        "sequence.py",
-        "self.num_prompt_tokens + params.min_tokens - 1)",
+        "features.py",
+        "num_prompt_tokens + params.min_tokens - 1)",
         "params.min_tokens - 1)",
     ),
     Bug(
         "a scored prompt is taken from the prefix cache",
         "sequence.py",
-        "        if self.params.prompt_logprobs is None:\n",
+        "        if self.features is None or self.features.prompt_is_scored:\n",
         "        if True:\n",
     ),
     Bug(
         "log-probabilities of a prompt are delivered again after preemption",
         "step.py",
-        "            known = seq.num_prompt_logprobs - row.start\n",
+        "            known = seq.features.num_scored - row.start\n",
         "            known = 0\n",
     ),
     Bug(
@@ -296,8 +296,8 @@ BUGS = [
     Bug(
         "a submission does not wake the engine",
         "engine.py",
-        "            self.emit([refused])\n        self.wake()\n",
-        "            self.emit([refused])\n",
+        "            self.refuse(seq, end)\n        self.wake()\n",
+        "            self.refuse(seq, end)\n",
     ),
     Bug(
         "an answer of before a loss is taken for one of after it",
@@ -334,7 +334,7 @@ BUGS = [
     Bug(
         "a lost connection aborts other frontends' requests",
         "engine.py",
-        "            if key[0] == connection:",
-        "            if key[0] >= connection:",
+        "            if key.connection == connection:",
+        "            if key.connection >= connection:",
     ),
 ]

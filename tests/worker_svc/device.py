@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
+
+from bench.gpu.heads import Heads
 
 ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -25,17 +27,6 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-class Heads(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
-
-
-QWEN_0_6B = Heads(16, 8, 128)
-QWEN_8B = Heads(32, 8, 128)
 ODD = Heads(6, 2, 80)
 # Sizes on a GPU, first of rows between matrix products; the odd one is no multiple of 16.
 WIDTHS = [1024, 4096, 1003]

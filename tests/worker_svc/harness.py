@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shared.config import WorkerSettings
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
+from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
+from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 
 TINY: dict[str, Any] = {
@@ -68,15 +69,9 @@ def f4(values: Sequence[float]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The features of one row."""
+class Asked(SamplingNumbers):
+    """The features of one row; temperatures are the step's."""
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
     prompt_len: int = 0
     logprobs: int = -1
     bias: Mapping[int, float] = field(default_factory=dict)
@@ -92,12 +87,6 @@ def sampling_features(asked: Mapping[int, Asked], vocab_size: int) -> SamplingFe
         mask[list(each[i].allowed or ())] = 1
     return SamplingFeatures(
         rows=i4(list(asked)),
-        top_k=i4([row.top_k for row in each]),
-        top_p=f4([row.top_p for row in each]),
-        min_p=f4([row.min_p for row in each]),
-        repetition_penalties=f4([row.repetition for row in each]),
-        presence_penalties=f4([row.presence for row in each]),
-        frequency_penalties=f4([row.frequency for row in each]),
         prompt_lens=i4([row.prompt_len for row in each]),
         num_logprobs=i4([row.logprobs for row in each]),
         bias_offsets=i4(np.cumsum([0] + [len(row.bias) for row in each]).tolist()),
@@ -105,6 +94,10 @@ def sampling_features(asked: Mapping[int, Asked], vocab_size: int) -> SamplingFe
         bias_values=f4([value for row in each for value in row.bias.values()]),
         masked=i4(masked),
         masks=np.packbits(masks, axis=1, bitorder="little").tobytes(),
+        **{
+            number.column: (i4 if number.whole else f4)([getattr(row, name) for row in each])
+            for name, number in COLUMNS.items()
+        },
     )
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.platforms.cpu import CpuPlatform
+from worker_svc.settings import WorkerSettings
 
 NUM_SMS = 1  # so that small batches are split, but in few parts: each is slow here
 

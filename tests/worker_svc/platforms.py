@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, ON_GPU, Heads
+from bench.gpu.heads import Heads
+from tests.worker_svc.device import DEVICE, ON_GPU
 from tests.worker_svc.harness import worker_settings
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend

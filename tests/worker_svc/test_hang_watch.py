@@ -126,14 +126,14 @@ def test_short_activities_for_ever_are_none(watched: Watched) -> None:
 def test_a_step_may_take_a_few_times_as_long_as_those_of_its_size() -> None:
     times = StepTimes()
     small, large = size_of(step_of(1)), size_of(step_of(512))
-    assert times.most_s(small) == FIRST_STEP_S
+    assert times.max_s(small) == FIRST_STEP_S
     times.record(small, 0.5)
     times.record(small, 0.1)
-    assert times.most_s(small) == pytest.approx(2.0)
+    assert times.max_s(small) == pytest.approx(2.0)
     # What is much larger than anything before gets as much more time.
-    assert times.most_s(large) > 512
+    assert times.max_s(large) > 512
     times.record(large, 3.0)
-    assert times.most_s(large) == pytest.approx(12.0)
+    assert times.max_s(large) == pytest.approx(12.0)
 
 
 def test_work_grows_with_tokens_and_context() -> None:

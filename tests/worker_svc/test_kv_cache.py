@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.config import WorkerSettings
 from worker_svc.errors import StartError
 from worker_svc.kv_cache import TokenCache, blocks_that_fit, copy_blocks
+from worker_svc.settings import WorkerSettings
 
 MIB = 1 << 20
 

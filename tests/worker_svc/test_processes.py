@@ -156,10 +156,10 @@ def workload_of_features(epoch: int, vocab: int) -> list[Any]:
     texts = [rng.integers(vocab, size=n).tolist() for n in (5, 40, 17, 64)]
     sampling: dict[str, Any] = {"temperatures": [0.0, 0.8, 0.9, 1.2], "seeds": [1, 2, 3, 4]}
     sampling["features"] = {
-        0: Asked(repetition=1.5, frequency=0.3, prompt_len=5, logprobs=3),
+        0: Asked(repetition_penalty=1.5, frequency_penalty=0.3, prompt_len=5, logprobs=3),
         1: Asked(top_k=50, top_p=0.8, min_p=0.01, logprobs=0),
         2: Asked(bias={7: 2.0, 299: -np.inf}, allowed=range(0, vocab, 3)),
-        3: Asked(presence=0.6, prompt_len=64, top_p=0.9, logprobs=vocab),
+        3: Asked(presence_penalty=0.6, prompt_len=64, top_p=0.9, logprobs=vocab),
     }
     scored = {row: text[1:] for row, text in enumerate(texts) if row != 2}
     prompts = list(enumerate(texts))

@@ -25,10 +25,11 @@ from shared.server import Server
 from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError
-from worker_svc.model_runner import ModelRunner, PendingStep
+from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerService
 from worker_svc.step.decode import Step
 from worker_svc.step.wire import Int32s
+from worker_svc.step_result import PendingStep
 
 NUM_BLOCKS = 64
 
@@ -284,9 +285,9 @@ async def test_what_a_launch_takes_says_nothing_of_a_step(
     for the other would end a healthy worker."""
     device = Device(monkeypatch)
     learned: list[int] = []
-    record = worker.service._watch.record
+    record = worker.service._execution._watch.record
     monkeypatch.setattr(
-        worker.service._watch,
+        worker.service._execution._watch,
         "record",
         lambda step, seconds: (learned.append(step.step_id), record(step, seconds)),
     )

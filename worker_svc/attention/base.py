@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
 
 Metadata = TypeVar("Metadata")
 
@@ -59,9 +60,9 @@ class AttentionBackend(ABC, Generic[Metadata]):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """One cache per layer, of whatever contents, for `num_blocks` blocks."""
 
-    def column(self, step: Step) -> Int32s:
-        """What `plan` wants on the device besides the step itself; for decodes as many entries for
-        every step of as many sequences."""
+    def plan_column(self, step: Step) -> Int32s:
+        """A column that `plan` wants on the device besides those of the step itself; for decodes as
+        many entries for every step of as many sequences."""
         return step.query_lens[:0]
 
     @abstractmethod

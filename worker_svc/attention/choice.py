@@ -81,13 +81,13 @@ def _obstacle(
     if name.startswith("fa3"):
         if capability != HOPPER:
             return f"it is for Hopper GPUs, this one has capability {_dotted(capability)}"
-        if not fa3.is_installed():
+        if not fa3.load():
             return (
                 f"module {fa3.MODULE} is missing or does not load; install FlashAttention 3 from "
                 "github.com/Dao-AILab/flash-attention, folder hopper"
             )
     elif name.startswith("flash_attn"):
-        if not flash_attn.is_installed():
+        if not flash_attn.load():
             return f"module {flash_attn.MODULE} is missing or does not load; pip install flash-attn"
         if block_size and block_size % BLOCK_SIZE_MULTIPLE:
             return f"block_size {block_size} is no multiple of {BLOCK_SIZE_MULTIPLE}"

@@ -16,8 +16,8 @@ from worker_svc.step.tensors import StepTensors
 MODULE = "flash_attn_interface"
 
 
-def is_installed() -> bool:
-    """Whether the operators are registered, or are after an import of FlashAttention 3."""
+def load() -> bool:
+    """Imports FlashAttention 3, if it is there -> whether its operators are registered."""
     if hasattr(torch.ops.flash_attn_3, "fwd"):
         return True
     try:

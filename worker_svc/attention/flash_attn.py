@@ -18,7 +18,8 @@ MODULE = "flash_attn"
 BLOCK_SIZE_MULTIPLE = 256  # of tokens: all that its paged kernels take
 
 
-def is_installed() -> bool:
+def load() -> bool:
+    """Imports FlashAttention 2, if it is there -> whether its paged kernels are."""
     try:
         return hasattr(importlib.import_module(MODULE), "flash_attn_with_kvcache")
     except (ImportError, OSError):  # not there, or built for another torch or CUDA

@@ -9,8 +9,9 @@ import torch
 
 from worker_svc.attention.base import AttentionBackend, QKNorm
 from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         self._mixed = mixed
         self._decodes = decodes
 
-    def column(self, step: Step) -> Int32s:
-        return self._backend(step).column(step)
+    def plan_column(self, step: Step) -> Int32s:
+        return self._backend(step).plan_column(step)
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
         backend = self._backend(step)

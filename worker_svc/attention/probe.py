@@ -44,7 +44,7 @@ def find_obstacle(backend: PagedBackend[Any], *, decodes: bool) -> str:
 def _error(backend: PagedBackend[Any], query_lens: np.ndarray) -> float:
     shape, size = backend.shape, backend.block_size
     step = _step(query_lens, size)
-    tensors = upload_step(step, backend.column(step), shape.device)
+    tensors = upload_step(step, backend.plan_column(step), shape.device)
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.attention import decode_attention, write_cache
 from worker_svc.kernels.cpu.fused import norm_and_rotate
-from worker_svc.kernels.views import bits
+from worker_svc.kernels.cpu.simd import bits
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 

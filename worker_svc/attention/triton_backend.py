@@ -17,8 +17,9 @@ from worker_svc.kernels.triton.decode_attention import (
     decode_workspace,
 )
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         self._decode_tiling = decoding.choose_tiling(shape.head_dim, shape.dtype)
         self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype)
 
-    def column(self, step: Step) -> Int32s:
+    def plan_column(self, step: Step) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
         # One that starts when most have ended keeps a few processors busy and the others idle.
         decodes = decodes[np.argsort(-step.context_lens[decodes], kind="stable")]
@@ -58,8 +59,8 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         splits = choose_splits(num_decodes, shape.num_kv_heads, self._num_sms) if num_decodes else 1
         return TritonMetadata(
             tensors,
-            decodes=tensors.attention[:num_decodes],
-            tiles=tensors.attention[num_decodes:].view(-1, 2),
+            decodes=tensors.plan_column[:num_decodes],
+            tiles=tensors.plan_column[num_decodes:].view(-1, 2),
             splits=splits,
             workspace=decode_workspace(
                 num_decodes, shape.num_heads, shape.head_dim, splits, shape.device

@@ -7,9 +7,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-# Of a logit's key one of the searches of `filters` settles so many bits at a time.
-BIN_BITS = 8
-
 
 class PackedWeight(Protocol):
     """A weight matrix W [out_features, in_features] in the layout that the device multiplies with
@@ -153,10 +150,11 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
-        """Adds to bins [G, 2**BIN_BITS] int64 how many of the first num_tokens logits of row
+        """Adds to bins [G, BINS] int64 how many of the first num_tokens logits of row
         rows[g] (int32 [G]; logits [F, shard] float32) have (key − low[g]) >> shifts[g] = the bin's
-        number. Keys are those of `keys_of`; low, of which each is one, and shifts are int64 [G].
-        Logits of −inf or NaN, and keys below low, are in no bin; nor is a row of negative shift."""
+        number. Keys, and BINS, are those of `kernels.logits`; low, of which each is a key, and
+        shifts are int64 [G]. Logits of −inf or NaN, and keys below low, are in no bin; nor is a row
+        of negative shift."""
         ...
 
     def weigh_by_key(
@@ -182,7 +180,7 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         above: torch.Tensor,
     ) -> None:
-        """Of each row of bins [G, 2**BIN_BITS] the last one that with those after it and above [G]
+        """Of each row of bins [G, BINS] the last one that with those after it and above [G]
         has targets [G], or more; the first, where none has. low [G] moves to where it begins, above
         to the weight after it, and shifts [G] to what settles its next bits: to −1, where there are
         none or from low on is just the target. All int64. Rows of negative shift stay."""

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import NDArray
 
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.kernels.ops import Ops
+from worker_svc.settings import WorkerSettings
 
 
 class PendingArrays(Protocol):
@@ -98,8 +98,8 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Device memory that `run` takes beyond what is taken before and after."""
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
+        """Runs it -> the device memory that it takes beyond what is taken before and after."""
 
     @abstractmethod
     def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:

@@ -6,8 +6,8 @@ from importlib import import_module
 
 import torch
 
-from shared.config import WorkerSettings
 from worker_svc.platforms.base import Platform
+from worker_svc.settings import WorkerSettings
 
 
 def choose_platform(settings: WorkerSettings) -> Platform:

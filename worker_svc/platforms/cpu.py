@@ -12,7 +12,6 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.torch_backend import TorchBackend
 from worker_svc.errors import ModelError, StartError
@@ -20,6 +19,7 @@ from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
 from worker_svc.platforms.base import Platform
+from worker_svc.settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = 16
 # Of the memory that is free after the warm-up step. It belongs to others too: other ranks, the page
@@ -91,7 +91,7 @@ class CpuPlatform(Platform):
     ) -> Callable[[], None]:
         return run
 
-    def peak_bytes(self, run: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         """Runs it, and measures nothing: activations are small beside what `CACHE_SHARE` leaves."""
         run()
         return 0

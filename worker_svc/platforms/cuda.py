@@ -11,16 +11,15 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from shared.config import WorkerSettings
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
-from worker_svc.distributed import SupersededError
-from worker_svc.errors import ModelError, StartError
+from worker_svc.errors import ModelError, StartError, SupersededError
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.launch import Launcher
 from worker_svc.platforms.base import Platform
 from worker_svc.platforms.pinned_copies import PinnedCopies
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 
@@ -160,7 +159,7 @@ class CudaPlatform(Platform):
             run()
         return graph.replay
 
-    def peak_bytes(self, run: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         run()  # compiles kernels, which allocates too
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

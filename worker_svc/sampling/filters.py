@@ -1,10 +1,10 @@
 """top_k, top_p and min_p, in this order and with the meaning they have in transformers (the warpers
 TopK, TopP and MinP after Temperature).
 
-    keep_likely(logits, vocab, temperatures, top_k, top_p, min_p, tp, ops)
+    keep_likely(logits, vocab, temperatures, filters, tp, ops)
 
-takes each filter as a `Limit`, which lists only the rows that have it: one without rows costs
-nothing, and it must list the same rows on every rank.
+takes each filter that some row has as a `Limit`, which lists these rows: one that is left out costs
+nothing, and a limit must list the same rows on every rank.
 
 Each filter keeps the tokens whose logit is at least a threshold, so tokens of equal logits are all
 kept or none. What is to be found is the largest threshold at or above which there is enough: k
@@ -17,7 +17,7 @@ exchange histograms, never logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,9 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels.cpu.sampling import inverse_temperatures
-from worker_svc.kernels.filtering_reference import keys_of, logits_of
-from worker_svc.kernels.ops import BIN_BITS, Ops
+from worker_svc.kernels.logits import BIN_BITS, BINS, inverse_temperatures, keys_of, logits_of
+from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabPartition
 
 KEY_BITS = 32
@@ -45,23 +44,22 @@ def keep_likely(
     logits: torch.Tensor,
     vocab: VocabPartition,
     temperatures: torch.Tensor,
-    top_k: Limit,
-    top_p: Limit,
-    min_p: Limit,
+    filters: Mapping[str, Limit],
     tp: TensorParallel,
     ops: Ops,
 ) -> None:
     """-inf into logits [F, shard_size] float32 of what top_k excludes, then top_p of what is left,
     then min_p; in rows whose temperature [F] float32 is 0 nothing. Padding may hold anything, and
     stays. The most likely token is always kept."""
-    if len(top_k.rows) + len(top_p.rows) + len(min_p.rows) == 0:
+    if not filters:
         return
+    top_k, top_p, min_p = (filters.get(name) for name in ("top_k", "top_p", "min_p"))
     maxima, thresholds = _maxima_and_floors(logits, vocab, top_k, tp, ops)
-    if len(top_k.rows):
+    if top_k:
         rows, ks = top_k.rows, top_k.values.long()
         count = partial(ops.count_by_key, logits, rows, vocab.num_tokens)
         thresholds[rows] = _search(count, lambda total: ks, thresholds[rows], maxima[rows], tp, ops)
-    if len(top_p.rows):
+    if top_p:
         rows, parts = top_p.rows, top_p.values.double()
         scales = inverse_temperatures(temperatures[rows])
         weigh = partial(ops.weigh_by_key, logits, rows, vocab.num_tokens, maxima[rows], scales)
@@ -70,17 +68,17 @@ def keep_likely(
             return (total * parts).ceil_().long()
 
         thresholds[rows] = _search(weigh, part_of, thresholds[rows], maxima[rows], tp, ops)
-    if len(min_p.rows):
+    if min_p:
         rows = min_p.rows
-        least = maxima[rows] + temperatures[rows] * min_p.values.log()
-        thresholds[rows] = thresholds[rows].maximum(least)
+        lowest = maxima[rows] + temperatures[rows] * min_p.values.log()
+        thresholds[rows] = thresholds[rows].maximum(lowest)
     thresholds.masked_fill_(temperatures == 0, -torch.inf)
     local = logits[:, : vocab.num_tokens]
     local.masked_fill_(local < thresholds[:, None], -torch.inf)
 
 
 def _maxima_and_floors(
-    logits: torch.Tensor, vocab: VocabPartition, top_k: Limit, tp: TensorParallel, ops: Ops
+    logits: torch.Tensor, vocab: VocabPartition, top_k: Limit | None, tp: TensorParallel, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Over all ranks the largest logits [F], and what the k-th largest are not below: as many
     chunks as k have a token from the k-th largest of their maxima on. That leaves next to nothing
@@ -88,7 +86,7 @@ def _maxima_and_floors(
     greedy = logits.new_zeros(len(logits))
     maxima, _ = ops.chunk_statistics(logits, vocab.chunk_size, vocab.num_tokens, greedy)
     floors = torch.full_like(greedy, -torch.inf)
-    if len(top_k.rows):
+    if top_k:
         ordered = maxima[top_k.rows].sort(dim=1, descending=True).values
         ordered = F.pad(ordered, (0, 1), value=-torch.inf)
         kth = (top_k.values - 1).clamp(max=vocab.num_chunks).long()
@@ -114,7 +112,7 @@ def _search(
     bits = (keys_of(maxima) - low).clamp_(min=0).double().frexp().exponent
     shifts = (bits.long() - BIN_BITS).clamp_(min=0)
     targets = above = torch.zeros_like(low)
-    for number, bins in enumerate(low.new_zeros(KEY_BITS // BIN_BITS, len(low), 2**BIN_BITS)):
+    for number, bins in enumerate(low.new_zeros(KEY_BITS // BIN_BITS, len(low), BINS)):
         add_to_bins(low, shifts, bins)
         tp.all_reduce(bins)
         if number == 0:

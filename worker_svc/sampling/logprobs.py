@@ -56,10 +56,8 @@ class LogprobScorer:
             tokens: [N] int32.
             counts: [N], how many of the largest ones each row asks for.
         """
-        most = int(counts.max())
-        parts = [
-            self._score(logits_of(piece), tokens[piece], most) for piece in _pieces(len(tokens))
-        ]
+        k = int(counts.max())
+        parts = [self._score(logits_of(piece), tokens[piece], k) for piece in _pieces(len(tokens))]
         ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
         return Logprobs(counts, ids, values)
 

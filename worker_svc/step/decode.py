@@ -1,4 +1,4 @@
-"""A step on the wire -> checked arrays. Besides `server`, the only place that knows protobuf."""
+"""A step on the wire -> checked arrays. With `features` and `server` all that knows protobuf."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from worker_svc.step.wire import (
     check_length,
     check_offsets,
     check_values,
-    column,
+    decode_column,
 )
-
-__all__ = ["Int32s", "Step", "StepLimits", "decode_step"]
 
 
 @dataclass(frozen=True)
@@ -85,19 +83,21 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     expected_id = previous.step_id + 1 if previous else 1
     if request.step_id != expected_id:
         raise FailedPreconditionError(f"step_id: {request.step_id}, expected {expected_id}")
-    samples = column("samples", request.samples, UINT8)
+    samples = decode_column("samples", request.samples, UINT8)
     step = Step(
         step_id=request.step_id,
-        input_ids=column("input_ids", request.input_ids, INT32),
-        positions=column("positions", request.positions, INT32),
-        slot_mapping=column("slot_mapping", request.slot_mapping, INT32),
-        query_lens=column("query_lens", request.query_lens, INT32),
-        context_lens=column("context_lens", request.context_lens, INT32),
-        block_table=column("block_table", request.block_table, INT32),
-        block_table_offsets=column("block_table_offsets", request.block_table_offsets, INT32),
+        input_ids=decode_column("input_ids", request.input_ids, INT32),
+        positions=decode_column("positions", request.positions, INT32),
+        slot_mapping=decode_column("slot_mapping", request.slot_mapping, INT32),
+        query_lens=decode_column("query_lens", request.query_lens, INT32),
+        context_lens=decode_column("context_lens", request.context_lens, INT32),
+        block_table=decode_column("block_table", request.block_table, INT32),
+        block_table_offsets=decode_column(
+            "block_table_offsets", request.block_table_offsets, INT32
+        ),
         samples=samples.view(np.bool_),
-        temperatures=column("temperatures", request.temperatures, FLOAT32),
-        seeds=column("seeds", request.seeds, UINT64),
+        temperatures=decode_column("temperatures", request.temperatures, FLOAT32),
+        seeds=decode_column("seeds", request.seeds, UINT64),
         copies=_decode_copies(request.copies, limits),
     )
     if samples.max(initial=0) > 1:
@@ -124,7 +124,7 @@ def _with_features(step: Step, request: StepRequest, limits: StepLimits) -> Step
 
 
 def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
-    blocks = column("copies", data, INT32)
+    blocks = decode_column("copies", data, INT32)
     if not len(blocks):
         return blocks.reshape(0, 2)
     if len(blocks) % 2:
@@ -182,9 +182,9 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
     num_blocks = np.diff(offsets)
     if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
-    if (most := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():
+    if (max_blocks := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():
         raise InvalidArgumentError(
-            "block_table", f"{num_blocks.max()} blocks of one sequence, the limit is {most}"
+            "block_table", f"{num_blocks.max()} blocks of one sequence, the limit is {max_blocks}"
         )
     # As unsigned, a negative one is too large.
     if table.view("<u4").max() >= limits.num_blocks:

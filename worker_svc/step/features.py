@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures
+from shared.sampling_params import COLUMNS, FILTERS, PENALTIES, Parameter
 from worker_svc.step.wire import (
     FLOAT32,
     INT32,
@@ -18,7 +21,7 @@ from worker_svc.step.wire import (
     check_length,
     check_offsets,
     check_values,
-    column,
+    decode_column,
 )
 
 
@@ -27,12 +30,7 @@ class Features:
     """The columns of `SamplingFeatures`, of F rows."""
 
     rows: Int32s  # [F]
-    top_k: Int32s  # [F]
-    top_p: Float32s  # [F]
-    min_p: Float32s  # [F]
-    repetition_penalties: Float32s  # [F]
-    presence_penalties: Float32s  # [F]
-    frequency_penalties: Float32s  # [F]
+    numbers: Mapping[str, NDArray[Any]]  # of each parameter in COLUMNS, by its name, [F]
     prompt_lens: Int32s  # [F]
     num_logprobs: Int32s  # [F]
     bias_offsets: Int32s  # [F+1]
@@ -44,17 +42,21 @@ class Features:
     @property
     def penalized(self) -> NDArray[np.bool_]:
         """[F]"""
-        repeated: NDArray[np.bool_] = self.repetition_penalties != 1
-        counted: NDArray[np.bool_] = (self.presence_penalties != 0) | (
-            self.frequency_penalties != 0
-        )
-        return repeated | counted
+        return self._any(PENALTIES)
 
     @property
     def filtered(self) -> NDArray[np.bool_]:
         """[F], unless the row is greedy."""
-        some: NDArray[np.bool_] = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-        return some
+        return self._any(FILTERS)
+
+    def active(self, name: str) -> NDArray[np.bool_]:
+        """[F], where a parameter's value is not the one that changes nothing."""
+        found: NDArray[np.bool_] = self.numbers[name] != COLUMNS[name].default
+        return found
+
+    def _any(self, names: Iterable[str]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = np.logical_or.reduce([self.active(name) for name in names])
+        return found
 
 
 @dataclass(frozen=True)
@@ -84,29 +86,18 @@ def decode_features(
     Raises:
         InvalidArgumentError: a column is malformed; the message names it.
     """
-    masked = column("features.masked", message.masked, INT32)
-    masks = column("features.masks", message.masks, UINT32)
+    masked = decode_column("features.masked", message.masked, INT32)
+    masks = decode_column("features.masks", message.masks, UINT32)
     words = -(-vocab_size // 32)
     check_length("features.masks", masks, len(masked) * words)
     features = Features(
-        rows=column("features.rows", message.rows, INT32),
-        top_k=column("features.top_k", message.top_k, INT32),
-        top_p=column("features.top_p", message.top_p, FLOAT32),
-        min_p=column("features.min_p", message.min_p, FLOAT32),
-        repetition_penalties=column(
-            "features.repetition_penalties", message.repetition_penalties, FLOAT32
-        ),
-        presence_penalties=column(
-            "features.presence_penalties", message.presence_penalties, FLOAT32
-        ),
-        frequency_penalties=column(
-            "features.frequency_penalties", message.frequency_penalties, FLOAT32
-        ),
-        prompt_lens=column("features.prompt_lens", message.prompt_lens, INT32),
-        num_logprobs=column("features.num_logprobs", message.num_logprobs, INT32),
-        bias_offsets=column("features.bias_offsets", message.bias_offsets, INT32),
-        bias_ids=column("features.bias_ids", message.bias_ids, INT32),
-        bias_values=column("features.bias_values", message.bias_values, FLOAT32),
+        rows=decode_column("features.rows", message.rows, INT32),
+        numbers={name: _numbers(message, each) for name, each in COLUMNS.items()},
+        prompt_lens=decode_column("features.prompt_lens", message.prompt_lens, INT32),
+        num_logprobs=decode_column("features.num_logprobs", message.num_logprobs, INT32),
+        bias_offsets=decode_column("features.bias_offsets", message.bias_offsets, INT32),
+        bias_ids=decode_column("features.bias_ids", message.bias_ids, INT32),
+        bias_values=decode_column("features.bias_values", message.bias_values, FLOAT32),
         masked=masked,
         masks=masks.reshape(len(masked), words),
     )
@@ -130,10 +121,10 @@ def decode_prompt_targets(
     Raises:
         InvalidArgumentError: a column is malformed; the message names it.
     """
-    rows = column("prompt_logprobs.rows", message.rows, INT32)
-    counts = column("prompt_logprobs.num_logprobs", message.num_logprobs, INT32)
-    offsets = column("prompt_logprobs.target_offsets", message.target_offsets, INT32)
-    targets = column("prompt_logprobs.targets", message.targets, INT32)
+    rows = decode_column("prompt_logprobs.rows", message.rows, INT32)
+    counts = decode_column("prompt_logprobs.num_logprobs", message.num_logprobs, INT32)
+    offsets = decode_column("prompt_logprobs.target_offsets", message.target_offsets, INT32)
+    targets = decode_column("prompt_logprobs.targets", message.targets, INT32)
     check_ascending("prompt_logprobs.rows", rows, len(query_lens))
     check_length("prompt_logprobs.num_logprobs", counts, len(rows))
     valid = (counts >= 0) & (counts <= vocab_size)
@@ -147,38 +138,33 @@ def decode_prompt_targets(
     return PromptTargets(rows, counts, offsets, targets)
 
 
+def _numbers(message: SamplingFeatures, parameter: Parameter) -> NDArray[Any]:
+    data: bytes = getattr(message, parameter.column)
+    name = f"features.{parameter.column}"
+    dtype: np.dtype[Any] = INT32 if parameter.whole else FLOAT32
+    return decode_column(name, data, dtype)
+
+
 def _check_rows(features: Features, samples: NDArray[np.bool_]) -> None:
     rows = features.rows
     check_ascending("features.rows", rows, len(samples))
     check_values("features.rows", rows, samples[rows], "a row that samples")
-    for name in (
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalties",
-        "presence_penalties",
-        "frequency_penalties",
-        "prompt_lens",
-        "num_logprobs",
-    ):
-        check_length(f"features.{name}", getattr(features, name), len(rows))
+    for name, each in COLUMNS.items():
+        check_length(f"features.{each.column}", features.numbers[name], len(rows))
+    check_length("features.prompt_lens", features.prompt_lens, len(rows))
+    check_length("features.num_logprobs", features.num_logprobs, len(rows))
 
 
 def _check_numbers(features: Features, vocab_size: int) -> None:
     """NaN fails every comparison."""
-    f = features
-    check_values("features.top_k", f.top_k, f.top_k >= 0, "0 or more")
-    check_values("features.top_p", f.top_p, (f.top_p > 0) & (f.top_p <= 1), "in (0, 1]")
-    check_values("features.min_p", f.min_p, (f.min_p >= 0) & (f.min_p <= 1), "in [0, 1]")
-    repetition = f.repetition_penalties
-    positive = (repetition > 0) & np.isfinite(repetition)
-    check_values("features.repetition_penalties", repetition, positive, "finite and above 0")
-    for name in ("presence_penalties", "frequency_penalties"):
-        penalties = getattr(f, name)
-        check_values(f"features.{name}", penalties, np.isfinite(penalties), "finite")
-    counts = f.num_logprobs
-    valid = (counts >= -1) & (counts <= vocab_size)
-    check_values("features.num_logprobs", counts, valid, f"in -1..{vocab_size}")
+    for name, each in COLUMNS.items():
+        values, valid = features.numbers[name], each.engine
+        high_enough = values > valid.low if valid.above else values >= valid.low
+        within = high_enough & (values <= valid.high)
+        check_values(f"features.{each.column}", values, within, valid)
+    counts = features.num_logprobs
+    within = (counts >= -1) & (counts <= vocab_size)
+    check_values("features.num_logprobs", counts, within, f"in -1..{vocab_size}")
 
 
 def _check_bias(features: Features, vocab_size: int) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_svc.sampling.uniforms import uniforms
-from worker_svc.step.decode import Int32s, Step
+from worker_svc.step.decode import Step
+from worker_svc.step.uniforms import uniforms
+from worker_svc.step.wire import Int32s
 
 # Every column begins at a multiple of this, in bytes: kernels are compiled for aligned addresses.
 ALIGNMENT = 64
@@ -28,13 +29,13 @@ class StepTensors:
     slot_mapping: torch.Tensor  # [T]
     query_starts: torch.Tensor  # [S+1]
     context_lens: torch.Tensor  # [S]
-    attention: torch.Tensor  # what the attention backend wants besides (`AttentionBackend.column`)
+    plan_column: torch.Tensor  # what `AttentionBackend.plan_column` asked for
     table_offsets: torch.Tensor  # [S+1]
     block_table: torch.Tensor  # ragged; last, so that only its own length depends on it
 
 
-def columns(step: Step, attention: Int32s) -> list[NDArray[Any]]:
-    """In the order of `StepTensors`."""
+def host_columns(step: Step, plan_column: Int32s) -> list[NDArray[Any]]:
+    """A step's columns on the host, in the order of `StepTensors`."""
     query_starts = np.zeros(step.num_seqs + 1, np.int32)
     np.cumsum(step.query_lens, out=query_starts[1:])
     return [
@@ -45,7 +46,7 @@ def columns(step: Step, attention: Int32s) -> list[NDArray[Any]]:
         step.slot_mapping,
         query_starts,
         step.context_lens,
-        attention,
+        plan_column,
         step.block_table_offsets,
         step.block_table,
     ]
@@ -89,10 +90,10 @@ def upload(
 
 
 def upload_step(
-    step: Step, attention: Int32s, device: torch.device, *, pinned: bool = False
+    step: Step, plan_column: Int32s, device: torch.device, *, pinned: bool = False
 ) -> StepTensors:
-    """Its columns on the device; `attention` is the backend's."""
-    return StepTensors(*upload(columns(step, attention), device, pinned=pinned))
+    """Its columns on the device; `plan_column` is the attention backend's."""
+    return StepTensors(*upload(host_columns(step, plan_column), device, pinned=pinned))
 
 
 def padded(step: Step, size: int) -> Step:

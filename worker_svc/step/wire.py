@@ -20,7 +20,7 @@ FLOAT32: np.dtype[np.float32] = np.dtype("<f4")
 UINT8: np.dtype[np.uint8] = np.dtype("u1")
 
 
-def column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
+def decode_column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
     """
     Raises:
         InvalidArgumentError: `data` is no whole number of entries; it names the column, as those of
@@ -37,7 +37,7 @@ def check_length(name: str, array: NDArray[Any], expected: int) -> None:
 
 
 def check_values(
-    name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: str
+    name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: object
 ) -> None:
     """Refuses the first entry of `array` that is not `valid`, which has the given meaning."""
     if not valid.all():

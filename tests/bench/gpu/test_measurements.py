@@ -17,10 +17,11 @@ import pytest
 
 from bench.gpu import __main__ as program
 from bench.gpu import decode_speed, prompt_speed, stack_speed
+from bench.gpu.heads import Heads
 from bench.gpu.modules import MODULES, ROOT
 from bench.gpu.records import Journal, Report
 from bench.gpu.runner import ModuleRun
-from bench.gpu.setup import REHEARSAL, Heads, Setup, make_setup
+from bench.gpu.setup import REHEARSAL, Setup, make_setup
 from bench.gpu.steps import snapshot
 from bench.workload import Shape, reference_workload
 from tools.make_model import make_model

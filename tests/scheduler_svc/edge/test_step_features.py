@@ -129,7 +129,8 @@ def test_a_chunk_scores_the_prompts_tokens_that_follow_its_own(
 
 def test_delivered_log_probabilities_are_not_asked_for_again() -> None:
     seq = sequence([10, 11, 12, 13, 14], prompt_logprobs=0)
-    seq.num_prompt_logprobs = 2
+    assert seq.features is not None
+    seq.features.num_scored = 2
     assert not encode(Row(seq, 0, 2, False)).HasField("prompt_logprobs")
     assert ints(encode(Row(seq, 0, 3, False)).prompt_logprobs.targets) == [11, 12, 13]
 
@@ -173,7 +174,8 @@ def answer_to(step: Step) -> Answer:
             ids, values = logprobs(before[end - 1], tokens[-1], 1)
             found[i] = Logprobs(np.array([ids]), np.array([values]))
         last = min(end, row.seq.num_prompt_tokens - 1)
-        if row.start < last and last > row.seq.num_prompt_logprobs:
+        features = row.seq.features
+        if features is not None and row.start < last and last > features.num_scored:
             rows = [logprobs(before[p], row.seq.tokens[p + 1], 1) for p in range(row.start, last)]
             scored[i] = Logprobs(np.array([r[0] for r in rows]), np.array([r[1] for r in rows]))
     return Answer(tokens, found, scored) if tokens else answer

@@ -71,12 +71,12 @@ class Rig:
     def found(self) -> Found:
         found: Found = {}
         for output in self.outputs:
-            tokens, cause = found.get(output.seq.key[1], ([], None))
+            tokens, cause = found.get(output.seq.key.number, ([], None))
             assert cause is None, "news after the end"
             if output.token is not None:
                 assert output.offset == len(tokens)
                 tokens.append(output.token)
-            found[output.seq.key[1]] = tokens, output.finished
+            found[output.seq.key.number] = tokens, output.finished
         return found
 
 
@@ -152,7 +152,7 @@ def test_the_best_comes_first_and_has_a_score() -> None:
     rig = Rig(64, 8, ahead=1)
     rig.scheduler.add(Sequence((0, 1), [1, 2], SamplingParams(6, beam_width=3)))
     rig.run()
-    scores = [output.score for output in rig.outputs if isinstance(output, End)]
+    scores = [output.end.score for output in rig.outputs if isinstance(output.end, End)]
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
 

@@ -38,7 +38,7 @@ def run_to_the_end(scheduler: Scheduler) -> None:
 
 
 def sequences(scheduler: Scheduler) -> dict[int, Sequence]:
-    return {key[1]: seq for key, seq in scheduler._sequences.items()}
+    return {key.number: seq for key, seq in scheduler._sequences.items()}
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 4, 5, 6, 8, 9])
@@ -49,10 +49,10 @@ def test_a_prompt_is_computed_once(prompt_len: int) -> None:
     seqs = sequences(scheduler)
     assert list(seqs) == [5, 6, 7]
     assert [seq.status for seq in seqs.values()] == [Status.WAITING] + [Status.FOLLOWING] * 2
-    assert [(r.seq.key[1], r.num_tokens) for r in answered(scheduler).rows] == [(5, prompt_len)]
+    assert [(r.seq.key.number, r.num_tokens) for r in answered(scheduler).rows] == [(5, prompt_len)]
 
     second = answered(scheduler)
-    assert [(r.seq.key[1], r.start, r.num_tokens) for r in second.rows] == [
+    assert [(r.seq.key.number, r.start, r.num_tokens) for r in second.rows] == [
         (5, prompt_len, 1),
         (6, prompt_len - 1, 1),
         (7, prompt_len - 1, 1),
@@ -77,7 +77,7 @@ def test_siblings_are_the_request_with_another_number_and_seed() -> None:
     second = sequences(scheduler)[2]
     assert second.params == replace(params, seed=0, prompt_logprobs=None)
     assert (second.deadline, second.priority, second.cache_salt) == (9.0, 3, "a")
-    assert {o.seq.key[1] for o in scheduler.expire(9.0)} == {1, 2}
+    assert {o.seq.key.number for o in scheduler.expire(9.0)} == {1, 2}
     assert not scheduler.open_sequences()
 
 
@@ -88,15 +88,15 @@ def test_many_count_as_one_in_the_queue_and_are_refused_together() -> None:
     assert scheduler.add(make(10, [1]), n=8) is None
     refused = scheduler.add(make(20, [1]), n=2)
     assert refused is not None
-    assert refused.finished is FinishCause.QUEUE_FULL
+    assert refused.cause is FinishCause.QUEUE_FULL
     assert len(scheduler.open_sequences()) == 16
 
 
 @pytest.mark.parametrize(
     ("number", "n", "generated_ids", "word"),
     [
-        (1, 0, (), "sampling.n: 0; must be 1 to 64"),
-        (1, 65, (), "sampling.n: 65; must be 1 to 64"),
+        (1, 0, (), "sampling.n: 0; must be in [1, 64]"),
+        (1, 65, (), "sampling.n: 65; must be in [1, 64]"),
         (1, -3, (), "sampling.n: -3"),
         (1, 2, (7,), "resumed"),
         (2**64 - 2, 3, (), "request"),
@@ -110,7 +110,7 @@ def test_impossible_numbers_of_completions_are_refused(
     scheduler.add(make(50, [1]))
     refused = scheduler.add(make(number, [1], generated=generated_ids), n)
     assert refused is not None
-    assert refused.finished is FinishCause.INVALID
+    assert refused.cause is FinishCause.INVALID
     assert word in refused.message
     assert scheduler.open_sequences() == [(0, 50)]
 
@@ -123,7 +123,7 @@ def test_without_a_slot_a_sibling_waits_before_new_ones_and_finds_the_prompt_cac
     scheduler.add(make(3, [3], max_tokens=1))
     answered(scheduler)
     assert second.status is Status.WAITING
-    order = [answered(scheduler).rows[0].seq.key[1] for _ in range(4)]
+    order = [answered(scheduler).rows[0].seq.key.number for _ in range(4)]
     assert order == [1, 2, 2, 3]
     assert second.num_cached_prompt_tokens == 8
     assert generated(second) == completion(prompt, 2)
@@ -161,7 +161,7 @@ def test_one_that_follows_can_be_aborted() -> None:
     scheduler.add(make(1, [1, 2], max_tokens=2), n=3)
     scheduler.abort((0, 2))
     answered(scheduler)
-    assert [row.seq.key[1] for row in answered(scheduler).rows] == [1, 3]
+    assert [row.seq.key.number for row in answered(scheduler).rows] == [1, 3]
 
 
 def test_a_sibling_whose_leader_ends_with_its_first_token_has_its_blocks() -> None:
@@ -210,7 +210,7 @@ def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
     step = scheduler.schedule()
     assert step is not None
     outputs = scheduler.fail(step.rows[0].seq, "internal error")
-    assert {(o.seq.key[1], o.finished) for o in outputs} == {
+    assert {(o.seq.key.number, o.finished) for o in outputs} == {
         (n, FinishCause.INTERNAL) for n in (1, 2, 3)
     }
     assert not scheduler.open_sequences()

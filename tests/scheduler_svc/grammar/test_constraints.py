@@ -17,8 +17,8 @@ from scheduler_svc.edge.step_encoding import encode_step, read_answer
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar import constraints
 from scheduler_svc.grammar.compiler import Grammars
-from scheduler_svc.grammar.matcher import GrammarError, GrammarKind, GrammarsBusyError
-from scheduler_svc.sampling import Grammar, SamplingParams
+from scheduler_svc.grammar.matcher import GrammarError, GrammarsBusyError
+from scheduler_svc.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence
 from scheduler_svc.step import Answer, End, Output, Step
@@ -146,10 +146,10 @@ class Rig:
         self.news.set()
 
     def tokens(self, number: int) -> list[int]:
-        return [o.token for o in self.outputs if o.seq.key[1] == number and o.token is not None]
+        return [o.token for o in self.outputs if o.seq.key.number == number and o.token is not None]
 
     def end(self, number: int) -> Output | None:
-        return next((o for o in self.outputs if o.seq.key[1] == number and o.finished), None)
+        return next((o for o in self.outputs if o.seq.key.number == number and o.finished), None)
 
     async def ended(self, *numbers: int) -> None:
         while not all(self.end(number) for number in numbers):
@@ -221,9 +221,10 @@ async def test_resumed_ones_go_on_after_their_tokens() -> None:
         assert rig.tokens(5) == expected(5, 6)[4:]
         rig.engine.submit(odd(6, generated_ids=[2]))
         await rig.ended(6)
-        end = rig.end(6)
-        assert isinstance(end, End)
-        assert end.finished is FinishCause.INVALID
+        output = rig.end(6)
+        assert output is not None
+        assert isinstance(end := output.end, End)
+        assert end.cause is FinishCause.INVALID
         assert "token 2 does not match" in end.message
 
 
@@ -289,9 +290,10 @@ async def test_a_number_is_taken_while_its_grammar_is_compiled() -> None:
         again = odd(1, max_tokens=2)
         rig.engine.submit(again)
         await rig.ended(1)
-        (refused,) = (output for output in rig.outputs if isinstance(output, End))
+        (refused,) = (output for output in rig.outputs if isinstance(output.end, End))
         assert refused.seq is again
-        assert refused.message == "request: its number is in use"
+        assert refused.end is not None
+        assert refused.end.message == "request: its number is in use"
         grammars.compiled.set()
         while len(rig.tokens(1)) < 6:
             rig.news.clear()
@@ -306,8 +308,8 @@ async def test_requests_that_wait_for_grammars_count_as_waiting() -> None:
         for number in range(101):
             rig.engine.submit(odd(number))
         await rig.ended(100)
-        (refused,) = (output for output in rig.outputs if isinstance(output, End))
-        assert refused.finished is FinishCause.QUEUE_FULL
+        (refused,) = (output.end for output in rig.outputs if isinstance(output.end, End))
+        assert refused.cause is FinishCause.QUEUE_FULL
         assert refused.retry_after_s > 0
         rig.engine.abort_connection(0)
 
@@ -342,9 +344,9 @@ async def test_what_cannot_be_compiled_ends_at_once(
     async with running(grammars) as rig:
         rig.engine.submit(odd(1), n=2)
         await rig.ended(1)
-        (end,) = rig.outputs
+        (end,) = (output.end for output in rig.outputs)
         assert isinstance(end, End)
-        assert end.finished is cause
+        assert end.cause is cause
         assert end.message.startswith(message)
         assert "secret" not in end.message
 
@@ -355,9 +357,10 @@ async def test_a_dead_end_ends_its_sequence_alone(after: int) -> None:
         rig.engine.submit(odd(1))
         rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
         await rig.ended(1, 7)
-        end = rig.end(1)
-        assert isinstance(end, End)
-        assert end.finished is FinishCause.INVALID
+        output = rig.end(1)
+        assert output is not None
+        assert isinstance(end := output.end, End)
+        assert end.cause is FinishCause.INVALID
         assert "none can follow" in end.message
         assert rig.tokens(1) == expected(1, after)
 
@@ -386,7 +389,7 @@ async def test_where_no_place_is_free_to_compile_the_client_is_to_come_back() ->
     async with running(grammars) as rig:
         rig.engine.submit(odd(1))
         await rig.ended(1)
-        (end,) = rig.outputs
+        (end,) = (output.end for output in rig.outputs)
         assert isinstance(end, End)
-        assert end.finished is FinishCause.QUEUE_FULL
+        assert end.cause is FinishCause.QUEUE_FULL
         assert end.retry_after_s > 0

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.worker_svc.device import QWEN_0_6B, Heads, by_device
+from bench.gpu.heads import QWEN_0_6B, Heads
+from tests.worker_svc.device import by_device
 from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from tests.worker_svc.platforms import GpuPlatform
 from tests.worker_svc.test_model_runner import prompts
-from worker_svc.model_runner import ModelRunner, StepResult
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step_result import StepResult
 
 VOCAB = 150
 SMALL: dict[str, Any] = {
@@ -109,7 +111,14 @@ def decode_with_features(runner: ModelRunner, batch: Batch) -> list[StepResult]:
     the last of them in a copied block."""
     vocab = batch.limits.vocab_size
     texts = prompts(vocab, [3, 18, 1])
-    heavy = Asked(repetition=1.4, presence=0.3, frequency=0.4, top_k=30, top_p=0.9, min_p=0.01)
+    heavy = Asked(
+        repetition_penalty=1.4,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        top_k=30,
+        top_p=0.9,
+        min_p=0.01,
+    )
     first = replace(heavy, prompt_len=3, logprobs=0)
     second = Asked(bias={7: 3.0, 8: -np.inf}, allowed=range(0, vocab, 2), logprobs=3)
     steps: list[tuple[list[int], list[list[int]], dict[int, Asked]]] = [

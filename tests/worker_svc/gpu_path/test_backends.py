@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import (
-    DEVICE,
-    ODD,
-    ON_GPU,
-    QWEN_0_6B,
-    QWEN_8B,
-    Heads,
-    by_device,
-    generator,
-    gpu_only,
-)
+from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
+from tests.worker_svc.device import DEVICE, ODD, ON_GPU, by_device, generator, gpu_only
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from tests.worker_svc.kernels.triton.precision import poisoned_memory, relative_error, row_bound
@@ -122,7 +113,7 @@ def test_equals_the_reference(
     them the weight 0, for which a cache is zeros at first, and then what others have left."""
     backend = make_backend(name, heads, dtype)
     step, slots, num_blocks = make_step(case, backend.block_size)
-    tensors = upload_step(step, backend.column(step), DEVICE)
+    tensors = upload_step(step, backend.plan_column(step), DEVICE)
     random = generator(seed=len(slots))
 
     def normal(rows: int, count: int) -> torch.Tensor:
@@ -167,13 +158,11 @@ def test_equals_the_reference(
 
 
 @gpu_only
-@pytest.mark.parametrize(
-    ("name", "is_installed"), [("fa3", fa3.is_installed), ("flash_attn", flash_attn.is_installed)]
-)
-def test_what_is_installed_can_be_used(name: str, is_installed: Callable[[], bool]) -> None:
+@pytest.mark.parametrize(("name", "load"), [("fa3", fa3.load), ("flash_attn", flash_attn.load)])
+def test_what_is_installed_can_be_used(name: str, load: Callable[[], bool]) -> None:
     """For a model as most are. Elsewhere a library that cannot be used is skipped: also one that is
     called wrongly."""
-    if not is_installed():
+    if not load():
         pytest.skip(f"{name} is not installed")
     if name == "fa3" and torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("it is for Hopper GPUs")

@@ -13,10 +13,10 @@ import pytest
 import structlog
 import torch
 
-from shared.config import WorkerSettings
 from worker_svc.errors import DeviceLostError, ModelError, StartError, is_device_lost
 from worker_svc.platforms.cuda import CudaPlatform
 from worker_svc.platforms.pinned_copies import PinnedCopies
+from worker_svc.settings import WorkerSettings
 
 MIB = 1 << 20
 
@@ -251,7 +251,7 @@ def test_memory(cuda: FakeCuda) -> None:
     assert "without CUDA graphs" in logs[0]["event"]
     assert platform.captures
     runs: list[int] = []
-    assert platform.peak_bytes(lambda: runs.append(1)) == 8 * MIB
+    assert platform.measure_peak_bytes(lambda: runs.append(1)) == 8 * MIB
     assert len(runs) == 2  # once to compile, once to measure
     # 90 of 100 MiB, of which 30 are taken and 8 are kept for activations.
     settings = WorkerSettings()

@@ -22,11 +22,11 @@ from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.sampling.feature_runner import FeatureRunner
+from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step
-from worker_svc.step.tensors import StepTensors, columns
+from worker_svc.step.tensors import StepTensors, host_columns
 from worker_svc.warm_up import NUM_LOGPROBS, warm_up_steps
 
 CUDA = torch.device("cuda", 0)
@@ -180,7 +180,7 @@ def test_forward(
             model = Qwen3ForCausalLM(reader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
             vocab = VocabPartition(config.vocab_size, tp.rank, ranks)
             step = make_step(query_lens, context_lens, backend.block_size)
-            tensors = on_fake_gpu(columns(step, backend.column(step)))
+            tensors = on_fake_gpu(host_columns(step, backend.plan_column(step)))
             last_tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
             metadata = backend.plan(step, tensors, max(context_lens))
             hidden = model.hidden_states(tensors, last_tokens, backend.allocate(16), metadata)
@@ -220,7 +220,7 @@ def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
             triton_ops, torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=CUDA)
         )
         runner = FeatureRunner(vocab, tp, triton_ops, head, to_fake_gpu)
-        tensors = on_fake_gpu(columns(decodes, decodes.query_lens[:0]))
+        tensors = on_fake_gpu(host_columns(decodes, decodes.query_lens[:0]))
         logits = head(torch.empty(8, 64, dtype=torch.bfloat16, device=CUDA))  # padded
         tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
         history = TokenCache.allocate(16, 64, CUDA)

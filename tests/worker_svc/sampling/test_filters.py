@@ -30,7 +30,7 @@ from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.filters import Limit, keep_likely
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.sampling.uniforms import uniforms
+from worker_svc.step.uniforms import uniforms
 
 EPS = 1e-6  # of probability: what is this near to a boundary may be on either side of it
 LOGIT_EPS = 1e-5  # likewise of min_p, relative: its boundary is rounded as a logit
@@ -71,10 +71,13 @@ def filter_shard(
     part = local[:, : vocab.num_tokens]
     part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
     temperatures = torch.tensor([each.temperature for each in params], device=DEVICE)
-    top_k = limit(params, "top_k", 0, torch.int32)
-    top_p = limit(params, "top_p", 1, torch.float32)
-    min_p = limit(params, "min_p", 0, torch.float32)
-    keep_likely(local, vocab, temperatures, top_k, top_p, min_p, tp, ops)
+    filters = {
+        "top_k": limit(params, "top_k", 0, torch.int32),
+        "top_p": limit(params, "top_p", 1, torch.float32),
+        "min_p": limit(params, "min_p", 0, torch.float32),
+    }
+    filters = {name: each for name, each in filters.items() if len(each.rows)}
+    keep_likely(local, vocab, temperatures, filters, tp, ops)
     assert local[:, vocab.num_tokens :].isnan().all()
     return part.to(logits.device)
 

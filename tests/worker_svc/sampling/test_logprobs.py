@@ -45,19 +45,19 @@ def expected(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab", "most"), [(7, 7), (301, 20), (301, 301), (5000, 400)])
+@pytest.mark.parametrize(("vocab", "max_count"), [(7, 7), (301, 20), (301, 301), (5000, 400)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_likeliest_and_the_token_itself(
-    dtype: torch.dtype, vocab: int, most: int, ranks: int
+    dtype: torch.dtype, vocab: int, max_count: int, ranks: int
 ) -> None:
     """In bfloat16 many logits are equal."""
-    seed = vocab + most
+    seed = vocab + max_count
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     logits = random_logits(24, vocab, seed, dtype)
     logits[0] = 1.0
     tokens = rng.integers(vocab, size=24).tolist()
-    counts = [0, most, *rng.integers(most + 1, size=22).tolist()]
+    counts = [0, max_count, *rng.integers(max_count + 1, size=22).tolist()]
     ids, values = score(logits, tokens, counts, ranks)
     expected_ids, expected_values = expected(logits, tokens, counts)
     assert ids.tolist() == expected_ids

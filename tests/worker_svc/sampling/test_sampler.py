@@ -8,7 +8,7 @@ from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
 from worker_svc.distributed import TensorParallel
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.sampling.uniforms import uniforms
+from worker_svc.step.uniforms import uniforms
 
 
 def sample(

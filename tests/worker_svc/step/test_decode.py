@@ -111,10 +111,12 @@ def test_too_few_blocks() -> None:
 
 def test_too_many_blocks() -> None:
     request = valid()
-    most = -(-LIMITS.max_model_len // LIMITS.block_size)
-    request.block_table = i4(6, 2, 7, *[0] * most)
-    request.block_table_offsets = i4(0, 2, 3 + most)
-    with pytest.raises(InvalidArgumentError, match=rf"^block_table: {most + 1} blocks of one"):
+    max_blocks = -(-LIMITS.max_model_len // LIMITS.block_size)
+    request.block_table = i4(6, 2, 7, *[0] * max_blocks)
+    request.block_table_offsets = i4(0, 2, 3 + max_blocks)
+    with pytest.raises(
+        InvalidArgumentError, match=rf"^block_table: {max_blocks + 1} blocks of one"
+    ):
         decode_step(request, LIMITS, None)
 
 

@@ -12,9 +12,7 @@ import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from worker_svc.kernels.cpu.simd import exp, widen
-
-FASTMATH = {"reassoc", "contract", "nsz"}
+from worker_svc.kernels.cpu.simd import FASTMATH, exp, widen
 
 
 # Sums may be reordered into vector lanes; how depends on nothing but the head's size, so that a

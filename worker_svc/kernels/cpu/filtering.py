@@ -1,4 +1,4 @@
-"""The searches of `filters` in numba; `filtering_reference` says what."""
+"""The searches of `sampling.filters` in numba."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.simd import exp
 from worker_svc.kernels.cpu.tokens import PARALLEL_ROWS
-from worker_svc.kernels.filtering_reference import LARGEST_WEIGHT, SIGN
-from worker_svc.kernels.ops import BIN_BITS
+from worker_svc.kernels.logits import BIN_BITS, LARGEST_WEIGHT, SIGN
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 
-LEAST_EXPONENT = np.float32(-29)  # far below what weighs 1
-LEAST_KEY = 0x00800000  # of the least finite logit
-LARGEST_KEY = 0xFF800000  # of inf
+MIN_EXPONENT = np.float32(-29)  # far below what weighs 1
+MIN_KEY = 0x00800000  # of the lowest finite logit
+MAX_KEY = 0xFF800000  # of inf
 PIECE = 64  # of a row
 
 
@@ -82,27 +81,27 @@ def _key(logit: np.float32) -> int:
 @njit
 def _logit(key: int) -> np.float32:
     """As `logits_of`, of the key nearest to this one that is a finite logit's, or infinity's."""
-    key = min(max(key, LEAST_KEY), LARGEST_KEY)
+    key = min(max(key, MIN_KEY), MAX_KEY)
     return np.int32(key - SIGN if key >= SIGN else -1 - key).view(np.float32)
 
 
 @njit(inline="always")
-def _any_between(piece: Float32s, least: np.float32, largest: np.float32) -> bool:
+def _any_between(piece: Float32s, min_logit: np.float32, max_logit: np.float32) -> bool:
     """Most pieces of a row have nothing to count, and this is vectorized."""
     found = 0
     for logit in piece:
-        found += (logit >= least) & (logit <= largest)
+        found += (logit >= min_logit) & (logit <= max_logit)
     return found > 0
 
 
 @njit
 def _count_row(row: Float32s, low: int, shift: int, bins: Int64s) -> None:
-    least, largest = _logit(low), _logit(low + (len(bins) << shift) - 1)
+    min_logit, max_logit = _logit(low), _logit(low + (len(bins) << shift) - 1)
     for start in range(0, len(row), PIECE):
         piece = row[start : start + PIECE]
-        if _any_between(piece, least, largest):
+        if _any_between(piece, min_logit, max_logit):
             for logit in piece:
-                if least <= logit <= largest:
+                if min_logit <= logit <= max_logit:
                     bins[(_key(logit) - low) >> shift] += 1
 
 
@@ -125,15 +124,15 @@ def _weigh_row(
     row: Float32s, largest_logit: np.float32, scale: np.float32, low: int, shift: int, bins: Int64s
 ) -> None:
     weights = np.empty(PIECE, np.float32)
-    least, largest = _logit(low), _logit(low + (len(bins) << shift) - 1)
-    least = max(least, largest_logit + LEAST_EXPONENT / scale)
+    min_logit, max_logit = _logit(low), _logit(low + (len(bins) << shift) - 1)
+    min_logit = max(min_logit, largest_logit + MIN_EXPONENT / scale)
     for start in range(0, len(row), PIECE):
         piece = row[start : start + PIECE]
-        if _any_between(piece, least, largest):
+        if _any_between(piece, min_logit, max_logit):
             for i, logit in enumerate(piece):
                 weights[i] = exp((logit - largest_logit) * scale) * np.float32(LARGEST_WEIGHT)
             for i, logit in enumerate(piece):
-                if least <= logit <= largest:
+                if min_logit <= logit <= max_logit:
                     bins[(_key(logit) - low) >> shift] += np.int64(weights[i])
 
 

@@ -14,12 +14,10 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from worker_svc.kernels.cpu.simd import exp, narrow, widen
-from worker_svc.kernels.views import bits
+from worker_svc.kernels.cpu.simd import FASTMATH, bits, exp, narrow, widen
 
 # With fewer tokens than this, waking another thread costs more than it saves.
 PARALLEL_TOKENS = 8
-FASTMATH = {"reassoc", "contract", "nsz"}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ from worker_svc.kernels.cpu.simd import LANES, PANEL, narrow, panel_product, wid
 
 # As many rows as fit the 32 vector registers beside a pair of weight vectors, then what is left.
 _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = map(panel_product, (12, 8, 4, 2, 1))
-MOST_ROWS = 12
+MAX_ROWS = 12
 # Rows of x that are multiplied with a panel while it is in the L2 cache, as bytes of float32.
 X_BLOCK_BYTES = 512 << 10
 # More pieces than threads, so that a thread that is held up holds up less.
@@ -60,15 +60,15 @@ def linear(
 ) -> None:
     """out [T, out_features] = x [T, in] Wᵀ + bias, all bfloat16, rounded once.
 
-    `bias` [0] is none. `x_block` is a multiple of MOST_ROWS.
+    `bias` [0] is none. `x_block` is a multiple of MAX_ROWS.
     """
     tokens, depth = x.shape
     out_features = out.shape[1]
     panels = packed.shape[0]
     transposed = np.empty(tokens * depth, np.float32)
-    for block in prange((tokens + MOST_ROWS - 1) // MOST_ROWS):
-        row = block * MOST_ROWS
-        end = min(tokens, row + MOST_ROWS)
+    for block in prange((tokens + MAX_ROWS - 1) // MAX_ROWS):
+        row = block * MAX_ROWS
+        end = min(tokens, row + MAX_ROWS)
         while row < end:
             rows = _next_rows(end - row)
             for i in range(rows):
@@ -76,7 +76,7 @@ def linear(
                     transposed[row * depth + k * rows + i] = widen(x[row + i, k])
             row += rows
     for piece in prange(pieces):
-        tile = np.empty((MOST_ROWS, PANEL), np.float32)
+        tile = np.empty((MAX_ROWS, PANEL), np.float32)
         for start in range(0, tokens, x_block):
             end = min(tokens, start + x_block)
             for panel in range(panels * piece // pieces, panels * (piece + 1) // pieces):

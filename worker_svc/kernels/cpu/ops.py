@@ -9,15 +9,10 @@ import torch.nn.functional as F
 from worker_svc.kernels.cpu import linear as cpu_linear
 from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.fused import add_rms_norm, rms_norm, silu_and_multiply
-from worker_svc.kernels.cpu.sampling import (
-    chunk_statistics_reference as chunk_statistics,
-)
-from worker_svc.kernels.cpu.sampling import (
-    select_tokens_reference as select_tokens,
-)
+from worker_svc.kernels.cpu.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.cpu.simd import bits
 from worker_svc.kernels.cpu.tokens import apply_masks, penalize, store_tokens
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
-from worker_svc.kernels.views import bits
 
 __all__ = [
     "add_rms_norm",
@@ -80,7 +75,7 @@ class OneDnnWeight:
 
 
 class PanelWeight:
-    """W for `kernels.cpu_linear`."""
+    """W for `kernels.cpu.linear`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._out_features = len(weight)
@@ -96,6 +91,6 @@ class PanelWeight:
             bits(self._no_bias if bias is None else bias),
             bits(out),
             cpu_linear.PIECES_PER_THREAD * numba.get_num_threads(),
-            max(rows // cpu_linear.MOST_ROWS, 1) * cpu_linear.MOST_ROWS,
+            max(rows // cpu_linear.MAX_ROWS, 1) * cpu_linear.MAX_ROWS,
         )
         return out

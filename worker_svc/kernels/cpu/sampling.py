@@ -1,6 +1,6 @@
 """Sampling in two levels, first a chunk of the vocabulary and then a token in it, in PyTorch.
 
-This is what a CPU runs, and what `kernels.sampling` has to equal on a GPU; it knows no Triton.
+This is what a CPU runs, and what the kernels of `kernels.triton.sampling` must equal.
 Greedy is the same as drawing with the number 0 from weights that are 1 for the largest logit and 0
 elsewhere, so both take one path. (Inverse transform sampling: Devroye, "Non-Uniform Random Variate
 Generation", 1986, with a two-level search.)
@@ -12,12 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
-# Outside of these bounds the distribution is no other than at them, but float32 overflows.
-LEAST_TEMPERATURE = 1e-30
-LARGEST_TEMPERATURE = 1e30
+from worker_svc.kernels.logits import inverse_temperatures
 
 
-def chunk_statistics_reference(
+def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [N, chunks · chunk_size], of which the first num_tokens columns are valid and the
@@ -40,7 +38,7 @@ def chunk_statistics_reference(
     return maxima, sums
 
 
-def select_tokens_reference(
+def select_tokens(
     logits: torch.Tensor,
     chunk_size: int,
     num_tokens: int,
@@ -108,12 +106,6 @@ def _valid_chunks(
         yield slice(whole), logits[:, : whole * chunk_size].unflatten(1, (whole, chunk_size))
     if num_tokens > whole * chunk_size:
         yield slice(whole, whole + 1), logits[:, None, whole * chunk_size : num_tokens]
-
-
-def inverse_temperatures(temperatures: torch.Tensor) -> torch.Tensor:
-    """What logits are multiplied with; 1 where the temperature is 0."""
-    temperatures = temperatures.masked_fill(temperatures == 0, 1)
-    return temperatures.clamp(LEAST_TEMPERATURE, LARGEST_TEMPERATURE).reciprocal_()
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:

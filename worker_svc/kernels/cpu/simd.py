@@ -8,16 +8,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 LANES = 16  # float32 in a 512-bit register
 PANEL = 2 * LANES  # columns that the inner loop computes at once
+FASTMATH = {"reassoc", "contract", "nsz"}  # sums in any order, but NaN and infinity as they are
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR_I32, _VECTOR_F32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+
+
+def bits(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a float32 tensor as float32, of a bfloat16 one as uint16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""The searches of `filters` on a GPU, one histogram after another; `filtering_reference` says what.
+"""The searches of `sampling.filters` on a GPU, one histogram after another.
 
 A histogram is a pass over the logits at the speed of memory, for hardly any logit is in its range
 and what is not costs a comparison. Counts are gathered per tile before they meet in memory. Weights
@@ -11,13 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.kernels import filtering_reference, ops
+from worker_svc.kernels import logits as definitions
+from worker_svc.kernels.logits import keys_of
 from worker_svc.kernels.triton.launch import kernel
 
-BINS = tl.constexpr(filtering_reference.BINS)
-LARGEST_WEIGHT = tl.constexpr(filtering_reference.LARGEST_WEIGHT)
-BIN_BITS = tl.constexpr(ops.BIN_BITS)
-SIGN = tl.constexpr(filtering_reference.SIGN)
+BINS = tl.constexpr(definitions.BINS)
+LARGEST_WEIGHT = tl.constexpr(definitions.LARGEST_WEIGHT)
+BIN_BITS = tl.constexpr(definitions.BIN_BITS)
+SIGN = tl.constexpr(definitions.SIGN)
 
 # Logits of one program, as in `sampling`: enough loads in flight to hide the latency of memory.
 TILE = 4096
@@ -87,6 +88,68 @@ def pick_bins(
     """As `pick_bins_reference`; all contiguous."""
     if len(bins):
         _pick_bins_kernel[(len(bins),)](bins, targets, low, shifts, above, num_warps=1)
+
+
+def count_by_key_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: int,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    bins: torch.Tensor,
+) -> None:
+    logits = logits[rows, :num_tokens]
+    _add_to_bins(logits, torch.ones_like(logits, dtype=torch.int64), low, shifts, bins)
+
+
+def weigh_by_key_reference(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: int,
+    maxima: torch.Tensor,
+    scales: torch.Tensor,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    bins: torch.Tensor,
+) -> None:
+    logits = logits[rows, :num_tokens]
+    weights = (
+        (logits - maxima[:, None]).mul_(scales[:, None]).exp_().mul_(definitions.LARGEST_WEIGHT)
+    )
+    _add_to_bins(logits, weights.nan_to_num_(0).long(), low, shifts, bins)
+
+
+def pick_bins_reference(
+    bins: torch.Tensor,
+    targets: torch.Tensor,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    above: torch.Tensor,
+) -> None:
+    is_open = shifts >= 0
+    at_least = bins.flip(1).cumsum(1).flip(1).add_(above[:, None])
+    number = (at_least >= targets[:, None]).sum(1, keepdim=True).sub_(1).clamp_(min=0)
+    weight = bins.gather(1, number).squeeze(1)
+    reached = at_least.gather(1, number).squeeze(1)
+    low += torch.where(is_open, number.squeeze(1) << shifts.clamp(min=0), 0)
+    above.copy_(torch.where(is_open, reached - weight, above))
+    settled = (shifts == 0) | (reached == targets)
+    following = torch.where(settled, -1, (shifts - definitions.BIN_BITS).clamp(min=0))
+    shifts.copy_(torch.where(is_open, following, shifts))
+
+
+def _add_to_bins(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    low: torch.Tensor,
+    shifts: torch.Tensor,
+    bins: torch.Tensor,
+) -> None:
+    number = (keys_of(logits) - low[:, None]) >> shifts.clamp(min=0)[:, None]
+    inside = (
+        (number >= 0) & (number < definitions.BINS) & (logits > -torch.inf) & (shifts >= 0)[:, None]
+    )
+    bins.scatter_add_(1, number.clamp_(0, definitions.BINS - 1), weights.masked_fill_(~inside, 0))
 
 
 @kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
@@ -176,7 +239,7 @@ def _number(values: tl.tensor, low: tl.tensor, shift: tl.tensor) -> tuple[tl.ten
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -SIGN, 0, bits)  # -0.0
     keys = tl.where(bits < 0, -1 - bits, bits ^ -SIGN).to(tl.uint32, bitcast=True)
-    least = low.to(tl.uint32)
-    number = (keys - least) >> shift.to(tl.uint32)
-    inside = (keys >= least) & (number < BINS) & (values > float("-inf"))
+    lowest = low.to(tl.uint32)
+    number = (keys - lowest) >> shift.to(tl.uint32)
+    inside = (keys >= lowest) & (number < BINS) & (values > float("-inf"))
     return tl.where(inside, number.to(tl.int32), 0), inside

@@ -1,4 +1,4 @@
-"""Sampling as in `sampling_reference`, which says what and why, in two kernels: one pass over all
+"""Sampling as in `kernels.cpu.sampling`, which says what and why, in two kernels: one pass over all
 logits in the type they come in, then a look at one chunk per sequence.
 
 A chunk's statistics have the same bits whichever rank has the chunk, and in whatever batch: the
@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.kernels.cpu import sampling as sampling_reference
+from worker_svc.kernels import logits as definitions
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 
-LEAST_TEMPERATURE = tl.constexpr(sampling_reference.LEAST_TEMPERATURE)
-LARGEST_TEMPERATURE = tl.constexpr(sampling_reference.LARGEST_TEMPERATURE)
+MIN_TEMPERATURE = tl.constexpr(definitions.MIN_TEMPERATURE)
+MAX_TEMPERATURE = tl.constexpr(definitions.MAX_TEMPERATURE)
 
 # Logits of one program of the first kernel: 128 threads with four 16-byte loads of half precision
 # each. A multiprocessor holds some 10 such programs, 80 KB in flight, where about 25 KB are needed
@@ -28,7 +28,7 @@ NUM_WARPS = 4
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunk_statistics_reference`; logits bfloat16, float16 or float32, chunk_size a power of
+    """As that of `kernels.cpu.sampling`; logits bfloat16, float16 or float32, chunk_size a power of
     two. Rows of logits may lie apart."""
     num_rows, num_chunks = len(logits), logits.shape[1] // chunk_size
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
@@ -60,7 +60,7 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """As `select_tokens_reference`; maxima and sums contiguous."""
+    """As that of `kernels.cpu.sampling`; maxima and sums contiguous."""
     num_rows, all_chunks = maxima.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
@@ -162,7 +162,7 @@ def _select_tokens_kernel(
 def _invert(
     weights: tl.tensor, uniform: tl.tensor, indices: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """weights [K] float64 >= 0, indices 0..K-1 -> index and fraction, as in the reference."""
+    """weights [K] float64 >= 0, indices 0..K-1 -> index and fraction, as on a CPU."""
     cumulative = tl.cumsum(weights, axis=0)
     target = uniform * tl.max(cumulative, axis=0)
     possible = weights > 0
@@ -178,7 +178,7 @@ def _invert(
 @triton.jit
 def _inverse(temperature: tl.tensor) -> tl.tensor:
     temperature = tl.where(temperature == 0, 1.0, temperature)
-    return 1.0 / tl.minimum(tl.maximum(temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)
+    return 1.0 / tl.minimum(tl.maximum(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
 
 @triton.jit

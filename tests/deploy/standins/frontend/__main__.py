@@ -1,5 +1,5 @@
 from standin import run
 
-from shared.config import FrontendSettings
+from frontend.settings import FrontendSettings
 
 run(FrontendSettings, "frontend")

@@ -1,5 +1,5 @@
 from standin import run
 
-from shared.config import SchedulerSettings
+from scheduler_svc.settings import SchedulerSettings
 
 run(SchedulerSettings, "scheduler")

@@ -1,5 +1,5 @@
 from standin import run
 
-from shared.config import WorkerSettings
+from worker_svc.settings import WorkerSettings
 
 run(WorkerSettings, "worker")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.kernels.cpu.attention import decode_attention, write_cache
-from worker_svc.kernels.views import bits
+from worker_svc.kernels.cpu.simd import bits
 
 pytestmark = pytest.mark.launches_nothing
 

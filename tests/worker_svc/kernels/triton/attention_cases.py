@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tests.worker_svc.device import ODD, QWEN_0_6B, QWEN_8B, Heads, by_device, generator
+from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
+from tests.worker_svc.device import ODD, by_device, generator
 from tests.worker_svc.kernels.triton.large_cache import large_cache
 from tests.worker_svc.kernels.triton.precision import assert_rows_close, row_bound
 from worker_svc.kernels.triton.paged_attention import attention_reference

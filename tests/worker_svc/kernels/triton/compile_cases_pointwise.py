@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tests.worker_svc.kernels.triton.compiled import Case
-from worker_svc.kernels.ops import BIN_BITS
+from worker_svc.kernels.logits import BINS
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.kv_store import store_kv
@@ -113,7 +113,7 @@ def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
     vocab = VocabPartition(VOCAB_SIZE, ranks - 1, ranks)
     logits = empty(TOKENS, vocab.shard_size, dtype=torch.float32)
     part, tokens = (vocab.start, vocab.num_tokens), empty(2**20, dtype=torch.int32)
-    bins = torch.zeros(TOKENS, 2**BIN_BITS, dtype=torch.int64)
+    bins = torch.zeros(TOKENS, BINS, dtype=torch.int64)
 
     def column(offset: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(TOKENS + offset, dtype=dtype)[offset:]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker_svc.device import QWEN_0_6B, ROWS, Heads, by_device
+from bench.gpu.heads import QWEN_0_6B, Heads
+from tests.worker_svc.device import ROWS, by_device
 from tests.worker_svc.kernels.triton.attention_cases import (
     LONGEST,
     MODELS,

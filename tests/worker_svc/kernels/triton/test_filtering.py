@@ -9,18 +9,13 @@ import pytest
 import torch
 
 from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba, reference
-from worker_svc.kernels import filtering_reference
-from worker_svc.kernels.filtering_reference import (
-    BINS,
-    LARGEST_WEIGHT,
-    SIGN,
+from worker_svc.kernels.logits import BINS, LARGEST_WEIGHT, SIGN, keys_of, logits_of
+from worker_svc.kernels.triton import filtering
+from worker_svc.kernels.triton.filtering import (
     count_by_key_reference,
-    keys_of,
-    logits_of,
     pick_bins_reference,
     weigh_by_key_reference,
 )
-from worker_svc.kernels.triton import filtering
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
@@ -165,9 +160,10 @@ PICKED = [
 
 
 @pytest.mark.parametrize(
-    "ops", [filtering, *of_numba("cpu.filtering"), reference(filtering_reference)]
+    "pick",
+    [filtering.pick_bins, *of_numba("cpu.filtering", "pick_bins"), reference(pick_bins_reference)],
 )
-def test_picked_bins(ops: ModuleType) -> None:
+def test_picked_bins(pick: Callable[..., None]) -> None:
     bins = torch.zeros(len(PICKED), BINS, dtype=torch.int64)
     for row, (weights, *_) in enumerate(PICKED):
         for number, weight in weights.items():
@@ -179,7 +175,6 @@ def test_picked_bins(ops: ModuleType) -> None:
     begins = [n << max(shift, 0) for n, shift in zip(numbers, shifts, strict=True)]
     expected = (low + int64(*begins)).tolist(), next_shifts, next_above
     state = [low, int64(*shifts), int64(*above)]
-    pick = pick_bins_reference if ops is filtering_reference else ops.pick_bins
     _, _, *state = run_all(pick, bins, int64(*targets), *state)
     assert tuple(column.tolist() for column in state) == expected
 

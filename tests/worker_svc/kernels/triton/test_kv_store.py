@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, ODD, QWEN_0_6B, TOKENS, by_device
+from bench.gpu.heads import QWEN_0_6B
+from tests.worker_svc.device import DEVICE, ODD, TOKENS, by_device
 from tests.worker_svc.kernels.triton.large_cache import large_cache
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_identical
 from worker_svc.kernels.triton import kv_store as module

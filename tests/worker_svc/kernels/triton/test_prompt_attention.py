@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import QWEN_0_6B, Heads, by_device
+from bench.gpu.heads import QWEN_0_6B, Heads
+from tests.worker_svc.device import by_device
 from tests.worker_svc.kernels.triton.attention_cases import (
     LONGEST,
     MODELS,

@@ -11,7 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from tests.worker_svc.device import DEVICE, ODD, QWEN_0_6B, QWEN_8B, TOKENS, by_device, cpu_only
+from bench.gpu.heads import QWEN_0_6B, QWEN_8B
+from tests.worker_svc.device import DEVICE, ODD, TOKENS, by_device, cpu_only
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
 from worker_svc.kernels.triton import qk_norm_rope as module
 from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store, norm_rope_store_reference

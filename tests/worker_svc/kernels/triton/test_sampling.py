@@ -20,10 +20,7 @@ from tests.worker_svc.device import (
     reference,
 )
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
-from worker_svc.kernels.cpu.sampling import (
-    chunk_statistics_reference,
-    select_tokens_reference,
-)
+from worker_svc.kernels.cpu import sampling as cpu_sampling
 from worker_svc.kernels.triton import sampling as module
 from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
 from worker_svc.layers.embedding import VocabPartition
@@ -85,7 +82,7 @@ class Implementation:
 KERNEL = Implementation(
     "kernel", poisoned_memory()(chunk_statistics), poisoned_memory()(select_tokens)
 )
-REFERENCE = Implementation("reference", chunk_statistics_reference, select_tokens_reference)
+REFERENCE = Implementation("reference", cpu_sampling.chunk_statistics, cpu_sampling.select_tokens)
 
 
 @pytest.fixture(autouse=True)

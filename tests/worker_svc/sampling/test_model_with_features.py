@@ -13,14 +13,22 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.harness import Asked, Batch, limits
-from tests.worker_svc.sampling.test_feature_sampler import expected
+from tests.worker_svc.sampling.test_features import expected
 from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
-from worker_svc.model_runner import ModelRunner, StepResult
-from worker_svc.step.decode import Int32s
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step.wire import Int32s
+from worker_svc.step_result import StepResult
 
 VOCAB = 301
 # Every feature that changes logits, so that a token of the history that is wrong shows.
-HEAVY = Asked(repetition=1.4, presence=0.3, frequency=0.4, top_k=40, top_p=0.9, min_p=0.01)
+HEAVY = Asked(
+    repetition_penalty=1.4,
+    presence_penalty=0.3,
+    frequency_penalty=0.4,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.01,
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +130,11 @@ def test_every_path_gives_the_same(
 
 
 def test_features_matter(tiny: ModelRunner, text: list[int], completion: list[int]) -> None:
-    for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
+    for name, off in (
+        ("repetition_penalty", 1.0),
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+    ):
         asked = replace(HEAVY, **{name: off})
         assert generate(tiny, make_batch(tiny), text, 30, asked=asked) != completion
 
@@ -212,7 +224,13 @@ def test_rows_without_features_are_as_without_the_others(tiny: ModelRunner, batc
 def test_greedy_tokens_follow_transformers(
     tiny: ModelRunner, tiny_oracle: Qwen3ForCausalLM, batch: Batch
 ) -> None:
-    asked = Asked(repetition=1.2, frequency=0.5, presence=0.1, bias={3: 1.0}, prompt_len=9)
+    asked = Asked(
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        presence_penalty=0.1,
+        bias={3: 1.0},
+        prompt_len=9,
+    )
     (text,) = prompts(VOCAB, [9], seed=7)
     tokens = list(text)
     for index in range(25):

@@ -21,8 +21,7 @@ from tests.worker_svc.harness import Asked, Batch, limits
 from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
 from worker_svc.distributed import TensorParallel
 from worker_svc.kv_cache import TokenCache
-from worker_svc.sampling.feature_sampler import FeatureSampler
-from worker_svc.sampling.feature_tensors import feature_tensors
+from worker_svc.sampling.features import FeatureSampler, feature_tensors
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, upload, upload_step
@@ -96,9 +95,9 @@ def expected(
     ids, scores = torch.tensor([text]), logits.float().clone()[None]
     for token, value in asked.bias.items():
         scores[0, token] += value
-    scores = RepetitionPenaltyLogitsProcessor(asked.repetition)(ids, scores)
+    scores = RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)(ids, scores)
     for token, times in zip(*np.unique(text[asked.prompt_len :], return_counts=True), strict=True):
-        scores[0, int(token)] -= asked.frequency * int(times) + asked.presence
+        scores[0, int(token)] -= asked.frequency_penalty * int(times) + asked.presence_penalty
     if asked.allowed is not None:
         banned = torch.ones(scores.shape, dtype=torch.bool)
         banned[0, list(asked.allowed)] = False
@@ -128,9 +127,9 @@ def random_asked(rng: np.random.Generator, vocab: int, length: int) -> Asked:
     biased = rng.choice(vocab, 5, replace=False).tolist()
     asked = Asked(prompt_len=int(rng.integers(length + 1)))
     asked = replace(asked, bias=dict(zip(biased, [1.5, -2.0, -INF, 100.0, 0.1], strict=True)))
-    asked = maybe(asked, repetition=float(rng.uniform(0.5, 2)))
-    asked = maybe(asked, presence=float(rng.uniform(-2, 2)))
-    asked = maybe(asked, frequency=float(rng.uniform(-2, 2)))
+    asked = maybe(asked, repetition_penalty=float(rng.uniform(0.5, 2)))
+    asked = maybe(asked, presence_penalty=float(rng.uniform(-2, 2)))
+    asked = maybe(asked, frequency_penalty=float(rng.uniform(-2, 2)))
     asked = maybe(asked, allowed=rng.choice(vocab, vocab // 2, replace=False).tolist())
     asked = maybe(asked, top_k=int(rng.integers(1, vocab)))
     asked = maybe(asked, top_p=float(rng.uniform(0.05, 0.99)))
@@ -159,9 +158,9 @@ def test_combinations_equal_transformers(seed: int, vocab: int, ranks: int) -> N
 @pytest.mark.parametrize(
     "asked",
     [
-        Asked(repetition=1.8),
-        Asked(presence=0.7, prompt_len=3),
-        Asked(frequency=0.7, prompt_len=3),
+        Asked(repetition_penalty=1.8),
+        Asked(presence_penalty=0.7, prompt_len=3),
+        Asked(frequency_penalty=0.7, prompt_len=3),
         Asked(bias={0: 2.0, 300: -1.0}),
         Asked(bias={7: -INF}),
         Asked(allowed=[0, 31, 32, 63, 64, 300]),
@@ -226,7 +225,9 @@ def test_a_row_that_may_sample_nothing_samples_something(temperature: float, ran
     asked = {
         0: Asked(allowed=[], top_k=3, top_p=0.5, min_p=0.1),
         1: Asked(bias=everything),
-        2: Asked(bias=everything, repetition=2.0, frequency=1.0, allowed=[3], top_p=0.5),
+        2: Asked(
+            bias=everything, repetition_penalty=2.0, frequency_penalty=1.0, allowed=[3], top_p=0.5
+        ),
     }
     step = make_step([[1, 2]] * 4, asked, [temperature] * 4)
     tokens = sample(random_logits(4, VOCAB, 2), step, ranks)
@@ -239,9 +240,9 @@ def test_greedy_after_bias_penalty_and_mask() -> None:
     logits[:, 5], logits[:, 6] = 3.0, 2.0
     asked = {
         0: Asked(bias={200: 5.0}),
-        1: Asked(repetition=2.0),
+        1: Asked(repetition_penalty=2.0),
         2: Asked(allowed=[9, 300], bias={300: 0.5}),
-        3: Asked(presence=2.0, prompt_len=1),
+        3: Asked(presence_penalty=2.0, prompt_len=1),
     }
     step = make_step([[5], [5], [5], [5]], asked, [0.0] * 4)
     # The last one's 5 belongs to its prompt.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 
 
-class Oracle:
+class TransformersModel:
     """transformers on the same directory in float32."""
 
     def __init__(self, directory: Path) -> None:

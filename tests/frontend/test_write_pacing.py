@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from frontend import turns as module
+from frontend import write_pacing
 from frontend.request import Request, Sampling
-from frontend.token_stream import FinishReason, Reader, TokenStream
-from frontend.turns import Turns
+from frontend.token_stream import FinishReason, TokenStream, Waiter
+from frontend.write_pacing import WritePacer
 from shared.errors import InternalError
 from tests.frontend.conftest import read
 
@@ -15,23 +15,25 @@ SAMPLING = Sampling(0.0, 0, 100, (), (), ())
 
 
 def token_streams(count: int) -> list[TokenStream]:
-    turns = Turns()
+    pacer = WritePacer()
     request = Request("r", [1], SAMPLING, None)
-    return [TokenStream(handle, request, Reader(turns)) for handle in range(count)]
+    return [TokenStream(number, request, Waiter(pacer)) for number in range(count)]
 
 
 def step(streams: list[TokenStream], token_id: int) -> None:
     for stream in streams:
         stream.append(token_id)
-        stream.reader.wake()
+        stream.waiter.wake()
 
 
 @pytest.fixture
-def one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_AT_ONCE", 1)
+def one_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_pacing, "_WRITES_PER_ITERATION", 1)
 
 
-async def test_tokens_that_come_before_a_readers_turn_are_in_one_chunk(one_at_once: None) -> None:
+async def test_tokens_that_come_before_a_permit_are_in_one_chunk(
+    one_per_iteration: None,
+) -> None:
     streams = token_streams(3)
     readers = [asyncio.create_task(read(stream, 0)) for stream in streams]
     await asyncio.sleep(0)  # all wait
@@ -43,7 +45,7 @@ async def test_tokens_that_come_before_a_readers_turn_are_in_one_chunk(one_at_on
     assert await asyncio.gather(*readers) == [[7], [7, 8], [7, 8]]
 
 
-async def test_who_comes_back_for_more_waits_behind_the_others(one_at_once: None) -> None:
+async def test_who_comes_back_for_more_waits_behind_the_others(one_per_iteration: None) -> None:
     streams = token_streams(3)
     order: list[int] = []
 
@@ -52,10 +54,10 @@ async def test_who_comes_back_for_more_waits_behind_the_others(one_at_once: None
         while seen < 4:
             tokens = await read(stream, seen)
             seen += len(tokens)
-            order.append(stream.handle)
+            order.append(stream.number)
             if seen < 4:
                 stream.append(0)  # the engine is faster than the readers
-                stream.reader.wake()
+                stream.waiter.wake()
 
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]
     await asyncio.sleep(0)
@@ -64,7 +66,7 @@ async def test_who_comes_back_for_more_waits_behind_the_others(one_at_once: None
     assert order == 4 * [0, 1, 2]
 
 
-async def test_a_reader_that_is_cancelled_takes_no_turn(one_at_once: None) -> None:
+async def test_a_reader_that_is_cancelled_takes_no_permit(one_per_iteration: None) -> None:
     first, second = token_streams(2)
     readers = [asyncio.create_task(read(stream, 0)) for stream in (first, second)]
     await asyncio.sleep(0)

@@ -11,8 +11,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from shared import event_loop
-from shared.event_loop import EventLoop
+from frontend import event_loop
+from frontend.event_loop import EventLoop
 
 WAKE_UPS = 200
 

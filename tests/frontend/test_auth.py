@@ -14,11 +14,12 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shared.auth import Tokens, read_tokens
+from frontend.auth import Tokens, read_tokens
+from frontend.server import SERVICE_NAME
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.tls import FileError
-from tests.shared.conftest import SERVICE, public_server
+from tests.echo_server import echo_server
 
 FIRST, SECOND, THIRD = "first-token-0123456789", "second-token-0123456789", "third-token-0123456789"
 TIMEOUT_S = 60
@@ -40,7 +41,7 @@ def bearer(token: str) -> Metadata:
 async def status(address: str, metadata: Metadata = (), method: str = "Detokenize") -> Any:
     """The status of a unary call."""
     async with aio.insecure_channel(address) as channel:
-        call = channel.unary_unary(f"/{SERVICE}/{method}")(
+        call = channel.unary_unary(f"/{SERVICE_NAME}/{method}")(
             b"", metadata=metadata, timeout=TIMEOUT_S
         )
         return await call.code()
@@ -74,7 +75,7 @@ async def reflects(address: str, metadata: Metadata = ()) -> Any:
     ],
 )
 async def test_who_has_no_token_is_told_so(tokens_file: Path, metadata: Metadata) -> None:
-    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+    async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         async with aio.insecure_channel(address) as channel:
             stub = InferenceServiceStub(channel)
             for call in (
@@ -90,7 +91,7 @@ async def test_who_has_no_token_is_told_so(tokens_file: Path, metadata: Metadata
 
 
 async def test_each_token_lets_in(tokens_file: Path) -> None:
-    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+    async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         for token in (FIRST, SECOND):
             assert await status(address, bearer(token)) is grpc.StatusCode.OK
         assert await status(address, (("authorization", f"bearer {FIRST}"),)) is grpc.StatusCode.OK
@@ -100,7 +101,7 @@ async def test_tokens_change_without_a_restart(tokens_file: Path) -> None:
     def write(text: str | None) -> None:
         tokens_file.unlink() if text is None else tokens_file.write_text(text)
 
-    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+    async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         write(f"{SECOND}\n{THIRD}\n")
         assert await status(address, bearer(FIRST)) is grpc.StatusCode.UNAUTHENTICATED
         assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
@@ -114,7 +115,7 @@ async def test_tokens_change_without_a_restart(tokens_file: Path) -> None:
 
 async def test_health_needs_no_token(tokens_file: Path) -> None:
     async with (
-        public_server(auth_tokens_file=tokens_file) as (address, _),
+        echo_server(auth_tokens_file=tokens_file) as (address, _),
         aio.insecure_channel(address) as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
@@ -123,13 +124,13 @@ async def test_health_needs_no_token(tokens_file: Path) -> None:
 
 
 async def test_reflection_is_off_with_tokens_unless_asked_for(tokens_file: Path) -> None:
-    async with public_server() as (address, _):
+    async with echo_server() as (address, _):
         assert await reflects(address) is grpc.StatusCode.OK
-    async with public_server(reflection="off") as (address, _):
+    async with echo_server(reflection="off") as (address, _):
         assert await reflects(address) is grpc.StatusCode.UNIMPLEMENTED
-    async with public_server(auth_tokens_file=tokens_file) as (address, _):
+    async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         assert await reflects(address, bearer(FIRST)) is grpc.StatusCode.UNIMPLEMENTED
-    async with public_server(auth_tokens_file=tokens_file, reflection="on") as (address, _):
+    async with echo_server(auth_tokens_file=tokens_file, reflection="on") as (address, _):
         assert await reflects(address, bearer(FIRST)) is grpc.StatusCode.OK
         assert await reflects(address) is grpc.StatusCode.UNAUTHENTICATED
 
@@ -156,7 +157,7 @@ def test_a_file_without_tokens_stops_the_start(tmp_path: Path) -> None:
 async def test_a_client_over_its_limit_is_told_when_to_come_back(tokens_file: Path) -> None:
     limits = {"auth_tokens_file": tokens_file, "max_requests_per_client": 2}
     async with (
-        public_server(**limits) as (address, echo),
+        echo_server(**limits) as (address, echo),
         aio.insecure_channel(address) as channel,
     ):
         stub = InferenceServiceStub(channel)
@@ -185,7 +186,7 @@ async def test_a_client_over_its_limit_is_told_when_to_come_back(tokens_file: Pa
 
 async def test_without_tokens_a_host_is_a_client() -> None:
     async with (
-        public_server(max_requests_per_client=1) as (address, _),
+        echo_server(max_requests_per_client=1) as (address, _),
         aio.insecure_channel(address) as channel,
     ):
         call = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
@@ -195,7 +196,7 @@ async def test_without_tokens_a_host_is_a_client() -> None:
 
 
 async def test_metadata_has_a_limit() -> None:
-    async with public_server() as (address, _):
+    async with echo_server() as (address, _):
         assert await status(address, (("x", "a" * 8000),)) is grpc.StatusCode.OK
         code = await status(address, (("x", "a" * 20_000),))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shared.config import FrontendSettings, load_settings
+from frontend.server import public_server
+from frontend.settings import FrontendSettings
+from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
-from shared.server import Server
-
-SERVICE = "nanovllm.v1.InferenceService"
 
 
 class Echo(InferenceServiceServicer):
@@ -44,10 +43,10 @@ class Echo(InferenceServiceServicer):
 
 
 @asynccontextmanager
-async def public_server(**settings: object) -> AsyncIterator[tuple[str, Echo]]:
+async def echo_server(**settings: object) -> AsyncIterator[tuple[str, Echo]]:
     """Its address, and the service."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    server = Server(load_settings(FrontendSettings, flags), SERVICE)
+    server = public_server(load_settings(FrontendSettings, flags))
     echo = Echo()
     add_InferenceServiceServicer_to_server(echo, server.grpc)
     port = server.add_port("127.0.0.1:0")

@@ -1,0 +1,55 @@
+"""Settings of `python -m frontend`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from shared.config import ServiceSettings
+from shared.tls import ServerTls
+
+
+class PublicSettings(ServiceSettings):
+    """Where and how clients are served."""
+
+    _tls_prefix: ClassVar[str] = "tls"
+
+    host: str = "127.0.0.1"
+    port: int = Field(50051, ge=0, le=65535)
+    tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
+    tls_key: str = Field("", description="PEM file")
+    tls_client_ca: str = Field("", description="PEM file: clients must have a certificate of it")
+    auth_tokens_file: str = Field("", description="clients must send one of its lines")
+    max_requests_per_client: int = Field(4096, gt=0, description="at a time, per frontend")
+
+    @model_validator(mode="after")
+    def _check_public(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert, tls_key: give both, or none")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca: needs tls_cert and tls_key")
+        self._check_listening("host", f"{self.host}:{self.port}")
+        return self
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        if not self.tls_cert:
+            return None
+        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def reflected(self) -> bool:
+        if self.reflection == "auto":
+            return not self.auth_tokens_file
+        return super().reflected
+
+
+class FrontendSettings(PublicSettings):
+    """Settings of one frontend."""
+
+    program: ClassVar[str] = "python -m frontend"
+
+    model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
+    scheduler_address: str = "127.0.0.1:50052"
+    tokenizer_threads: int = Field(2, gt=0)

@@ -1,0 +1,52 @@
+"""The ranks of an engine, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from shared.pb import worker_pb2
+
+
+class WorkerMismatchError(Exception):
+    """The workers contradict each other or the settings; retrying cannot help."""
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The facts that all ranks agree on."""
+
+    num_blocks: int  # what the rank with the least memory can hold
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    max_num_batched_tokens: int  # of a step
+    epoch: int  # the highest that any rank has seen
+
+
+def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
+    """Combines the ranks into a group with the smallest block count, length and limits of any.
+
+    Raises:
+        WorkerMismatchError: ranks are out of order or missing, or loaded different things.
+    """
+    for rank, info in enumerate(infos):
+        if (info.rank, info.world_size) != (rank, len(infos)):
+            raise WorkerMismatchError(
+                f"worker_addresses: rank {rank} of {len(infos)} expected at place {rank}, "
+                f"found rank {info.rank} of {info.world_size}"
+            )
+        for name in ("model_fingerprint", "dtype", "block_size", "vocab_size"):
+            if getattr(info, name) != getattr(infos[0], name):
+                raise WorkerMismatchError(
+                    f"{name}: {getattr(infos[0], name)} on rank 0, "
+                    f"{getattr(info, name)} on rank {rank}"
+                )
+    return WorkerGroup(
+        num_blocks=min(info.num_blocks for info in infos),
+        block_size=infos[0].block_size,
+        max_model_len=min(info.max_model_len for info in infos),
+        vocab_size=infos[0].vocab_size,
+        max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),
+        epoch=max(info.epoch for info in infos),
+    )

@@ -1,0 +1,36 @@
+"""Features: whatever a sequence's rows need in a step beyond a temperature and a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Features:
+    """Kept for the few sequences that have any. Rows that start before position `end` may need
+    columns of their own; later rows need none."""
+
+    always: bool  # every token's row has columns
+    end: int
+    num_to_score: int  # leading tokens whose successor in the prompt gets log-probabilities
+    num_scored: int = 0  # of these, how many have been delivered
+    mask: bytes | None = None  # uint32[ceil(vocab / 32)]: what the next token may be
+
+    @property
+    def prompt_is_scored(self) -> bool:
+        return self.num_scored >= self.num_to_score
+
+
+def features_of(params: SamplingParams, num_prompt_tokens: int) -> Features | None:
+    """The features of a new sequence, or None if its rows will never need any."""
+    num_to_score = end = 0
+    if params.prompt_logprobs is not None:
+        num_to_score = end = num_prompt_tokens - 1
+    if params.min_tokens and (params.eos_token_ids or params.stop_token_ids):  # these are banned
+        end = max(end, num_prompt_tokens + params.min_tokens - 1)
+    always = params.has_features
+    if always or params.stepwise:
+        end = num_prompt_tokens + params.max_tokens
+    return Features(always, end, num_to_score) if end else None

@@ -1,0 +1,50 @@
+"""Builds the wheel: the Python client alone, as the package `nano_vllm_grpc`.
+
+The services, their launcher and the tools run from a checkout, in folders whose names other people
+use too. An editable install makes those importable, and leaves out what is here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
+
+PACKAGE = "nano_vllm_grpc"
+# What a client needs, by the folder that becomes the package.
+SOURCES = {
+    "frontend": ["py.typed"],
+    "frontend/client": ["*.py"],
+    "shared": ["channels.py", "tls.py", "pb/__init__.py", "pb/frontend_pb2*.py*"],
+}
+NAMES = re.compile(r"\bfrontend\.client\b|\bshared(?=\.(?:channels|pb|tls)\b)")
+
+
+class BuildClient(build_py):
+    """Copies the client, under its own name, into an empty folder."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            super().run()
+            return
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        for folder, patterns in SOURCES.items():
+            for source in (each for pattern in patterns for each in Path(folder).glob(pattern)):
+                target = Path(self.build_lib, PACKAGE, source.relative_to(folder))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(NAMES.sub(PACKAGE, source.read_text()))
+
+
+class ClientMetadata(egg_info):
+    """Says that the wheel is that package, not the folders of the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        Path(self.egg_info, "top_level.txt").write_text(f"{PACKAGE}\n")
+
+
+setup(cmdclass={"build_py": BuildClient, "egg_info": ClientMetadata})

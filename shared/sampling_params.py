@@ -1,0 +1,157 @@
+"""The numeric sampling parameters, each defined once: name, default, ranges, column of a step.
+
+A field of `SamplingNumbers` is a parameter. It has the same name in `SamplingParams` of
+frontend.proto and in `TokenSampling` of scheduler.proto; its column is one of `SamplingFeatures` in
+worker.proto. From these definitions the frontend takes defaults and checks, the scheduler checks
+and columns, the workers checks once more: none of them trusts what it is sent.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+_MAX = sys.float_info.max
+_MAX_FLOAT32 = 3.4028234663852886e38
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A closed range of finite numbers; with `above`, `low` itself is outside."""
+
+    low: float
+    high: float = _MAX
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:  # NaN is in no range
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.high == _MAX:
+            return f"at least {self.low}"
+        return f"in {'(' if self.above else '['}{self.low}, {self.high}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The values that a parameter may have."""
+
+    public: Range  # what the frontend takes from clients
+    engine: Range  # what the scheduler and the workers can run, at least as much
+
+
+class Effect(enum.Enum):
+    """How a column changes logits."""
+
+    PENALTY = enum.auto()  # by the tokens of the context
+    FILTER = enum.auto()  # excludes unlikely tokens, in rows that are not greedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter(Bounds):
+    """A number that shapes the distribution of the next token."""
+
+    default: float  # changes nothing
+    column: str  # of SamplingFeatures: int32 where the default is an int, else float32; empty: none
+    effect: Effect | None  # of the column
+    from_model: bool  # generation_config.json may set another default
+    with_beams: float  # the only value that goes with beam search
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.default, int)
+
+    @property
+    def zero(self) -> float:
+        """The meaning of a zero in TokenSampling, where a field that is not set is a zero, too."""
+        return 0 if 0 in self.engine else self.default
+
+
+def _number(
+    default: float,
+    public: Range,
+    *,
+    engine: Range | None = None,
+    column: str = "",
+    effect: Effect | None = None,
+    from_model: bool = False,
+    with_beams: float | None = None,
+) -> Any:
+    parameter = Parameter(
+        public=public,
+        engine=engine or public,
+        default=default,
+        column=column,
+        effect=effect,
+        from_model=from_model,
+        with_beams=default if with_beams is None else with_beams,
+    )
+    return field(default=default, metadata={"parameter": parameter})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingNumbers:
+    """Values of the numeric parameters."""
+
+    temperature: float = _number(  # 0 is greedy
+        1.0, Range(0, 2), engine=Range(0, _MAX_FLOAT32), from_model=True, with_beams=0
+    )
+    top_k: int = _number(  # 0: off
+        0,
+        Range(0),
+        engine=Range(0, _MAX_INT32),
+        column="top_k",
+        effect=Effect.FILTER,
+        from_model=True,
+    )
+    top_p: float = _number(
+        1.0, Range(0, 1, above=True), column="top_p", effect=Effect.FILTER, from_model=True
+    )
+    min_p: float = _number(0.0, Range(0, 1), column="min_p", effect=Effect.FILTER, from_model=True)
+    repetition_penalty: float = _number(
+        1.0,
+        Range(1e-30, 1e30),  # beyond, what it makes of logits overflows
+        engine=Range(0, _MAX_FLOAT32, above=True),
+        column="repetition_penalties",
+        effect=Effect.PENALTY,
+        from_model=True,
+    )
+    presence_penalty: float = _number(
+        0.0,
+        Range(-2, 2),
+        engine=Range(-_MAX_FLOAT32, _MAX_FLOAT32),
+        column="presence_penalties",
+        effect=Effect.PENALTY,
+    )
+    frequency_penalty: float = _number(
+        0.0,
+        Range(-2, 2),
+        engine=Range(-_MAX_FLOAT32, _MAX_FLOAT32),
+        column="frequency_penalties",
+        effect=Effect.PENALTY,
+    )
+
+
+DEFAULTS = SamplingNumbers()
+NUMBERS: Mapping[str, Parameter] = {
+    each.name: each.metadata["parameter"] for each in fields(SamplingNumbers)
+}
+COLUMNS: Mapping[str, Parameter] = {name: each for name, each in NUMBERS.items() if each.column}
+FILTERS = tuple(name for name, each in COLUMNS.items() if each.effect is Effect.FILTER)
+PENALTIES = tuple(name for name, each in COLUMNS.items() if each.effect is Effect.PENALTY)
+
+# Of the parameters that say how much to compute and to return, too.
+BOUNDS: Mapping[str, Bounds] = {
+    **NUMBERS,
+    "max_tokens": Bounds(public=Range(1), engine=Range(1, _MAX_INT32)),
+    "logprobs": Bounds(public=Range(0, 20), engine=Range(0, 1000)),
+    "prompt_logprobs": Bounds(public=Range(0, 20), engine=Range(0, 1000)),
+    "n": Bounds(public=Range(1, 16), engine=Range(1, 64)),
+    "beam_width": Bounds(public=Range(0, 16), engine=Range(0, 64)),
+    # Lengths to its power stay finite.
+    "length_penalty": Bounds(public=Range(-10, 10), engine=Range(-10, 10)),
+}

@@ -1,0 +1,18 @@
+"""Every bug can still be planted: its file and its text are in the code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.mutations import ROOT, plant
+from tests.simulation.planted_bugs import BUGS, Bug
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_it_can_be_planted(bug: Bug, tmp_path: Path) -> None:
+    file = tmp_path / "scheduler_svc" / bug.file
+    file.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "scheduler_svc" / bug.file, file)
+    plant(bug, tmp_path)
+    assert file.read_text() != (ROOT / "scheduler_svc" / bug.file).read_text()

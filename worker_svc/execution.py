@@ -1,0 +1,152 @@
+"""The threads on which a worker computes, and the watch over them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from shared.errors import FailedPreconditionError, InternalError
+from worker_svc.distributed import COLLECTIVE_TIMEOUT
+from worker_svc.errors import is_device_lost
+from worker_svc.hang_watch import HangWatch
+from worker_svc.model_runner import ModelRunner
+from worker_svc.settings import WorkerSettings
+from worker_svc.step.decode import Step, StepLimits
+from worker_svc.step_result import PendingStep, StepResult
+
+log = structlog.get_logger(__name__)
+
+EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
+# Joining the other ranks has a timeout of its own, allocating and capturing take what they take.
+_MAX_CONFIGURE_S = 600.0
+
+
+@dataclass
+class Epoch:
+    """A configuration of the model runner and how far its steps have come."""
+
+    number: int
+    limits: StepLimits
+    last_step: Step | None = None  # received, maybe not run yet
+    ended: bool = False  # by a newer epoch or a failed step
+
+
+class Execution:
+    """Loads, configures and runs a model without blocking the RPC loop.
+
+    Steps are launched one after another on a thread of their own, so that health and GetInfo are
+    answered meanwhile; another waits for their tokens, so that on a GPU the next one is launched
+    before this one is done.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.runner: ModelRunner | None = None  # once it is loaded
+        self._settings = settings
+        self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
+        self._min_step_s = 0.0
+
+    async def load(self) -> None:
+        """Loads the model and warms it up.
+
+        Raises:
+            StartError: the model or the settings cannot be served.
+        """
+        loop = asyncio.get_running_loop()
+        self.runner = await loop.run_in_executor(self._launches, ModelRunner, self._settings)
+        if self._settings.tp > 1 and self.runner.info.device != "cpu":
+            # Collectives wait on the devices: which rank it is that hangs cannot be told there.
+            self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
+        self._watch.start(loop)
+
+    def close(self) -> None:
+        """Drops the steps that wait; returns when the one that runs has ended."""
+        self._watch.stop()
+        self._launches.shutdown(cancel_futures=True)
+        self._results.shutdown(cancel_futures=True)
+
+    async def configure(
+        self, runner: ModelRunner, epoch: int, num_blocks: int, superseded: Callable[[], bool]
+    ) -> None:
+        """`ModelRunner.configure`, after the steps that have been submitted."""
+
+        def configure() -> None:
+            with self._watch.doing(f"configuring epoch {epoch}", _MAX_CONFIGURE_S):
+                runner.configure(epoch, num_blocks, superseded)
+
+        await asyncio.get_running_loop().run_in_executor(self._launches, configure)
+
+    def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> asyncio.Future[StepResult]:
+        """Runs `step` after those submitted before. Cancelled before its turn, it does not run.
+
+        The future may raise:
+            FailedPreconditionError: the epoch has ended.
+            InternalError: the step failed, which ends the epoch.
+        """
+        result: Future[StepResult] = Future()
+        self._launches.submit(self._launch, runner, epoch, step, result)
+        return asyncio.wrap_future(result)
+
+    def _launch(
+        self, runner: ModelRunner, epoch: Epoch, step: Step, result: Future[StepResult]
+    ) -> None:
+        """On the execution thread; `result` is set there, or on the one that waits for results."""
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            if epoch.ended:
+                raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
+            started = time.monotonic()
+            with self._watch.running(step, self._min_step_s):
+                pending = runner.launch(step)
+            if pending.ready():
+                self._watch.record(step, time.monotonic() - started)
+                result.set_result(pending.wait())
+            else:
+                self._results.submit(self._wait, epoch, step, pending, result)
+        except FailedPreconditionError as error:
+            result.set_exception(error)
+        except Exception as error:
+            result.set_exception(_fail(epoch, step.step_id, error))
+
+    def _wait(
+        self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]
+    ) -> None:
+        """On the thread that waits for results."""
+        try:
+            started = time.monotonic()
+            with self._watch.running(step, self._min_step_s):
+                found = pending.wait()
+            self._watch.record(step, time.monotonic() - started)
+        except Exception as error:
+            result.set_exception(_fail(epoch, step.step_id, error))
+        else:
+            result.set_result(found)
+
+    def _waits_for_ranks(self) -> bool:
+        return self.runner is not None and self.runner.waits_for_ranks
+
+    def _compiles(self) -> bool:
+        return self.runner is not None and self.runner.compiling
+
+
+def end_if_device_lost(error: Exception) -> None:
+    """Ends the process if nothing can be computed in it any more."""
+    if is_device_lost(error):
+        log.error("the device is lost to this process, which ends", reason=str(error))
+        os._exit(EXIT_DEVICE_LOST)  # an orderly end would wait for the device
+
+
+def _fail(epoch: Epoch, step_id: int, error: Exception) -> InternalError:
+    """Ends the epoch, since what the cache holds is no longer known."""
+    epoch.ended = True
+    log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
+    end_if_device_lost(error)
+    return InternalError(f"step {step_id} failed")

@@ -1,0 +1,225 @@
+"""Sampling for the rows of a step that ask for more than a temperature: what they ask for on the
+device, the logits that it changes, and the log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.sampling_params import FILTERS
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.ops import Ops
+from worker_svc.kv_cache import TokenCache
+from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
+from worker_svc.sampling.filters import Limit, keep_likely
+from worker_svc.sampling.logprobs import Logprobs, LogprobScorer
+from worker_svc.sampling.sampler import Sampler
+from worker_svc.step.decode import Step
+from worker_svc.step.features import Features, PromptTargets
+from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Float32s
+
+Upload = Callable[[Sequence[NDArray[Any]]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class FeatureTensors:
+    """Of F rows whose logits are to be changed before a token is sampled, and of L rows whose
+    log-probabilities are asked for. int32 where nothing is said."""
+
+    rows: torch.Tensor  # [F] of the step; empty: the logits stay as they are
+    penalizes: bool
+    filters: Mapping[str, Limit]  # those that some row has, by rows of F
+    prompt_lens: torch.Tensor  # [F], as the three that follow empty unless `penalizes`
+    repetition: torch.Tensor  # [F] float32
+    presence: torch.Tensor  # [F] float32
+    frequency: torch.Tensor  # [F] float32
+    bias_rows: torch.Tensor  # [B] of F
+    bias_columns: torch.Tensor  # [B] of this rank's logits
+    bias_values: torch.Tensor  # [B] float32
+    masked: torch.Tensor  # [M] of F
+    masks: torch.Tensor  # [M, ceil(vocab / 32)], bit patterns
+    scored_rows: torch.Tensor  # [L] of the step
+
+
+class FeatureRunner:
+    """Does what only some rows of a step ask for, after the step itself. Waits for the device
+    nowhere."""
+
+    def __init__(
+        self,
+        vocab: VocabPartition,
+        tp: TensorParallel,
+        ops: Ops,
+        head: VocabParallelHead,
+        upload: Upload,
+    ) -> None:
+        self._vocab = vocab
+        self._head = head
+        self._upload = upload
+        self._sampler = FeatureSampler(vocab, tp, ops)
+        self._scorer = LogprobScorer(vocab, tp, ops)
+
+    def sample(
+        self,
+        features: Features,
+        step: Step,
+        tensors: StepTensors,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        history: TokenCache,
+    ) -> list[Logprobs]:
+        """Samples again in tokens [at least S] int32 where features change logits
+        [at least S, shard_size], which stay as they are; scores what was sampled."""
+        chosen = feature_tensors(features, step.temperatures, self._vocab, self._upload)
+        if len(chosen.rows):
+            sampled = self._sampler(logits, chosen, tensors, history)
+            tokens.index_copy_(0, chosen.rows.long(), sampled)
+        rows = chosen.scored_rows
+        if not len(rows):
+            return []
+        counts = features.num_logprobs[features.num_logprobs >= 0]
+
+        def logits_of(piece: slice) -> torch.Tensor:
+            return logits.index_select(0, rows[piece])
+
+        return [self._scorer(logits_of, tokens.index_select(0, rows), counts)]
+
+    def score(self, targets: PromptTargets, step: Step, hidden: torch.Tensor) -> list[Logprobs]:
+        """hidden [T, hidden] of all tokens."""
+        if not len(targets.targets):
+            return []
+        tokens, rows = self._upload([targets.targets, targets.token_indices(step.query_lens)])
+        counts = np.repeat(targets.num_logprobs, np.diff(targets.offsets))
+
+        def logits_of(piece: slice) -> torch.Tensor:
+            return self._head(hidden.index_select(0, rows[piece]))
+
+        return [self._scorer(logits_of, tokens, counts)]
+
+
+class FeatureSampler:
+    """Samples again what features change, with the random numbers that the rows have anyway: a row
+    whose features change nothing would get the same token."""
+
+    def __init__(self, vocab: VocabPartition, tp: TensorParallel, ops: Ops) -> None:
+        self._vocab = vocab
+        self._tp = tp
+        self._ops = ops
+        self._sampler = Sampler(vocab, tp, ops)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        features: FeatureTensors,
+        step: StepTensors,
+        history: TokenCache,
+    ) -> torch.Tensor:
+        """This rank's logits [S, shard_size] of the step, which stay as they are -> token ids [F]
+        int32, equal on all ranks."""
+        rows = features.rows
+        chosen = logits.index_select(0, rows).float()
+        temperatures = step.temperatures.index_select(0, rows)
+        self.process(chosen, temperatures, features, step, history)
+        return self._sampler(chosen, temperatures, step.uniforms.index_select(0, rows))
+
+    def process(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        features: FeatureTensors,
+        step: StepTensors,
+        history: TokenCache,
+    ) -> None:
+        """Changes logits [F, shard_size] float32 of the rows of `features` in place, in the order
+        that `SamplingFeatures` gives; what may not be sampled becomes -inf. Temperatures [F], of
+        which only the filters take notice."""
+        start, count = self._vocab.start, self._vocab.num_tokens
+        if len(features.bias_rows):
+            places = features.bias_rows.long(), features.bias_columns.long()
+            logits.index_put_(places, features.bias_values, accumulate=True)
+        if features.penalizes:
+            self._ops.penalize(
+                logits,
+                start,
+                count,
+                history.slots,
+                history.block_size,
+                step.block_table,
+                step.table_offsets,
+                features.rows,
+                step.context_lens,
+                features.prompt_lens,
+                features.repetition,
+                features.presence,
+                features.frequency,
+            )
+        if len(features.masked):
+            self._ops.apply_masks(logits, start, count, features.masked, features.masks)
+        keep_likely(
+            logits,
+            self._vocab,
+            temperatures,
+            features.filters,
+            self._tp,
+            self._ops,
+        )
+
+
+def feature_tensors(
+    features: Features, temperatures: Float32s, vocab: VocabPartition, upload: Upload
+) -> FeatureTensors:
+    """Brings features to the device, all columns in one buffer.
+
+    Args:
+        temperatures: [S] of the step.
+    """
+    drawn = temperatures[features.rows] > 0
+    biased = np.diff(features.bias_offsets) > 0
+    changed = features.penalized | biased | (features.filtered & drawn)
+    changed[features.masked] = True
+    kept = np.flatnonzero(changed)  # what F stands for on the device
+    penalized = kept if features.penalized.any() else kept[:0]
+
+    limits: dict[str, list[NDArray[Any]]] = {}  # row numbers of F, and their values
+    for name in FILTERS:
+        chosen = np.flatnonzero(features.active(name) & drawn)
+        if len(chosen):
+            limits[name] = [_places(kept, chosen), features.numbers[name][chosen]]
+    arrays = [
+        features.rows[kept],
+        features.prompt_lens[penalized],
+        features.numbers["repetition_penalty"][penalized],
+        features.numbers["presence_penalty"][penalized],
+        features.numbers["frequency_penalty"][penalized],
+        *_local_bias(features, kept, vocab),
+        _places(kept, features.masked),
+        features.masks,
+        features.rows[features.num_logprobs >= 0],
+    ]
+    uploaded = iter(upload([*arrays, *chain.from_iterable(limits.values())]))
+    rows, *others = islice(uploaded, len(arrays))
+    filters = {name: Limit(next(uploaded), next(uploaded)) for name in limits}
+    tensors = FeatureTensors(rows, len(penalized) > 0, filters, *others)
+    return replace(tensors, masks=tensors.masks.view(features.masks.shape))
+
+
+def _local_bias(
+    features: Features, kept: NDArray[np.intp], vocab: VocabPartition
+) -> list[NDArray[Any]]:
+    """The part of this rank: row numbers of F, columns and values."""
+    rows = np.repeat(np.arange(len(features.rows)), np.diff(features.bias_offsets))
+    columns = features.bias_ids - np.int32(vocab.start)
+    here = (columns >= 0) & (columns < vocab.num_tokens)
+    return [_places(kept, rows[here]), columns[here], features.bias_values[here]]
+
+
+def _places(kept: NDArray[np.intp], rows: NDArray[Any]) -> NDArray[np.int32]:
+    """Where `rows`, all of them in `kept`, are in it."""
+    return np.searchsorted(kept, rows).astype(np.int32)

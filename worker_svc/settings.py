@@ -1,0 +1,70 @@
+"""Settings of `python -m worker_svc`, one process per tensor-parallel rank."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from shared.config import Addresses, AutoInt, ServiceSettings, check_step_limits, split_commas
+
+
+class WorkerSettings(ServiceSettings):
+    """Settings of one rank."""
+
+    program: ClassVar[str] = "python -m worker_svc"
+
+    max_message_bytes: int = Field(64 << 20, gt=0)
+    drain_timeout_s: float = Field(0.0, ge=0)
+    model: str = Field("models/demo", description="model directory as Hugging Face lays it out")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    rank: int = Field(0, ge=0)
+    tp: int = Field(1, gt=0, description="tensor-parallel ranks")
+    worker_addresses: Addresses = ("127.0.0.1:50053",)
+    # The names that PyTorch's launchers and clusters set.
+    master_addr: str = Field(
+        default_factory=lambda: os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        description="host of rank 0, where the ranks meet (default: MASTER_ADDR)",
+    )
+    master_port: int = Field(
+        default_factory=lambda: os.environ.get("MASTER_PORT", 50054),
+        validate_default=True,
+        gt=0,
+        le=65535,
+        description="default: MASTER_PORT",
+    )
+    max_num_seqs: int = Field(256, gt=0)
+    max_num_batched_tokens: AutoInt = Field(
+        "auto", description="tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)"
+    )
+    max_model_len: AutoInt = "auto"
+    kv_blocks: AutoInt = "auto"
+    block_size: AutoInt = "auto"
+    memory_utilization: float | Literal["auto"] = Field("auto", description="share of the memory")
+    attention: Literal[
+        "auto", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton", "triton", "torch"
+    ] = Field("auto", description="attention backend; a+b: a for prompts, b for decodes")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    threads: AutoInt = Field("auto", description="CPU threads of a step")
+    hang_timeout_s: float = Field(
+        3.0, gt=0, description="a worker without a sign of life for so long is replaced, seconds"
+    )
+
+    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rank >= self.tp:
+            raise ValueError(f"rank: {self.rank} is not below tp, which is {self.tp}")
+        if len(self.worker_addresses) != self.tp:
+            raise ValueError(
+                f"worker_addresses: {len(self.worker_addresses)} given, tp is {self.tp}"
+            )
+        share = self.memory_utilization
+        if share != "auto" and not 0 < share <= 1:
+            raise ValueError(f"memory_utilization: {share} is not in (0, 1]")
+        check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        self._check_listening("worker_addresses", self.worker_addresses[self.rank])
+        return self

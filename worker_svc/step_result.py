@@ -1,0 +1,50 @@
+"""The results of a step: on their way from the device, and there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.platforms.base import PendingArrays
+from worker_svc.sampling.logprobs import asked_for
+from worker_svc.step.wire import Float32s, Int32s
+
+
+class StepResult(NamedTuple):
+    """Of a step of S sequences."""
+
+    token_ids: Int32s  # [S], -1 for rows that sample nothing
+    seconds: float
+    logprob_ids: Int32s  # as in `StepResponse`, likewise
+    logprob_values: Float32s
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the device may still be working on."""
+
+    samples: NDArray[np.bool_]
+    logprob_counts: list[Int32s]  # of each `Logprobs`
+    arrays: PendingArrays  # the tokens; then of each `Logprobs` the ids and the values
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.arrays.ready()
+
+    def wait(self) -> StepResult:
+        """
+        Raises:
+            RuntimeError: the device failed.
+        """
+        (tokens, *logprobs), seconds = self.arrays.wait()
+        token_ids = np.where(self.samples, tokens, -1).astype("<i4")
+        asked = [
+            asked_for(*of_rows)
+            for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
+        ]
+        ids = [np.zeros(0, "<i4"), *(ids for ids, _ in asked)]
+        values = [np.zeros(0, "<f4"), *(values for _, values in asked)]
+        return StepResult(token_ids, seconds, np.concatenate(ids), np.concatenate(values))
