@@ -29,7 +29,7 @@ OnThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a completion ended; `score` is for beam search."""
+    """The end of a completion; `score` is for beam search."""
 
     reason: FinishReason
     stop_reason: str

@@ -21,7 +21,7 @@ class ModelFacts:
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    defaults: SamplingNumbers = DEFAULTS  # for what a request leaves unset
+    defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
 
 
 def read_model_facts(directory: Path) -> ModelFacts:

@@ -28,7 +28,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(SamplingNumbers):
-    """How completions are made and where they end. The defaults below have no effect."""
+    """Says how completions are made and where they end. The defaults below have no effect."""
 
     seed: int  # completion number i has seed + i
     max_tokens: int

@@ -68,7 +68,7 @@ def internal_options(keepalive_s: float) -> Options:
 
 @dataclass(frozen=True)
 class Dialer:
-    """How a service connects to another."""
+    """Opens channels from one service to another."""
 
     tls: ClientTls | None = None
     keepalive_s: float = KEEPALIVE_S

@@ -45,7 +45,7 @@ class Bounds:
 
 
 class Effect(enum.Enum):
-    """How a column changes logits."""
+    """The kinds of change that a column makes to logits."""
 
     PENALTY = enum.auto()  # depends on the tokens of the context
     FILTER = enum.auto()  # excludes unlikely tokens, in rows that are not greedy

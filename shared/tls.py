@@ -32,7 +32,7 @@ class ServerTls:
 
 @dataclass(frozen=True)
 class ClientTls:
-    """How a client verifies servers, and the certificate that it presents.
+    """The files by which a client verifies servers, and the certificate that it presents.
 
     `ca`: signed the servers' certificates, by default whatever gRPC itself trusts; `cert` and
     `key`: the client's own, if servers require them; `server_name`: the name in the server's

@@ -29,7 +29,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; None means the server's default."""
+    """Says how to choose tokens and when to stop; None means the server's default."""
 
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None

@@ -97,7 +97,7 @@ def test_what_ended_it_may_stay_in_the_text() -> None:
 def test_stop_strings_within_the_first_min_tokens_are_text(
     min_tokens: int, count: int, text: str
 ) -> None:
-    """As in vLLM, the token that completes one must come after the first `min_tokens`."""
+    """The token that completes one must come after the first `min_tokens`, as in vLLM."""
     for groups in ([[t] for t in b"abab"], [list(b"abab")]):
         completion = builder(stop=["ab"], min_tokens=min_tokens)
         shown = "".join(completion.feed(g).text for g in groups if completion.stop_string is None)
