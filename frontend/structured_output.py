@@ -83,7 +83,7 @@ def _escaped_character(character: str) -> str:
 
 def _check_json(field: str, text: str) -> None:
     def refuse_constant(name: str) -> None:
-        raise InvalidArgumentError(field, f"not JSON: {name} is not a JSON value")
+        raise InvalidArgumentError(field, f"not JSON: {name} is no JSON value")
 
     try:
         json.loads(text, parse_constant=refuse_constant)

@@ -56,7 +56,7 @@ FIELD = "sampling.structured_output"
             pb.StructuredOutput(json_schema='{"a":\n 1 "b"}'),
             ".json_schema: not JSON: Expecting ',' delimiter at line 2 column 4",
         ),
-        (pb.StructuredOutput(json_schema="[NaN]"), ".json_schema: not JSON: NaN is not a JSON value"),
+        (pb.StructuredOutput(json_schema="[NaN]"), ".json_schema: not JSON: NaN is no JSON value"),
         (pb.StructuredOutput(json_schema="[" * KIB64), ".json_schema: not readable"),
         (pb.StructuredOutput(json_schema="9" * KIB64), ".json_schema: not readable"),
         (choice(), ".choice.options: 0 given; must be 1 to 1024"),
