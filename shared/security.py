@@ -19,10 +19,10 @@ class SecuritySettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
     _tls_prefix: ClassVar[str] = "internal_tls"  # of the settings that `server_tls` is made of
 
-    internal_tls_cert: str = Field("", description="PEM file: certificate between services")
+    internal_tls_cert: str = Field("", description="PEM file: shown to other services")
     internal_tls_key: str = Field("", description="PEM file")
-    internal_tls_ca: str = Field("", description="PEM file: signed all services' certificates")
-    allow_plaintext: bool = Field(False, description="allow no TLS outside of loopback")
+    internal_tls_ca: str = Field("", description="PEM file: CA of all services' certificates")
+    allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: Literal["auto", "on", "off"] = Field("auto", description="auto: off with tokens")
     keepalive_s: float = Field(KEEPALIVE_S, gt=0, description="between pings of silent streams")
 
