@@ -43,7 +43,7 @@ class Rest:
 
 @dataclass
 class Report:
-    """The figures of a campaign. `pauses_s` holds, per kind of fault, the longest time that each open
+    """The figures of a campaign. `pauses_s` holds, per kind of fault, the longest time each open
     stream went without a token, from the fault until the stack had recovered."""
 
     seed: int
