@@ -48,8 +48,8 @@ class SamplingParams(SamplingNumbers):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many to ask the workers for. Beam search needs those that it keeps plus one for each
-        end token, which may be banned."""
+        """The number to ask the workers for. Beam search needs those that it keeps, plus one for
+        each end token, which may be banned."""
         if not self.beam_width:
             return self.logprobs
         num_ends = len(self.eos_token_ids | self.stop_token_ids)

@@ -27,7 +27,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Damage:
-    """How a transcript differs from the right one, in tokens."""
+    """The difference between a transcript and the right one, in tokens."""
 
     lost: int = 0
     duplicated: int = 0

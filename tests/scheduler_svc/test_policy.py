@@ -1,4 +1,4 @@
-"""Which sequences get the tokens of a step, which are preempted, and which refused."""
+"""The scheduling policy: sharing out a step, preemption and refusal."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def tiny_setup(model: Path, **options: Any) -> Setup:
 
 
 def test_measurements_run(tmp_path: Path, tiny_model: Path) -> None:
-    """Those that need no stack run in one process, so that torch is imported once."""
+    """Measurements that need no stack run in one process, so that torch is imported once."""
     options = Namespace(rehearse=True, seed=1, peer=None, out=tmp_path)
     file = os.open(tmp_path / "journal", os.O_RDWR | os.O_APPEND | os.O_CREAT)
     modules = [module for module in MODULES if module.measures and module.name != "stack"]
