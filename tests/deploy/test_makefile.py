@@ -1,4 +1,4 @@
-"""What the Makefile's targets run."""
+"""The commands that the Makefile's targets run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTRIBUTED = ("-n", "auto", "--dist", "loadgroup")
 
 
 def make(*arguments: str, **environment: str) -> str:
-    """What make prints. It knows nothing of the make that may be running this test."""
+    """The output of make, isolated from any make that is running this test."""
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
@@ -49,7 +49,7 @@ def test_variables_may_come_from_the_environment_except_the_shells_own_host() ->
 
 
 def test_out_must_be_given_to_make(tmp_path: Path) -> None:
-    """Some shells export one, which may be any directory."""
+    """Some shells export an OUT, which may be any directory."""
     for target in ("gpu-check", "bench", "chaos"):
         assert "--out" not in last_command(target, OUT=str(tmp_path))
         assert last_command(target, "OUT=a b", OUT=str(tmp_path))[-2:] == ["--out", "a b"]

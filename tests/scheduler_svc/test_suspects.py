@@ -1,4 +1,4 @@
-"""Finding the sequence that makes workers fail, against workers that do."""
+"""Finding the sequence that makes workers fail, on workers that do."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scheduler_svc.suspects import MIN_LOSSES, Suspects
 
 @dataclass
 class Trial:
-    """Names are computed a token at a time, all in each step, two steps ahead or, on trial, one."""
+    """Computes all names a token at a time, with two steps in flight, or one during a trial."""
 
-    length: int  # tokens of each
+    length: int  # tokens per name
     fails: Callable[[Collection[tuple[int, int]]], bool]  # of (name, position) in a step
 
     def run(self, names: list[int], *, most_losses: int = 10_000) -> tuple[list[int], int]:
-        """-> the convicted, and how often workers were lost."""
+        """Returns the convicted, and how often workers were lost."""
         suspects: Suspects[int] = Suspects()
         done = dict.fromkeys(names, 0)
         convicted: list[int] = []

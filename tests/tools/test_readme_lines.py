@@ -1,4 +1,4 @@
-"""The README's line counts are those of the code."""
+"""The README's line counts match the code."""
 
 from pathlib import Path
 
