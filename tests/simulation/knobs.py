@@ -31,15 +31,15 @@ class Knobs:
     answer_s: float  # until an answer arrives
     output_s: float  # until an output arrives at a frontend
     recover_s: float
-    loss: float  # per step, until there have been `most_losses`
-    most_losses: int
+    loss: float  # per step, until there have been `max_losses`
+    max_losses: int
     # The traffic
     frontends: int
     requests: int
     burst: int  # requests at once
     pause_s: float  # between bursts
     longest_prompt: int
-    most_new_tokens: int
+    max_new_tokens: int
     prompt_ids: int  # number of ids that prompts draw from: few make common prefixes likely
     priorities: int
     salts: int
@@ -98,13 +98,13 @@ def draw(rng: Random) -> Knobs:
         output_s=rng.choice([0.0, 0.01, 0.1]),
         recover_s=rng.choice([0.0, 0.5]),
         loss=rng.choice([0.0, 0.01, 0.05, 0.5]),
-        most_losses=rng.randint(1, 6),
+        max_losses=rng.randint(1, 6),
         frontends=rng.randint(1, 3),
         requests=rng.choice([rng.randint(3, 20), rng.randint(20, 45)]),
         burst=rng.choice([1, 4, 30]),
         pause_s=rng.choice([0.01, 0.03, 0.2]),
         longest_prompt=rng.choice([4, 16, max_model_len]),
-        most_new_tokens=rng.choice([2, 16, 32, max_model_len]),
+        max_new_tokens=rng.choice([2, 16, 32, max_model_len]),
         prompt_ids=rng.choice([1, 2, 3, VOCAB_SIZE]),
         priorities=rng.choice([1, 1, 3]),
         salts=rng.choice([1, 1, 2]),

@@ -34,7 +34,7 @@ _UNIT = [
 ]
 _UNIT += [f"{_TESTS}/forks/test_followers.py", f"{_TESTS}/edge/test_step_features.py"]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
-_MOST_SECONDS = 600
+_MAX_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _run(root: Path, module: str, *args: str) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", module, *args]
     try:
         return subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=_MOST_SECONDS
+            command, cwd=root, capture_output=True, text=True, timeout=_MAX_SECONDS
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", "")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from tests.simulation.simulate import SimulationError, simulate
 
-_MOST_CPU_SECONDS = 5  # per seed, which takes a tenth of one: beyond that it is an endless loop
+_MAX_CPU_SECONDS = 5  # per seed, which takes a tenth of one: beyond that it is an endless loop
 _CHUNK = 20
 
 
@@ -47,7 +47,7 @@ def _quiet() -> None:
 
 
 def _run(seed: int) -> Counter[str] | str:
-    signal.setitimer(signal.ITIMER_PROF, _MOST_CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)
     try:
         return simulate(seed).counts
     except SimulationError as error:

@@ -22,8 +22,8 @@ from tests.simulation.knobs import Knobs, draw
 from tests.simulation.workers import SimulatedWorkers
 from tests.simulation.workload import plan
 
-_MOST_SECONDS = 1_000.0
-_MOST_STEPS = 20_000
+_MAX_SECONDS = 1_000.0
+_MAX_STEPS = 20_000
 
 
 class SimulationError(Exception):
@@ -91,7 +91,7 @@ class Simulation:
         """Waits for the end of all requests, then for the answers still outstanding."""
         ended = self._frontends.all_ended
         await asyncio.wait(
-            [*endless, ended], timeout=_MOST_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            [*endless, ended], timeout=_MAX_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         await asyncio.wait(
             endless,
@@ -112,7 +112,7 @@ class Simulation:
 
     def _beside(self, step: Step) -> Beside:
         """The scheduler's knowledge as it sends a step, for the sanitizer."""
-        assert self._counts["steps"] < _MOST_STEPS, "does not finish"
+        assert self._counts["steps"] < _MAX_STEPS, "does not finish"
         owners = []
         for row in step.rows:
             attempt = self._frontends.attempt_of(row.seq)

@@ -56,7 +56,7 @@ class SimulatedWorkers:
         beside = self._beside(step)
         names = [owner.name for owner in beside.owners]
         self._shown.append((self._loop.time(), request, names))
-        loses = self._counts["losses"] < self._knobs.most_losses and self._happens(self._knobs.loss)
+        loses = self._counts["losses"] < self._knobs.max_losses and self._happens(self._knobs.loss)
         if self._broken or (loses and self._happens(0.25)):
             raise self._lost("before a step was written")
         response = self._sanitizer.run(request, beside)

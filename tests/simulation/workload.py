@@ -97,7 +97,7 @@ def _served(
 
     prompt = _prompt(knobs, rng, earlier)
     room = knobs.max_model_len - len(prompt)
-    max_tokens = rng.randint(1, min(room, knobs.most_new_tokens))
+    max_tokens = rng.randint(1, min(room, knobs.max_new_tokens))
     seed = rng.choice([rng.getrandbits(64), (1 << 64) - 1])
     tokens = completion(prompt, max_tokens, seed)
     eos, stop = (
