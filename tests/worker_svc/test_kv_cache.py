@@ -35,10 +35,10 @@ def test_too_little_for_one_sequence() -> None:
     with pytest.raises(StartError) as error:
         fit(5 * MIB)
     assert str(error.value).startswith(
-        "memory: 2 MiB are missing: the KV cache of one sequence of 100 tokens takes 7 MiB, "
+        "memory: 2 MiB short: the KV cache of one sequence of 100 tokens takes 7 MiB, "
         "5 MiB are left for it"
     )
-    with pytest.raises(StartError, match=r"10 MiB are missing.* 0 MiB are left"):
+    with pytest.raises(StartError, match=r"10 MiB short.* 0 MiB are left"):
         fit(-3 * MIB)
 
 

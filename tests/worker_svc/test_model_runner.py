@@ -175,7 +175,7 @@ def test_kv_blocks(tiny_dir: Path) -> None:
     assert ModelRunner(worker_settings(tiny_dir, kv_blocks=7)).info.num_blocks == 7
     few = ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-4)).info.num_blocks
     assert few < 256 * 32
-    with pytest.raises(StartError, match=r"memory: 1 MiB are missing.* 512 tokens takes 1 MiB"):
+    with pytest.raises(StartError, match=r"memory: 1 MiB short.* 512 tokens takes 1 MiB"):
         ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-12))
 
 
@@ -206,13 +206,13 @@ def test_float16_is_refused_on_a_cpu(tiny_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "tp", "reason"),
     [
-        ({}, 3, "num_attention_heads: 4 cannot be cut over tp = 3"),
+        ({}, 3, "num_attention_heads: 4 cannot be split over tp = 3"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             2,
-            "num_key_value_heads: 3 cannot be cut or copied over tp = 2",
+            "num_key_value_heads: 3 cannot be split or copied over tp = 2",
         ),
-        ({"intermediate_size": 111}, 2, "intermediate_size: 111 cannot be cut over tp = 2"),
+        ({"intermediate_size": 111}, 2, "intermediate_size: 111 cannot be split over tp = 2"),
     ],
 )
 def test_what_cannot_be_cut_is_named(

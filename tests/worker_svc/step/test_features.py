@@ -98,7 +98,7 @@ def test_most_steps_have_neither() -> None:
         ("rows", i4([1, 1]), "not ascending"),
         ("rows", i4([1, 3]), "3 is not in 0..2"),
         ("rows", i4([-1, 1]), "-1 is not in 0..2"),
-        ("rows", b"\x00" * 7, "7 bytes, no multiple of 4"),
+        ("rows", b"\x00" * 7, "7 bytes, not a multiple of 4"),
         ("top_k", i4([1]), "1 entries, expected 2"),
         ("top_k", i4([3, -1]), "-1 is not in [0, 2147483647]"),
         ("top_p", f4([0.5]), "1 entries, expected 2"),
