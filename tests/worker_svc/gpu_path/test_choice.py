@@ -156,9 +156,9 @@ def test_what_a_backend_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -
     install_flash_attn(monkeypatch)
     with pytest.raises(StartError, match=r"Hopper GPUs, this one has capability 8\.0"):
         choose("fa3", AMPERE)
-    with pytest.raises(StartError, match="block_size 64 is no multiple of 256"):
+    with pytest.raises(StartError, match="block_size 64 is not a multiple of 256"):
         choose("flash_attn", block_size=64)
-    with pytest.raises(StartError, match="fa3 cannot be used: head_dim 20 is no multiple of 8"):
+    with pytest.raises(StartError, match="fa3 cannot be used: head_dim 20 is not a multiple of 8"):
         choose("fa3", head_dim=20)
     for head_dim in (8, 264):
         message = f"triton cannot be used: head_dim {head_dim} is not in 9..256"
