@@ -78,7 +78,7 @@ class Platform(ABC):
         """Begins a step."""
 
     def graph_pool(self) -> Any:
-        """Memory to `capture` graphs in that never run at the same time."""
+        """Memory for `capture`, shared by graphs that never run at the same time."""
         return None
 
     @abstractmethod

@@ -103,7 +103,7 @@ class CudaPlatform(Platform):
             )
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
-        if setting == "auto":  # as other servers do, halves float32 weights
+        if setting == "auto":  # like other servers, serves float32 weights at half size
             return torch.bfloat16 if checkpoint == torch.float32 else checkpoint
         dtype: torch.dtype = getattr(torch, setting)
         if dtype not in (torch.bfloat16, torch.float16):

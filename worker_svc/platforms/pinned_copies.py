@@ -19,7 +19,8 @@ class PinnedCopies:
         self._copies = 0
 
     def __call__(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies source, on the host and of any dtype, to out, contiguous on the device."""
+        """Copies source, on the host and of any dtype, to out of the same shape, contiguous and on
+        the device."""
         target, values = out.view(-1), source.reshape(-1)
         size = len(self._buffers[0]) // out.dtype.itemsize
         for start in range(0, len(values), size):

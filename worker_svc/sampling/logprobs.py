@@ -21,8 +21,8 @@ PIECE = 256
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities per token: its own, then those of the largest logits, in every row as many
-    as the one that asks for the most gets."""
+    """Log-probabilities for N tokens: each one's own, then those of the largest logits; every row
+    has as many as the row that asks for the most."""
 
     counts: Int32s  # [N] on the host: how many of the largest the row asks for
     ids: torch.Tensor  # [N, 1 + largest count] int32
