@@ -81,7 +81,7 @@ def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_
     worst = 0.0
 
     def run(chunks: list[tuple[int, int]], silent: tuple[int, ...] = ()) -> None:
-        """Each (sequence, number of its next tokens)."""
+        """Runs a step of (sequence, number of its next tokens) each."""
         nonlocal worst
         starts = {seq: batch.contexts.get(seq, 0) for seq, _ in chunks}
         parts = [(seq, texts[seq][starts[seq] : starts[seq] + n]) for seq, n in chunks]
@@ -117,7 +117,7 @@ def test_greedy_tokens_match_transformers(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_as_close_as_transformers_own(tmp_path: Path) -> None:
-    """Both round differently; ours may not be further from float32 than theirs."""
+    """They round differently; ours may not be further from float32 than theirs."""
     rounded = save_model(tmp_path, dtype=torch.bfloat16, attention_bias=True)
     runner, batch = make_runner(tmp_path)
     assert runner.info.dtype == "bfloat16"

@@ -1,4 +1,4 @@
-"""Which attention backend a GPU gets, and what is said when it cannot get the one asked for."""
+"""The attention backend that a GPU gets, and the message when it cannot get the one asked for."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_auto_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_build_that_cannot_do_it_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[..., torch.Tensor], reason: str
 ) -> None:
-    """That it is installed is not enough. Auto falls back, and says why."""
+    """Being installed is not enough. Auto falls back, and says why."""
     monkeypatch.setattr(flash_attention, "attend", broken)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with structlog.testing.capture_logs() as logs:

@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def valid() -> StepRequest:
-    """Rows of 5, 3 and 1 tokens, of which the first samples nothing."""
+    """A valid step: rows of 5, 3 and 1 tokens, of which the first samples nothing."""
     request = Batch(LIMITS).request([(0, [1, 2, 3, 4, 5]), (1, [6, 7, 8]), (2, [9])], silent=[0])
     asked = {
         1: Asked(top_k=3, top_p=0.5, min_p=0.25, bias={5: 1.5, 69: -INF}, allowed=[0, 33, 69]),
