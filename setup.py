@@ -1,7 +1,7 @@
 """Builds the wheel: the Python client alone, as the package `nano_vllm_grpc`.
 
-The services, their launcher and the tools run from a checkout, in folders whose names other people
-use too. An editable install makes those importable, and leaves out what is here.
+The services, their launcher and the tools run from a checkout, in folders whose names other
+projects use, too. An editable install makes those folders importable and skips what is done here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.egg_info import egg_info
 
 PACKAGE = "nano_vllm_grpc"
-# What a client needs, by the folder that becomes the package.
+# The files that a client needs, by the folder that becomes the package.
 SOURCES = {
     "frontend": ["py.typed"],
     "frontend/client": ["*.py"],
@@ -25,7 +25,7 @@ NAMES = re.compile(r"\bfrontend\.client\b|\bshared(?=\.(?:channels|pb|tls)\b)")
 
 
 class BuildClient(build_py):
-    """Copies the client, under its own name, into an empty folder."""
+    """Copies the client into an empty folder, under its own name."""
 
     def run(self) -> None:
         if self.editable_mode:
@@ -40,7 +40,7 @@ class BuildClient(build_py):
 
 
 class ClientMetadata(egg_info):
-    """Says that the wheel is that package, not the folders of the checkout."""
+    """Declares that package as the wheel's content, not the folders of the checkout."""
 
     def run(self) -> None:
         super().run()

@@ -1,4 +1,4 @@
-"""Streams side by side in asyncio; each can be left early, which frees its place on the server.
+"""Runs streams side by side in asyncio; leaving one early frees its place on the server.
 python examples/async_many.py [HOST:PORT]"""
 
 import asyncio

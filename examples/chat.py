@@ -1,4 +1,5 @@
-"""A conversation: every turn is sent with those before. python examples/chat.py [HOST:PORT]"""
+"""Holds a conversation, sending every turn along with the earlier ones: python examples/chat.py
+[HOST:PORT]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Several prompts at once, of every kind: python examples/generate.py [HOST:PORT]"""
+"""Sends several prompts at once, one of each kind: python examples/generate.py [HOST:PORT]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Without the client library, by the generated stubs: python examples/plain_grpc.py [HOST:PORT]"""
+"""Uses the generated stubs without the client library: python examples/plain_grpc.py [HOST:PORT]"""
 
 import sys
 

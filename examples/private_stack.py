@@ -1,4 +1,4 @@
-"""A server of one's own, for as long as it is needed: python examples/private_stack.py [MODEL]"""
+"""Starts a private server and stops it when done: python examples/private_stack.py [MODEL]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Several completions of a prompt, sampled or by beam search: python examples/several.py
+"""Makes several completions of a prompt, sampled or by beam search: python examples/several.py
 [HOST:PORT]"""
 
 import sys

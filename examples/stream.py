@@ -1,4 +1,4 @@
-"""Text as it is made: python examples/stream.py [HOST:PORT]"""
+"""Prints text as it is made: python examples/stream.py [HOST:PORT]"""
 
 import sys
 

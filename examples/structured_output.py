@@ -1,5 +1,5 @@
-"""Text that matches a schema, or one of a few answers: python examples/structured_output.py
-[HOST:PORT]"""
+"""Makes text that matches a schema, a regular expression, or one of a few answers: python
+examples/structured_output.py [HOST:PORT]"""
 
 import sys
 

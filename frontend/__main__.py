@@ -1,4 +1,4 @@
-"""`python -m frontend`: one process of the public service; several may share a port."""
+"""`python -m frontend` runs one process of the public service; several may share a port."""
 
 from __future__ import annotations
 

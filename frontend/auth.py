@@ -1,4 +1,4 @@
-"""Who may call a public service, and how often at a time: tokens, and a limit per client.
+"""Decides who may call a public service, by token, and how many calls a client may have open.
 
 Health stays open, for load balancers.
 """
@@ -35,11 +35,11 @@ _OPEN = f"/{health.SERVICE_NAME}/"
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """One token a line; empty lines and those that begin with `#` are none.
+    """Reads one token per line, skipping empty lines and those that begin with `#`.
 
     Raises:
-        FileError: the file cannot be read, or a line cannot be a token; the message has the line's
-            number, never its text.
+        FileError: the file cannot be read, or a line cannot be a token; the message gives the
+            line's number, never its text.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -51,7 +51,7 @@ def read_tokens(path: str) -> tuple[str, ...]:
             continue
         if not re.fullmatch(f"[!-~]{{{_MIN_TOKEN_LENGTH},}}", line):
             raise FileError(
-                f"auth_tokens_file: line {number} of {path} is no token: at least "
+                f"auth_tokens_file: line {number} of {path} is not a token: at least "
                 f"{_MIN_TOKEN_LENGTH} printable ASCII characters, no spaces"
             )
         tokens.append(line)
@@ -61,7 +61,7 @@ def read_tokens(path: str) -> tuple[str, ...]:
 class Tokens:
     """The tokens of a file that may change.
 
-    An emptied file lets nobody in. One that is gone or broken changes nothing.
+    Emptying the file locks everybody out. If it is deleted or broken, nothing changes.
 
     Raises:
         FileError: the file cannot be used, or holds no token.
@@ -75,10 +75,10 @@ class Tokens:
             raise FileError(f"auth_tokens_file: {path} holds no token")
 
     def find(self, token: str) -> bytes | None:
-        """The token's digest, None if it is not one of them."""
+        """The token's digest, or None if it is unknown."""
         self._reread()
         digest = hashlib.sha256(token.encode()).digest()
-        # Against each of them, however early one is equal: the time taken tells nothing.
+        # Compares with each of them, even after a match: the time taken reveals nothing.
         equal = [hmac.compare_digest(digest, known) for known in self._digests]
         return digest if any(equal) else None
 
@@ -103,8 +103,8 @@ class Tokens:
 
 
 class ClientInterceptor(aio.ServerInterceptor):
-    """Refuses calls without a token of `tokens`, and those over `max_requests` of a client at a
-    time. A client is a token, or without tokens a host."""
+    """Refuses calls without one of `tokens`, and a client's calls beyond `max_requests` at a time.
+    A client is a token or, if there are none, a host."""
 
     def __init__(self, tokens: Tokens | None, max_requests: int) -> None:
         self._tokens = tokens
@@ -132,7 +132,7 @@ class ClientInterceptor(aio.ServerInterceptor):
 
     @contextmanager
     def _place(self, client: object) -> Iterator[None]:
-        """One of the client's places, for as long as a call takes."""
+        """Holds one of the client's places for as long as a call takes."""
         if self._requests[client] >= self._max_requests:
             raise QueueFullError(
                 f"max_requests_per_client: {self._max_requests} requests are in progress",
@@ -151,7 +151,7 @@ async def _refuse(requests: object, context: object) -> None:
     raise UnauthenticatedError("a valid token is needed: metadata 'authorization: Bearer TOKEN'")
 
 
-# Of a kind that needs not read a message before it answers.
+# A kind of method that need not read a message before it answers.
 _REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse, request_deserializer=bytes)
 
 
@@ -160,7 +160,7 @@ def _digests(tokens: tuple[str, ...]) -> tuple[bytes, ...]:
 
 
 def _bearer_token(metadata: Any) -> str:
-    """The token of the only `authorization` there is, else an empty one, which no file holds."""
+    """The token if there is exactly one `authorization`, else an empty one, which no file holds."""
     values = [value for key, value in metadata or () if key == "authorization"]
     if len(values) != 1 or not isinstance(values[0], str):
         return ""
@@ -169,5 +169,5 @@ def _bearer_token(metadata: Any) -> str:
 
 
 def _host(peer: str) -> str:
-    """The host of `ipv4:10.0.0.1:41234`; all of a Unix socket are one."""
+    """The host in `ipv4:10.0.0.1:41234`; all clients on Unix sockets count as one."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else "unix"

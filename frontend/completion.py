@@ -14,9 +14,10 @@ from frontend.stop_strings import StopStringMatcher
 
 @dataclass(slots=True)
 class Delta:
-    """What a completion grew by; `offset` is the index of the first of `token_ids`.
+    """An increment of a completion; `offset` is the index of the first of `token_ids`.
 
-    Where asked for, one row of `logprobs` per token, and on a call's first delta the prompt's.
+    `logprobs` has one row per token, and `prompt_logprobs` is set on a call's first delta, each
+    only if requested.
     """
 
     text: str
@@ -27,11 +28,11 @@ class Delta:
 
 
 class CompletionBuilder:
-    """Tokens in, deltas out, the same text however the tokens are grouped.
+    """Turns tokens into deltas; the text is the same however the tokens are grouped.
 
-    A token that ends the completion by itself (end of sequence, a stop token) is among the token
-    ids but its text is not in the text, nor is a stop string, unless the request wants both. Stop
-    strings count from the token after the first `min_tokens` on, as in vLLM.
+    A token that ends the completion by itself (end of sequence, a stop token) appears in the token
+    ids but not in the text, nor does a stop string, unless the request asks for both. Stop strings
+    count only after the first `min_tokens` tokens, as in vLLM.
     """
 
     def __init__(self, table: Mapping[int, bytes], sampling: Sampling) -> None:
@@ -61,7 +62,7 @@ class CompletionBuilder:
         return Delta(text, token_ids, offset)
 
     def finish(self) -> str:
-        """The text that was held back, once no more tokens will come."""
+        """Returns the text held back so far. Call it once no more tokens will come."""
         if self.stop_string is not None:
             return ""
         text = self._detokenizer.flush()

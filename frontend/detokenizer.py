@@ -1,4 +1,4 @@
-"""Token ids to text, a few tokens at a time, for byte-level BPE.
+"""Decodes token ids to text, a few tokens at a time, for byte-level BPE.
 
 In byte-level BPE every token is a string of bytes, so text is decoded by joining bytes and reading
 them as UTF-8: an incremental UTF-8 decoder holds back an unfinished character and nothing else.
@@ -13,10 +13,10 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
+    """Maps the printable characters of a byte-level vocabulary to the bytes they stand for.
 
     From GPT-2's encoder.py (`bytes_to_unicode`): printable Latin-1 characters stand for themselves,
-    the other bytes for the characters from U+0100 on.
+    the other bytes are mapped to the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -42,10 +42,10 @@ def token_bytes(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
 
 
 class IncrementalDetokenizer:
-    """The text of one completion as its tokens come.
+    """Decodes one completion as its tokens arrive.
 
-    Joined, what `feed` and `flush` return equals decoding all tokens at once, with U+FFFD for bytes
-    that are not UTF-8.
+    What `feed` and `flush` return, joined, equals decoding all tokens at once, with U+FFFD for
+    bytes that are not UTF-8.
     """
 
     def __init__(self, table: Mapping[int, bytes]) -> None:
@@ -53,10 +53,10 @@ class IncrementalDetokenizer:
         self._decoder = _UTF8(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The characters that `token_ids` complete; ids that are no token add nothing."""
+        """Returns the characters that `token_ids` complete; unknown ids add nothing."""
         get = self._table.get
         return self._decoder.decode(b"".join([get(token_id, b"") for token_id in token_ids]))
 
     def flush(self) -> str:
-        """U+FFFD for a character that was left unfinished, else nothing."""
+        """Returns U+FFFD if a character was left unfinished, else nothing."""
         return self._decoder.decode(b"", final=True)

@@ -21,11 +21,11 @@ class EventLoop(asyncio.SelectorEventLoop):
     """Reads all of grpc.aio's wake-ups at once.
 
     grpc.aio's polling thread queues each completed operation and writes a byte to a socket; its
-    reader on the loop handles the whole queue, but reads one byte each time the loop goes round
-    (grpcio 1.85, `PollerCompletionQueue`). The socket's buffer fills up after some 270 bytes, and
-    then the thread waits in `write`: completed operations, messages to read among them, stay
-    unseen until the loop has gone round once for each. An operation is queued before its byte is
-    written, so bytes read early lose nothing.
+    reader on the loop handles the whole queue, but reads only one byte per iteration (grpcio 1.85,
+    `PollerCompletionQueue`). The socket's buffer fills up after some 270 bytes, and then the thread
+    blocks in `write`: completed operations, incoming messages among them, go unseen until the loop
+    has iterated once for each. An operation is queued before its byte is written, so reading bytes
+    early loses nothing.
     """
 
     def add_reader(

@@ -1,4 +1,4 @@
-"""A request's completions from their token streams to what a client is sent."""
+"""Turns the token streams of a request's completions into what its client is sent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shared.errors import InternalError, ServiceError
 
 log = structlog.get_logger(__name__)
 
-# Tokens fed at once: no iteration of the event loop may take long because a client has not read for
-# long, or has much to go on from.
+# Tokens fed at once: no iteration of the event loop may take long just because a client has not
+# read for a while, or resumes after many tokens.
 _MAX_TOKENS = 128
 
 # Runs a function on a thread.
@@ -29,7 +29,7 @@ OnThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a completion ended; `score` is of beam search."""
+    """The end of a completion; `score` is for beam search."""
 
     reason: FinishReason
     stop_reason: str
@@ -38,7 +38,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What is known of a call once it has ended; times in seconds since the request came."""
+    """A call's statistics once it has ended; times in seconds since the request arrived, except
+    `queue_s`, which is how long it waited."""
 
     prompt_tokens: int
     cached_prompt_tokens: int  # of the first completion
@@ -49,10 +50,10 @@ class Totals:
 
 
 class CompletionReader:
-    """One completion under way."""
+    """Reads one completion from its stream, delta by delta."""
 
     def __init__(self, stream: TokenStream, builder: CompletionBuilder) -> None:
-        """`builder`: has been fed the tokens that the client has already."""
+        """`builder`: has been fed the tokens that the client already has."""
         self.stream = stream
         self.builder = builder
         self.index = stream.index
@@ -60,7 +61,7 @@ class CompletionReader:
 
     @property
     def num_tokens(self) -> int:
-        """Of the completion; while it goes on, with those that nobody has read yet."""
+        """Tokens of the completion; while it goes on, including those not read yet."""
         return self.builder.num_tokens if self.ending else len(self.stream.tokens)
 
     def has_news(self) -> bool:
@@ -68,7 +69,8 @@ class CompletionReader:
         return len(stream.tokens) > self.builder.num_tokens or stream.ended
 
     def next_delta(self) -> Delta:
-        """The tokens since the last delta, or the first of them; the last delta sets `ending`.
+        """Returns the tokens since the last delta, or the first few of them; the last one sets
+        `ending`.
 
         Raises:
             ServiceError: the request failed.
@@ -79,7 +81,7 @@ class CompletionReader:
             known = builder.num_tokens
             delta = builder.feed(stream.tokens[known : known + _MAX_TOKENS])
         else:
-            delta = Delta("", (), builder.num_tokens)  # found among the tokens resumed after
+            delta = Delta("", (), builder.num_tokens)  # found among the tokens it resumed after
         if stream.logprobs is not None:
             self._add_logprobs(delta, stream.logprobs)
         complete = stream.finish is not None and builder.num_tokens == len(stream.tokens)
@@ -104,7 +106,7 @@ class CompletionReader:
 
 
 class Generation:
-    """One call's completions under way, at least one."""
+    """The completions of one call, at least one."""
 
     def __init__(
         self,
@@ -113,8 +115,8 @@ class Generation:
         close: Callable[[TokenStream], None],
         received_at: float,
     ) -> None:
-        """`close`: has a stream dropped that has not ended; `received_at`: when the request came,
-        on the clock of `time.monotonic`."""
+        """`close`: drops a stream that has not ended; `received_at`: when the request arrived, by
+        `time.monotonic`."""
         self.request = request
         self._all = readers
         self._open = list(readers)
@@ -134,12 +136,13 @@ class Generation:
 
     @property
     def endings(self) -> list[Ending]:
-        """Of the completions that have ended, in order."""
+        """The endings of the completions that have ended, in order."""
         return [each.ending for each in self._all if each.ending is not None]
 
     async def next_deltas(self) -> list[tuple[CompletionReader, Delta]]:
-        """What completions grew by, at most one delta of each, in order. Tokens that come while the
-        caller is busy with one delta join the next; what is too long for one is left for others.
+        """Waits for news and returns at most one delta per completion, in order. Tokens that arrive
+        while the caller is busy with one delta go into the next; a delta that would be too long
+        leaves the rest to later ones.
 
         Raises:
             ServiceError: the request failed.
@@ -153,7 +156,7 @@ class Generation:
         deltas = [(each, each.next_delta()) for each in self._open if each.has_news()]
         for each, _ in deltas:
             if each.ending is not None:
-                # After a stop string the blocks are free before the client has read on.
+                # After a stop string this frees the blocks before the client reads on.
                 self._close(each.stream)
                 self._open.remove(each)
         if self._prompt_logprobs is not None:
@@ -162,14 +165,14 @@ class Generation:
         return deltas
 
     def close(self) -> None:
-        """Drops what has not ended."""
+        """Drops the completions that have not ended."""
         for each in self._open:
             self._close(each.stream)
 
     def totals(self) -> Totals:
-        """What is known so far."""
+        """The statistics so far."""
         streams = [each.stream for each in self._all]
-        # A completion that was given all its tokens anew has none that could bring its start.
+        # A completion resumed with all of its tokens gets no token that could bring its start.
         start = streams[0].start or Start(cached_prompt_tokens=0, queue_s=0.0)
         first_token_at = min((s.first_token_at for s in streams if s.first_token_at), default=None)
         return Totals(
@@ -184,14 +187,14 @@ class Generation:
     def _has_news(self) -> bool:
         if self._waits_for_prompt():
             return self.error is not None
-        # A loop: for one completion a generator would take several times as long.
+        # A plain loop: for one completion a generator would take several times as long.
         for each in self._open:  # noqa: SIM110
             if each.has_news():
                 return True
         return False
 
     def _waits_for_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are missing, which go with the first delta."""
+        """Whether the prompt's log-probabilities, which go with the first delta, are incomplete."""
         return self._prompt_logprobs is not None and not self._prompt_logprobs.complete
 
 
@@ -202,7 +205,7 @@ async def begin(
     received_at: float,
     on_thread: OnThread,
 ) -> Generation:
-    """Submits a request, unless the tokens to resume after are a whole completion.
+    """Submits a request, unless the tokens to resume after already complete it.
 
     Args:
         table: the bytes of each token.
@@ -225,7 +228,7 @@ async def begin(
 
 
 def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> None:
-    """Feeds the tokens that the client has already, up to a stop string."""
+    """Feeds the tokens that the client already has, up to a stop string."""
     for piece in in_pieces(token_ids, _MAX_TOKENS):
         builder.feed(piece)
         if builder.stop_string is not None:
@@ -244,6 +247,6 @@ def _end_of_resumed(request: Request, builder: CompletionBuilder) -> FinishReaso
 
 
 def _fail_without_logprobs(stream: TokenStream) -> None:
-    """They should have come before the token, or with it."""
+    """Fails a stream whose log-probabilities came neither before their token nor with it."""
     log.error("logprobs are missing", request_id=stream.request.request_id, index=stream.index)
     stream.error = InternalError("internal error")

@@ -1,17 +1,17 @@
-"""Log-probabilities as they come from the scheduler."""
+"""Collects log-probabilities as they arrive from the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# Of one position: token ids and their log-probabilities, the token that is there first.
+# One position's token ids and their log-probabilities, the token actually there first.
 LogprobRow = tuple[list[int], list[float]]
 
 
 class PromptLogprobs:
-    """Those of a prompt, in whatever pieces they come, and however often.
+    """Log-probabilities of a prompt, in whatever pieces they arrive, and however often.
 
-    A prompt's first token follows nothing, so that it has none: its row is empty.
+    A prompt's first token follows nothing and so has none: its row is empty.
     """
 
     def __init__(self, prompt_len: int) -> None:
@@ -25,11 +25,11 @@ class PromptLogprobs:
 
     @property
     def rows(self) -> list[LogprobRow]:
-        """One per token of the prompt, less those that have not come."""
+        """One row per token of the prompt, without those that have not arrived."""
         return [row for row in self._rows if row is not None]
 
     def add(self, first: int, rows: Iterable[LogprobRow]) -> None:
-        """Takes those of the tokens from `first` on."""
+        """Adds the rows of the tokens from `first` on."""
         for position, row in enumerate(rows, start=first):
             if self._rows[position] is None:
                 self._rows[position] = row
@@ -37,19 +37,19 @@ class PromptLogprobs:
 
 
 class CompletionLogprobs:
-    """Those of a completion's tokens from number `first` on, in order."""
+    """Log-probabilities of a completion's tokens from number `first` on, in order."""
 
     def __init__(self, first: int) -> None:
         self._first = first
         self._rows: list[LogprobRow] = []
 
     def add(self, first: int, rows: Sequence[LogprobRow]) -> None:
-        """Takes those of the tokens from `first` on, less those that came before."""
+        """Adds the rows of the tokens from `first` on, without those that arrived before."""
         known = self._first + len(self._rows)
-        if first <= known:  # else some are missing, and so will these be
+        if first <= known:  # else some are missing, and these would be out of place
             self._rows += rows[known - first :]
 
     def of(self, offset: int, count: int) -> list[LogprobRow]:
-        """Those of `count` tokens from number `offset` on; fewer where some have not come."""
+        """The rows of `count` tokens from number `offset` on, or fewer if some have not arrived."""
         start = offset - self._first
         return self._rows[start : start + count]

@@ -1,4 +1,4 @@
-"""What the frontend reads from a model directory besides its tokenizer."""
+"""Reads everything but the tokenizer that the frontend needs from a model directory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class ModelFilesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about a model."""
+    """A model's name, vocabulary size, end-of-sequence tokens and sampling defaults."""
 
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    defaults: SamplingNumbers = DEFAULTS  # for what a request leaves unset
+    defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
-    """Reads config.json and, where there is one, generation_config.json.
+    """Reads config.json and, if there is one, generation_config.json.
 
     Raises:
         ModelFilesError: a file is missing or unreadable, or a value in it is impossible.
@@ -73,7 +73,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face writes one id, a list of them, or null."""
+    """Normalizes what Hugging Face writes: one id, a list of them, or null."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

@@ -10,7 +10,7 @@ from shared.sampling_params import SamplingNumbers
 
 
 class GrammarKind(enum.Enum):
-    """In what language a grammar is written."""
+    """The language in which a grammar is written."""
 
     JSON_SCHEMA = enum.auto()
     REGEX = enum.auto()
@@ -20,7 +20,7 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must match."""
+    """A grammar that a completion must match."""
 
     kind: GrammarKind
     text: str = ""
@@ -28,7 +28,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(SamplingNumbers):
-    """How completions are made and where they end. The defaults below are what changes nothing."""
+    """Says how completions are made and where they end. The defaults below have no effect."""
 
     seed: int  # completion number i has seed + i
     max_tokens: int
@@ -41,10 +41,10 @@ class Sampling(SamplingNumbers):
     prompt_logprobs: int | None = None
     n: int = 1
     beam_width: int = 0  # 0: sample
-    length_penalty: float = 0.0  # of beam search
+    length_penalty: float = 0.0  # for beam search
     grammar: Grammar | None = None
-    include_stop: bool = False  # in the text, what ended it
-    show_special: bool = False  # in the text, special tokens
+    include_stop: bool = False  # whether the text includes what ended it
+    show_special: bool = False  # whether the text includes special tokens
 
     @property
     def num_completions(self) -> int:
@@ -53,7 +53,7 @@ class Sampling(SamplingNumbers):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Completions to make of one prompt; `deadline` is on the clock of `time.monotonic`."""
+    """Completions to make of one prompt; `deadline` is by `time.monotonic`."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -61,5 +61,5 @@ class Request:
     deadline: float | None
     priority: int = 0
     cache_salt: str = ""
-    # Tokens of the completion that the client has; none follows the one that ends it.
+    # Tokens of the completion that the client already has; none follows one that ends it.
     resume_token_ids: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""From the domain's types to the messages of protos/frontend.proto."""
+"""Translates the domain's types into the messages of protos/frontend.proto."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def stream_response(
     totals: Totals | None,
     table: Mapping[int, bytes],
 ) -> pb.GenerateStreamResponse:
-    """A chunk without the prompt's log-probabilities, for which there is `add_prompt_logprobs`.
+    """A chunk without the prompt's log-probabilities, which `add_prompt_logprobs` adds.
 
     Args:
-        totals: with the call's last delta.
+        totals: given with the call's last delta only.
         table: the bytes of each token, special ones included.
     """
     response = pb.GenerateStreamResponse(
@@ -57,7 +57,7 @@ def stream_response(
 
 
 class WholeCompletion:
-    """Joins the deltas of one completion in a message."""
+    """Joins the deltas of one completion into a message."""
 
     def __init__(self, message: pb.Completion, table: Mapping[int, bytes]) -> None:
         """`table`: as for `stream_response`."""
@@ -72,7 +72,7 @@ class WholeCompletion:
             self._message.logprobs.extend(logprobs(delta.logprobs, self._table))
 
     def end(self, ending: Ending) -> None:
-        """Fills in what is known only now."""
+        """Fills in the fields that are known only at the end."""
         self._message.text = "".join(self._texts)
         self._message.finish_reason = _FINISH_REASONS[ending.reason]
         self._message.stop_reason = ending.stop_reason
@@ -80,7 +80,7 @@ class WholeCompletion:
 
 
 def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:
-    """One per row, in order; `table` as for `stream_response`."""
+    """One message per row, in order; `table` as for `stream_response`."""
     return [
         pb.Logprobs(
             entries=[
@@ -97,7 +97,7 @@ def add_prompt_logprobs(
     rows: Sequence[LogprobRow],
     table: Mapping[int, bytes],
 ) -> None:
-    """Takes a second for a long prompt: to be run on a thread."""
+    """Adds the prompt's log-probabilities. Run it on a thread: a long prompt takes a second."""
     for piece in in_pieces(rows, _ROWS_AT_ONCE):
         response.prompt_logprobs.extend(logprobs(piece, table))
 

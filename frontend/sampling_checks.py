@@ -22,7 +22,7 @@ MAX_LOGIT_BIASES = 1024
 
 _LOGIT_BIAS = Range(-100, 100)
 
-# What beam search does without: the value that asks for nothing (None: every value asks).
+# Parameters that beam search excludes, each with the one value that it allows (None: no value).
 _NOT_WITH_BEAMS: Mapping[str, float | None] = {
     "n": 1,
     **{name: each.with_beams for name, each in NUMBERS.items()},
@@ -35,13 +35,13 @@ _NOT_WITH_BEAMS: Mapping[str, float | None] = {
 def check_sampling(
     sampling: pb.SamplingParams, facts: ModelFacts, room: int, vocab_size: int
 ) -> Sampling:
-    """The sampling of a request, defaults filled in, a random seed among them.
+    """Checks a request's sampling and fills in defaults, including a random seed.
 
     Args:
-        room: tokens that fit the model after the prompt.
+        room: tokens that fit into the model after the prompt.
 
     Raises:
-        InvalidArgumentError: a field is out of its range, or two contradict each other.
+        InvalidArgumentError: a field is out of range, or two contradict each other.
     """
     for name, bounds in BOUNDS.items():
         if _is_set(sampling, name):
@@ -82,11 +82,11 @@ def check_sampling(
 
 
 def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> list[int]:
-    """The tokens that a completion has already, up to the one that ends it if there is one.
+    """Returns the tokens that a completion already has, up to the one that ends it, if any.
 
     Raises:
-        InvalidArgumentError: one is no token, there are more than the completion may have, or the
-            request asks for more than one completion.
+        InvalidArgumentError: one is not a token, there are more than the completion may have, or
+            the request asks for more than one completion or for beam search.
     """
     field = "resume_token_ids"
     if not token_ids:
@@ -99,7 +99,7 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
             f"cannot go with sampling.n {sampling.n}: resume each completion alone, number i with "
             "sampling.seed + i",
         )
-    token_ids = list(token_ids)  # each walk over a message's field takes longer than this
+    token_ids = list(token_ids)  # iterating over a message's field even once takes longer than this
     check_token_ids(field, token_ids, vocab_size)
     if len(token_ids) > sampling.max_tokens:
         raise InvalidArgumentError(
@@ -123,13 +123,13 @@ def _check_contradictions(
     if structured and sampling.ignore_eos:
         raise InvalidArgumentError(
             "sampling.structured_output",
-            "cannot go with sampling.ignore_eos: what matches ends with end of sequence",
+            "cannot go with sampling.ignore_eos: a match ends with the end of sequence",
         )
     if not sampling.beam_width:
         if _is_set(sampling, "length_penalty") and sampling.length_penalty != 1:
             raise InvalidArgumentError(
                 "sampling.length_penalty",
-                f"{sampling.length_penalty:g} without sampling.beam_width; it is of beam search",
+                f"{sampling.length_penalty:g} without sampling.beam_width; it is for beam search",
             )
         return
     others = {
@@ -152,8 +152,8 @@ def _check_contradictions(
 def _numbers(
     sampling: pb.SamplingParams, defaults: SamplingNumbers, vocab_size: int
 ) -> dict[str, Any]:
-    """The numeric parameters. Values that change nothing become those that say so, because a step
-    is faster where nobody asks for anything."""
+    """The numeric parameters. Values without effect are replaced by the defaults, because a step is
+    faster if no row asks for anything."""
     values = {
         name: getattr(sampling if _is_set(sampling, name) else defaults, name) for name in NUMBERS
     }
@@ -165,7 +165,7 @@ def _numbers(
 
 
 def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Ascending by id, without those that are zero."""
+    """The nonzero biases, ascending by id."""
     field = "sampling.logit_bias"
     _check_count(field, biases, MAX_LOGIT_BIASES)
     for token_id, value in sorted(biases.items()):

@@ -1,8 +1,8 @@
-"""The one stream to the scheduler: requests up, tokens down.
+"""The single stream to the scheduler: requests up, tokens down.
 
-The frontend keeps every open request's prompt and tokens. When the connection is lost the requests
-wait; on the next one they are submitted anew with the tokens they have, and go on from there. A
-token is known by (request, offset): what came already is dropped, so none is repeated.
+The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
+wait and are resubmitted on the next one with the tokens they have, to go on from there. A token is
+identified by (request, offset): those already received are dropped, so none is repeated.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing will follow
+Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing follows
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
-_RETRY_AFTER_S = 0.5  # what clients are told while there is no connection
-_CONNECT_TIMEOUT_S = 10.0  # then a new channel, which has the certificates of then
+_RETRY_AFTER_S = 0.5  # told to clients while there is no connection
+_CONNECT_TIMEOUT_S = 10.0  # then comes a new channel, with the certificates of that time
 
 
 class SchedulerClient:
@@ -51,11 +51,11 @@ class SchedulerClient:
         self,
         address: str,
         on_ready: Callable[[bool], Awaitable[None]],
-        resume_timeout_s: float = 300.0,  # a worker that died as well has weights to load
+        resume_timeout_s: float = 300.0,  # a worker may have died as well, and has weights to load
         dialer: Dialer = PLAINTEXT,
     ) -> None:
-        """`on_ready` is told at each change whether a request would be taken; open requests outlive
-        a lost connection by `resume_timeout_s`."""
+        """`on_ready` is told whether the engine serves, at each change; open requests outlive a
+        lost connection by `resume_timeout_s`."""
         self._address = address
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
@@ -70,7 +70,7 @@ class SchedulerClient:
 
     @property
     def engine_info(self) -> pb.EngineInfo:
-        """What the connected engine can take.
+        """The limits of the connected engine.
 
         Raises:
             UnavailableError: there is no connection.
@@ -80,7 +80,7 @@ class SchedulerClient:
         return self._info
 
     def submit(self, request: Request) -> list[TokenStream]:
-        """Starts the completions of a request, each open until it ends or `close` is called.
+        """Starts the completions of a request, each of which is open until it ends or is closed.
 
         Raises:
             UnavailableError: there is no connection.
@@ -101,12 +101,12 @@ class SchedulerClient:
         return streams
 
     def close(self, stream: TokenStream) -> None:
-        """Has the scheduler drop a completion, if it has not ended."""
+        """Has the scheduler drop a completion unless it has ended."""
         if self._open.pop(stream.number, None) is not None and self._outgoing is not None:
             self._outgoing.put_nowait(abort_message(stream))
 
     async def run(self) -> None:
-        """Connects, and again whenever the connection is lost. Ends by cancellation only."""
+        """Connects, and reconnects whenever the connection is lost. Only cancellation ends it."""
         backoff_s = _MIN_BACKOFF_S
         while True:
             reason = await self._connect()
@@ -118,7 +118,7 @@ class SchedulerClient:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _connect(self) -> str:
-        """One connection, on a channel of its own; returns why it failed or ended."""
+        """Runs one connection on a channel of its own; returns why it failed or ended."""
         try:
             async with self._dialer.open(self._address) as channel:
                 with contextlib.suppress(TimeoutError):  # then the call says why
@@ -129,7 +129,7 @@ class SchedulerClient:
             return str(error)
 
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
-        """One connection, from its start to its end; returns why it ended."""
+        """Runs one connection from start to end; returns why it ended."""
         outgoing: Outgoing = asyncio.Queue()
         call = stub.Connect(_drain(outgoing))
         try:
@@ -144,7 +144,7 @@ class SchedulerClient:
             return f"{error.code().name}: {error.details()}"
         finally:
             call.cancel()
-            outgoing.put_nowait(None)  # grpc.aio leaves the iterator of a call that ended waiting
+            outgoing.put_nowait(None)  # grpc.aio leaves an ended call's iterator waiting
         return "the scheduler ended the stream"
 
     async def _on_connected(self, info: pb.EngineInfo, outgoing: Outgoing) -> None:
@@ -152,7 +152,7 @@ class SchedulerClient:
         if self._giving_up is not None:
             self._giving_up.cancel()
         for stream in self._open.values():
-            # Beams end all together, so that all of them are open: the first one stands for all.
+            # Beams end together, so all of them are open: the first stands for all.
             if not stream.request.sampling.beam_width or stream.index == 0:
                 outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._info, self._outgoing = info, outgoing
@@ -175,15 +175,15 @@ class SchedulerClient:
         self._open.clear()
 
     def _on_step(self, output: pb.StepOutput) -> None:
-        """Hands out the tokens of one engine step, then what ended with it.
+        """Hands out the tokens of one engine step, then the ends that came with it.
 
-        One pass over plain lists and one wake-up per request: no task, no await per token.
+        One pass over plain lists and one wake-up per request; no task and no await per token.
         """
         grown = set()
         for number, offset, token_id in new_tokens(output):
             stream = self._open.get(number)
             if stream is None or offset < len(stream.tokens):
-                continue  # closed meanwhile, or a token that came before
+                continue  # closed in the meantime, or a token received before
             if offset > len(stream.tokens):
                 self._fail_on_gap(stream, offset)
                 continue

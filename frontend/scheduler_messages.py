@@ -1,4 +1,4 @@
-"""Between the domain's types and the messages of protos/scheduler.proto."""
+"""Translates between the domain's types and the messages of protos/scheduler.proto."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shared.sampling_params import NUMBERS
 
 log = structlog.get_logger(__name__)
 
-# The scheduler reads no timeout in zero; a deadline that has just passed is still a deadline.
+# To the scheduler zero means no timeout, but a deadline that has just passed is still a deadline.
 _SHORTEST_TIMEOUT_S = 1e-3
 
 _REASONS: dict[int, FinishReason] = {
@@ -39,7 +39,7 @@ _GRAMMAR_KINDS = {
     GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
     GrammarKind.JSON: pb.GRAMMAR_KIND_JSON,
 }
-# What the scheduler finds wrong with a request may be a field that the client knows.
+# The scheduler may object to a field that the client knows.
 _NAMED_FIELD = re.compile(r"((\w+)(?:\.\w+|\[\d+\])*): (.*)", re.DOTALL)
 
 
@@ -49,7 +49,8 @@ def submit_message(
     """Submits a completion with the tokens it has so far.
 
     Args:
-        n: as many completions, of which it is the first; 0 is it alone, or a beam search.
+        n: the number of completions, of which this is the first; 0 for this one alone, or a beam
+            search.
     """
     request = stream.request
     timeout_s = 0.0
@@ -80,7 +81,7 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs,
-        # Computing the prompt anew, where its first pass was lost, is for what has not come only.
+        # If the prompt's first pass was lost, it is scored again only for rows that are missing.
         prompt_logprobs=None if prompt is None or prompt.complete else sampling.prompt_logprobs,
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
@@ -101,15 +102,15 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
 
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
-    """Ends a request before its time."""
+    """Has the scheduler drop a completion."""
     return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
 
 
 def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:
-    """(number, offset, token id) of each token of a step; `number` is its stream's.
+    """Yields (stream number, offset, token id) for each token of a step.
 
     Raises:
-        ValueError: the columns are not of the same length.
+        ValueError: the columns differ in length.
     """
     return zip(
         np.frombuffer(output.requests, "<u8").tolist(),
@@ -123,7 +124,7 @@ def logprob_rows(message: pb.LogprobRows) -> list[LogprobRow]:
     """The rows of a message, in the order of their tokens.
 
     Raises:
-        ValueError: the columns do not have the shape that they should.
+        ValueError: the columns have the wrong shape.
     """
     shape = (-1, message.width)
     token_ids = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
@@ -132,12 +133,12 @@ def logprob_rows(message: pb.LogprobRows) -> list[LogprobRow]:
 
 
 def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceError:
-    """How a request ended: complete, or with an error for the client."""
+    """The way a request ended: complete, or with an error for the client."""
     reason = _REASONS.get(finished.cause)
     if reason is not None:
         return reason
     if finished.cause == pb.FINISH_CAUSE_DEADLINE:
-        return DeadlineError("the deadline passed before the completion was complete")
+        return DeadlineError("the deadline passed before the completion was finished")
     if finished.cause == pb.FINISH_CAUSE_QUEUE_FULL:
         return QueueFullError(finished.message, finished.retry_after_s)
     if finished.cause == pb.FINISH_CAUSE_INVALID:
@@ -152,7 +153,7 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
 
 
 def _invalid_argument(message: str) -> InvalidArgumentError:
-    """Blames the field that `message` begins with, if it is one of a client's request."""
+    """Blames the field named at the start of `message`, if a client's request has such a field."""
     match = _NAMED_FIELD.fullmatch(message)
     if match and match[2] in frontend_pb2.GenerateRequest.DESCRIPTOR.fields_by_name:
         return InvalidArgumentError(match[1], match[3])

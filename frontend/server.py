@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
-# Calls of a connection over its client's limit: to be told so, and for health.
+# Calls that a connection may have beyond its client's limit: those to be refused, and health.
 _SPARE_CALLS = 64
 
 
@@ -68,7 +68,7 @@ class InferenceServicer(InferenceServiceServicer):
         response.timings.CopyFrom(responses.timings(totals))
         return response
 
-    async def GenerateStream(  # type: ignore[override]  # writes instead of yielding: less work
+    async def GenerateStream(  # type: ignore[override]  # writes rather than yields: less work
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         generation = await self._start(request, context)
@@ -123,7 +123,7 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
         def on_done(_: object) -> None:
-            # However the call ends: also when the client goes away while a chunk is being written.
+            # However the call ends, even if the client goes away while a chunk is being written.
             generation.close()
             _log_end(generation)
 
@@ -131,7 +131,7 @@ class InferenceServicer(InferenceServiceServicer):
         return generation
 
     async def _checked(self, message: pb.GenerateRequest, deadline: float | None) -> Request:
-        """The request that a message asks for."""
+        """Turns a message into a checked, tokenized request."""
         validation.check_request(message)
         request_id = message.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
@@ -175,8 +175,8 @@ class InferenceServicer(InferenceServiceServicer):
 
 
 def public_server(settings: FrontendSettings, ready: Callable[[], object] | None = None) -> Server:
-    """A server that lets in who has a token, so many calls of each client at a time. Frontends may
-    share its port.
+    """A server that admits callers with a token, each with a limited number of calls at a time.
+    Frontends may share its port.
 
     Args:
         ready: as for `Server`.
@@ -210,7 +210,7 @@ async def serve(server: Server, settings: FrontendSettings) -> None:
     )
     servicer = InferenceServicer(facts, tokenizer, scheduler)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    # What was loaded stays: the garbage collector need not walk over it again and again.
+    # What is loaded by now stays: the garbage collector need not walk over it again and again.
     gc.freeze()
     await server.start(f"{settings.host}:{settings.port}")
     async with asyncio.TaskGroup() as tasks:
@@ -221,7 +221,7 @@ async def serve(server: Server, settings: FrontendSettings) -> None:
 
 
 def _log_end(generation: Generation) -> None:
-    """One line for each request that was submitted."""
+    """Logs one line for a submitted request."""
     totals = generation.totals()
     if generation.ended:
         outcome = ",".join(sorted({ending.reason.name for ending in generation.endings}))

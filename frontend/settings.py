@@ -11,7 +11,7 @@ from shared.tls import ServerTls
 
 
 class PublicSettings(ServiceSettings):
-    """Where and how clients are served."""
+    """The settings that say where and how clients are served."""
 
     _tls_prefix: ClassVar[str] = "tls"
 
@@ -19,8 +19,8 @@ class PublicSettings(ServiceSettings):
     port: int = Field(50051, ge=0, le=65535)
     tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
     tls_key: str = Field("", description="PEM file")
-    tls_client_ca: str = Field("", description="PEM file: clients must have a certificate of it")
-    auth_tokens_file: str = Field("", description="clients must send one of its lines")
+    tls_client_ca: str = Field("", description="PEM file: clients need a certificate signed by it")
+    auth_tokens_file: str = Field("", description="clients must send the token on one of its lines")
     max_requests_per_client: int = Field(4096, gt=0, description="at a time, per frontend")
 
     @model_validator(mode="after")

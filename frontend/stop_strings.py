@@ -1,4 +1,4 @@
-"""Finds stop strings in text that comes in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop string found; `end` counts the characters of the piece up to its last one."""
+    """A stop string that was found, and the number of characters of the piece up to its end."""
 
     stop: str
     end: int
@@ -18,30 +18,30 @@ class Match:
 class StopStringMatcher:
     """Passes text through until a stop string is complete, holding back what may begin one.
 
-    The stop string whose last character comes first is the one found; of several that end there,
-    the longest. So the result does not depend on how the text is cut into pieces.
+    It finds the stop string that ends first, and of several that end there the longest, so the
+    result does not depend on how the text is cut into pieces.
 
-    Looks for them in UTF-8, where each comparison is a memcmp: whether one ends at a byte takes one
-    call for all of them, and whether one begins at a byte a binary search, done once per byte. So
-    no text and stop strings are slow: the worst of 16 with 1,024 characters took 2 µs a character.
+    The search is in UTF-8, where each comparison is a memcmp: one call tells whether any of them
+    ends at a byte, and a binary search, done once per byte, whether one begins there. So no text is
+    slow with any stop strings: the worst of 16 with 1,024 characters took 2 µs a character.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`stops`: what to look for, none of them empty; `include`: the one found is text, too."""
+        """`stops`: the strings to find, none empty; `include`: the one found is text, too."""
         self._sorted = sorted({stop.encode() for stop in stops})
         self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
         self._first_bytes = frozenset(stop[0] for stop in self._sorted)
         self._last_bytes = frozenset(stop[-1] for stop in self._sorted)
-        # The longest end of the text so far with which a stop string, longer than it, begins.
+        # The longest suffix of the text so far that is a proper prefix of a stop string.
         self._begun = b""
         self._include = include
 
     def feed(self, text: str, *, ignore: bool = False) -> tuple[str, Match | None]:
-        """Takes the next piece. With `ignore`, stop strings complete in it are text as any other.
+        """Takes the next piece. With `ignore`, stop strings completed in it are ordinary text.
 
         Returns:
             The text that is free to go, and the stop string if one is complete: then the text ends
-            before it, or with it, and nothing may be fed any more.
+            before it, or with it if included, and nothing more may be fed.
         """
         piece = text.encode()
         if not piece or (not self._begun and self._first_bytes.isdisjoint(piece)):
@@ -58,12 +58,12 @@ class StopStringMatcher:
         return unsettled[: len(unsettled) - len(self._begun)].decode(), None
 
     def flush(self) -> str:
-        """The text still held back, when no more will come."""
+        """Returns the text still held back. Call it once no more will come."""
         held, self._begun = self._begun, b""
         return "" if self._include else held.decode()
 
     def _found(self, unsettled: bytes, end: int) -> tuple[str, Match]:
-        """The answer of `feed` for the stop string that ends at byte `end`."""
+        """The result of `feed` for the stop string that ends at byte `end`."""
         stop = next(each for each in self._longest_first if unsettled.endswith(each, 0, end))
         fed = unsettled[len(self._begun) : end].decode()
         self._begun = b""
@@ -71,12 +71,12 @@ class StopStringMatcher:
         return free, Match(stop.decode(), len(fed))
 
     def _next_begin(self, unsettled: bytes) -> int:
-        """The first byte from which on `unsettled` is the beginning of a longer stop string."""
+        """The start of the longest suffix of `unsettled` that is a stop string's proper prefix."""
         size = len(unsettled)
         for begin in range(max(0, size - len(self._longest_first[0]) + 1), size):
             if unsettled[begin] in self._first_bytes:
                 rest = unsettled[begin:]
-                # Those that `rest` begins follow it in the order of bytes.
+                # Stop strings that begin with `rest` come right after it in byte order.
                 following = bisect_right(self._sorted, rest)
                 if following < len(self._sorted) and self._sorted[following].startswith(rest):
                     return begin

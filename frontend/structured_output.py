@@ -1,6 +1,6 @@
-"""What a completion must match: checked as far as that goes without a grammar compiler.
+"""Checks what a completion must match, as far as that is possible without a grammar compiler.
 
-Whether a schema, a regular expression or a grammar can be compiled is for the scheduler to say.
+Only the scheduler can tell whether a schema, a regular expression or a grammar compiles.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _KINDS = {
 
 
 def check_structured_output(message: pb.StructuredOutput) -> Grammar:
-    """
+    """Checks a constraint and translates it into a grammar.
+
     Raises:
-        InvalidArgumentError: no kind is given, a text is empty or too long, a schema is no JSON.
+        InvalidArgumentError: no kind is given, a text is empty or too long, a schema is not JSON.
     """
     kind = message.WhichOneof("kind")
     if kind is None:
@@ -49,14 +50,14 @@ def check_structured_output(message: pb.StructuredOutput) -> Grammar:
 
 
 def _choice_grammar(field: str, options: Sequence[str]) -> str:
-    """EBNF of one of `options`, as they are."""
+    """EBNF that matches exactly one of `options`."""
     if not 0 < len(options) <= MAX_CHOICES:
         raise InvalidArgumentError(
             f"{field}.options", f"{len(options)} given; must be 1 to {MAX_CHOICES}"
         )
     for index, option in enumerate(options):
         if not option:
-            raise InvalidArgumentError(f"{field}.options[{index}]", "empty; give a text")
+            raise InvalidArgumentError(f"{field}.options[{index}]", "empty; give some text")
     grammar = "root ::= " + " | ".join(f'"{_escaped(option)}"' for option in options)
     size = len(grammar.encode())
     if size > MAX_GRAMMAR_BYTES:
@@ -67,7 +68,7 @@ def _choice_grammar(field: str, options: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """`text` within the quotes of an EBNF literal."""
+    """Escapes `text` for an EBNF literal, without the quotes around it."""
     return "".join(map(_escaped_character, text))
 
 

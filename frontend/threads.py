@@ -1,4 +1,4 @@
-"""Work on threads beside the event loop."""
+"""Helps threads to work beside the event loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PAUSE_S = 1e-5
 
 
 def in_pieces(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """`items`, `size` at a time, for a thread that works on them in Python.
+    """Yields `items`, `size` at a time, for a thread that works on them in Python.
 
-    Sleeps in between, so that the event loop, which needs the interpreter's lock, waits for a piece
-    at most, and not until the lock is taken away from this thread (`sys.getswitchinterval`).
+    Sleeps in between, so that the event loop, which needs the interpreter's lock, waits for one
+    piece at most rather than until the lock is taken from this thread (`sys.getswitchinterval`).
     """
     for start in range(0, len(items), size):
         yield items[start : start + size]

@@ -1,4 +1,4 @@
-"""The tokens of one completion as they come from the scheduler."""
+"""The tokens of one completion as they arrive from the scheduler."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the scheduler says with a request's first token; `queue_s` in seconds."""
+    """Sent by the scheduler with a request's first token; `queue_s` is in seconds."""
 
     cached_prompt_tokens: int
     queue_s: float
 
 
 class Waiter:
-    """Lets the one call that reads a request's streams sleep while none of them has anything."""
+    """Lets the one call that reads a request's streams sleep while none of them has news."""
 
     def __init__(self, pacer: WritePacer) -> None:
-        """`pacer`: one for all calls."""
+        """`pacer`: shared by all calls."""
         self._pacer = pacer
         self._permit: asyncio.Future[None] | None = None  # not requested yet
 
     async def wait(self, ready: bool) -> None:
-        """Returns once the call may write, for which it asks when it is `ready` or woken."""
+        """Returns once the call may write; it asks to when it is `ready`, or else when woken."""
         permit = self._permit = asyncio.get_running_loop().create_future()
         if ready:
             self.wake()
         await permit
 
     def wake(self) -> None:
-        """Tells the call that there is more."""
+        """Tells the call that there is news."""
         if self._permit is not None:
             self._pacer.request(self._permit)
             self._permit = None
 
 
 class TokenStream:
-    """Filled by the scheduler client, read by the one call that serves the request."""
+    """A completion's tokens, added by the scheduler client and read by the call that serves it."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class TokenStream:
         index: int = 0,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        """`number`: what the scheduler knows it by; `index`: which of the request's completions;
-        `prompt_logprobs`: of the first one, where the request asks for them."""
+        """`number`: its number at the scheduler; `index`: which of the request's completions it is;
+        `prompt_logprobs`: given for the first one if the request asks for them."""
         self.number = number
         self.request = request
         self.waiter = waiter
@@ -76,7 +76,7 @@ class TokenStream:
         self.first_token_at: float | None = None  # time.monotonic
         self.start: Start | None = None
         self.finish: FinishReason | None = None  # set once the completion is complete
-        self.score = 0.0  # of beam search
+        self.score = 0.0  # for beam search
         self.error: ServiceError | None = None
 
     @property
@@ -84,7 +84,8 @@ class TokenStream:
         return self.finish is not None or self.error is not None
 
     def check(self) -> None:
-        """
+        """Raises the error that the request failed with, if any.
+
         Raises:
             ServiceError: the request failed.
         """
@@ -92,17 +93,17 @@ class TokenStream:
             raise self.error
 
     def append(self, token_id: int) -> None:
-        """Adds a token; the waiter is to be woken after a step's."""
+        """Adds a token. Wake the waiter once all tokens of a step have been added."""
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self.tokens.append(token_id)
 
     def complete(self, reason: FinishReason, score: float = 0.0) -> None:
-        """The scheduler says that no token follows."""
+        """Ends the stream: no token follows."""
         self.finish, self.score = reason, score
         self.waiter.wake()
 
     def fail(self, error: ServiceError) -> None:
-        """The request ends with `error`."""
+        """Ends the stream with `error`."""
         self.error = error
         self.waiter.wake()

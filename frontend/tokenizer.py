@@ -1,4 +1,4 @@
-"""Text and chats to token ids, on threads of its own."""
+"""Turns texts and chats into token ids, on threads of its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 class Tokenizer:
     """A model's own fast tokenizer and chat template, and the bytes of its tokens.
 
-    Special tokens written out in a text or in a chat's content are read as these tokens, as
-    transformers does.
+    Special tokens spelled out in a text or in a chat's content are read as such, as transformers
+    does.
     """
 
     def __init__(self, directory: Path, threads: int) -> None:
@@ -36,7 +36,7 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         added = self._backend.get_added_tokens_decoder()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        # The bytes of each token, and the same where special tokens are not shown.
+        # The bytes of each token; in `table`, special tokens have none.
         self.full_table: Mapping[int, bytes] = token_bytes(vocabulary)
         special = {token_id: b"" for token_id, token in added.items() if token.special}
         self.table: Mapping[int, bytes] = {**self.full_table, **special}
@@ -44,20 +44,20 @@ class Tokenizer:
         self._max_bytes_per_token = longest * _shrink_bound(self._backend.normalizer)
 
     async def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """The ids of a plain text, with what the tokenizer puts around it by itself, if anything.
+        """Encodes a plain text, including whatever special tokens the tokenizer itself adds.
 
         Args:
-            max_tokens: text that is sure to have more tokens is refused without counting them.
+            max_tokens: a text that is certain to have more is refused without counting them.
 
         Raises:
-            InvalidArgumentError: it has.
+            InvalidArgumentError: the text is certain to have more than `max_tokens`.
         """
         return await self.on_thread(lambda: self._encode("text", text, max_tokens, special=True))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
     ) -> list[int]:
-        """The ids of a chat, up to where the assistant's answer begins.
+        """Encodes a chat, up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each.
@@ -73,7 +73,7 @@ class Tokenizer:
         return await self.on_thread(encode)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens left out, as a completion's text is made."""
+        """Decodes `token_ids` as a completion's text is, leaving out special tokens."""
 
         def decode() -> str:
             detokenizer = IncrementalDetokenizer(self.table)
@@ -82,11 +82,11 @@ class Tokenizer:
         return await self.on_thread(decode)
 
     async def on_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs `work`, which would keep the event loop from its other calls, on a thread."""
+        """Runs `work` on a thread, because it would block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
-        """Ends the threads; what is queued is dropped."""
+        """Ends the threads and drops queued work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, field: str, text: str, max_tokens: int | None, *, special: bool) -> list[int]:
@@ -96,9 +96,9 @@ class Tokenizer:
             if min_tokens > max_tokens:
                 raise InvalidArgumentError(
                     field,
-                    f"{size} bytes are more than {min_tokens} tokens; the limit is {max_tokens}",
+                    f"{size} bytes are at least {min_tokens} tokens; the limit is {max_tokens}",
                 )
-        # The one call of the tokenizer that releases the interpreter's lock all along.
+        # The tokenizer's only call that releases the interpreter's lock all the while.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
@@ -111,7 +111,7 @@ class Tokenizer:
                 list(messages), add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template is code: it may raise anything
-            # A reason that the template spells out is safe to repeat, one made of the chat is not.
+            # A reason spelled out in the template is safe to repeat; one made from the chat is not.
             spelled_out = str(error) and str(error) in str(self._hf.chat_template)
             reason = f": {error}" if spelled_out else ""
             raise InvalidArgumentError("chat", f"the model's template fails{reason}") from error
@@ -119,22 +119,22 @@ class Tokenizer:
 
 
 def _shrink_bound(normalizer: Any) -> float:
-    """How many times shorter, in bytes, `normalizer` may make a text."""
+    """An upper bound on the factor by which `normalizer` may shorten a text, in bytes."""
     if normalizer is None:
         return 1
-    # The worst that normalization form C does: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2.
+    # The worst case of normalization form C: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes.
     return 3.5 if isinstance(normalizer, normalizers.NFC) else math.inf
 
 
 def import_auto_tokenizer() -> Any:
-    """Late, since it takes seconds, and `python -m frontend` hides torch from it first."""
+    """Imports AutoTokenizer late: it takes seconds, and `python -m frontend` first hides torch."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer
 
 
 def _load(directory: Path) -> Any:
-    """The transformers tokenizer, found fit for exact incremental decoding."""
+    """Loads the transformers tokenizer and checks that it allows exact incremental decoding."""
     try:
         tokenizer = import_auto_tokenizer().from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # whatever kind of exception a broken file happens to cause

@@ -13,7 +13,7 @@ MAX_CACHE_SALT_LENGTH = 256  # characters
 
 
 def check_request(request: pb.GenerateRequest) -> None:
-    """What can be told from a request without its prompt or its sampling.
+    """Checks the fields of a request other than its prompt and its sampling.
 
     Raises:
         InvalidArgumentError: `request_id` or `cache_salt` is not acceptable.
@@ -30,7 +30,7 @@ def check_request(request: pb.GenerateRequest) -> None:
 
 
 def check_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """The messages of a chat, as chat templates take them.
+    """Checks the messages of a chat and returns them as chat templates take them.
 
     Raises:
         InvalidArgumentError: there are none, or a role is unknown.
@@ -46,7 +46,7 @@ def check_messages(chat: pb.Chat) -> list[dict[str, str]]:
 
 
 def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
-    """A prompt has at least one token and leaves room for another.
+    """Checks that a prompt has at least one token and leaves room for another.
 
     Raises:
         InvalidArgumentError: it does not.
@@ -56,13 +56,13 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
     if length >= max_model_len:
         raise InvalidArgumentError(
             field,
-            f"{length} tokens; the limit is {max_model_len - 1}, {max_model_len} that the engine "
-            "holds less one to generate",
+            f"{length} tokens; the limit is {max_model_len - 1}: the {max_model_len} that the "
+            "engine holds, less one to generate",
         )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """All ids are in the vocabulary.
+    """Checks that all ids are in the vocabulary.
 
     Raises:
         InvalidArgumentError: one is not.

@@ -42,19 +42,19 @@ def refusal(seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue) -> End
     if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
         return End(
             FinishCause.QUEUE_FULL,
-            f"requests of {waiting.num_tokens} tokens are waiting already, with {seq.num_tokens} "
-            f"more they would exceed the limit of {limits.max_waiting_tokens}",
+            f"requests of {waiting.num_tokens} tokens are waiting already; {seq.num_tokens} "
+            f"more would exceed the limit of {limits.max_waiting_tokens}",
         )
     return None
 
 
 def _problem(seq: Sequence, n: int, limits: Limits) -> str:
     if seq.num_prompt_tokens == 0:
-        return "prompt: is empty"
+        return "prompt: must not be empty"
     room = limits.max_model_len - seq.num_prompt_tokens
     if room < 1:
         return (
-            f"prompt: {seq.num_prompt_tokens} tokens; the limit is {limits.max_model_len - 1}, "
+            f"prompt: {seq.num_prompt_tokens} tokens; the limit is {limits.max_model_len - 1}: "
             f"{limits.max_model_len} less one to generate"
         )
     if not 0 <= min(seq.tokens) <= max(seq.tokens) < limits.vocab_size:
@@ -64,10 +64,10 @@ def _problem(seq: Sequence, n: int, limits: Limits) -> str:
     if seq.params.max_tokens > room:
         return (
             f"sampling.max_tokens: {seq.params.max_tokens}; after a prompt of "
-            f"{seq.num_prompt_tokens} tokens {room} fit, {limits.max_model_len} in all"
+            f"{seq.num_prompt_tokens} tokens, {room} fit into {limits.max_model_len}"
         )
     if seq.deadline is not None and isnan(seq.deadline):
-        return "timeout_s: is no number"
+        return "timeout_s: must be a number"
     return _problem_of_many(seq, n) or sampling_problem(seq.params, limits.vocab_size)
 
 
@@ -75,11 +75,11 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
     if n not in BOUNDS["n"].engine:
         return _out_of(BOUNDS["n"].engine, "n", n)
     if n > 1 and seq.num_generated_tokens:
-        return f"sampling.n: {n}; must be 1 where tokens are resumed"
+        return f"sampling.n: {n}; must be 1 when tokens are resumed"
     if n > 1 and seq.params.beam_width:
         return f"sampling.n: {n}; must be 1 with sampling.beam_width"
     if seq.params.beam_width and seq.num_generated_tokens:
-        return f"sampling.beam_width: {seq.params.beam_width}; must be 0 where tokens are resumed"
+        return f"sampling.beam_width: {seq.params.beam_width}; must be 0 when tokens are resumed"
     count = max(n, seq.params.beam_width)
     if seq.key.number + count - 1 > _MAX_REQUEST:
         return f"request: {seq.key.number} leaves no numbers for {count} completions"
@@ -87,11 +87,11 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
-    """What in sampling parameters no worker could run, by name and range; empty if nothing."""
+    """Names a sampling parameter that no worker could run and its range; empty if none."""
     if params.beam_width and (params.num_logprobs or 0) > vocab_size:
         return (
             f"sampling.beam_width: {params.beam_width}; needs {params.num_logprobs} candidates, "
-            f"the vocabulary has {vocab_size} tokens"
+            f"but the vocabulary has {vocab_size} tokens"
         )
     for name, valid in _RANGES.items():
         if (value := getattr(params, name)) not in valid:
@@ -123,10 +123,10 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
             f"{len(params.bias_ids)} token ids"
         )
     if len(set(params.bias_ids)) != len(params.bias_ids):
-        return "sampling.logit_bias: a token id twice"
+        return "sampling.logit_bias: a token id occurs twice"
     for name, ids in (
         ("logit_bias", params.bias_ids),
-        # The worker is told of these to ban them before min_tokens.
+        # Sent to the worker only to be banned before min_tokens.
         ("eos_token_ids", params.eos_token_ids if params.min_tokens else ()),
         ("stop_token_ids", params.stop_token_ids if params.min_tokens else ()),
     ):

@@ -1,4 +1,4 @@
-"""What a request asks of sampling, as far as the scheduler and the workers need to know."""
+"""A request's sampling parameters, as far as the scheduler and the workers need them."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingNumbers):
-    """What the scheduler and the sampler need to know about a request's sampling."""
+    """The sampling parameters that the scheduler and the sampler need."""
 
     max_tokens: int
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0  # before these neither kind of token above can be sampled
+    min_tokens: int = 0  # until then neither kind of token above can be sampled
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
-    logprobs: int | None = None  # how many beside the sampled token's
-    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens but the first
+    logprobs: int | None = None  # how many besides the sampled token's
+    prompt_logprobs: int | None = None  # likewise, for each prompt token but the first
     beam_width: int = 0  # 0: sample
     length_penalty: float = 1.0
     grammar: Grammar | None = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many to ask the workers for: beam search needs the continuations that it keeps, and
-        as many more as there are end tokens, which may be banned."""
+        """The number to ask the workers for. Beam search needs those that it keeps, plus one for
+        each end token, which may be banned."""
         if not self.beam_width:
             return self.logprobs
         num_ends = len(self.eos_token_ids | self.stop_token_ids)
@@ -63,11 +63,11 @@ class SamplingParams(SamplingNumbers):
 
     @property
     def stepwise(self) -> bool:
-        """Whether what comes after a token depends on more than the workers know."""
+        """Whether the choice of the next token depends on more than the workers know."""
         return self.grammar is not None or self.beam_width > 0
 
 
 def num_continuations(beam_width: int, num_end_tokens: int) -> int:
-    """How many of the best continuations a beam search keeps at each step: that many can be end
-    tokens without leaving fewer than `beam_width` to live on."""
+    """The number of best continuations that a beam search keeps at each step: `beam_width` of
+    them live on even if every end token of every beam is among them."""
     return max(2, 1 + num_end_tokens) * beam_width

@@ -190,7 +190,7 @@ class Scheduler:
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         self._forks.prompts_computed(step)
-        beams = self._forks.beams
+        beams = self._forks.beams or ()  # in which nothing need be looked up
         outputs: list[Output] = []
         for row, token in zip(step.rows, answer.token_ids, strict=True):
             seq = row.seq

@@ -14,26 +14,26 @@ class SchedulerSettings(ServiceSettings):
 
     program: ClassVar[str] = "python -m scheduler_svc"
 
-    # Prompts arrive here already checked, as ids: room for the longest one that any model takes.
+    # Prompts arrive as ids, already checked: room for the longest one that any model takes.
     max_message_bytes: int = Field(64 << 20, gt=0)
-    # Frontends hold the streams and resubmit them: there is nothing to wait for.
+    # Frontends hold the streams and resubmit their requests: there is nothing to wait for.
     drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     model: str = Field("models/demo", description="model directory, for structured output")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
     max_num_batched_tokens: AutoInt = Field(
-        "auto", description="tokens in a step (auto: what the workers say)"
+        "auto", description="tokens in a step (auto: as the workers report)"
     )
     max_num_prefill_tokens: AutoInt = Field(
-        "auto", description="prompt tokens in a step that has decodes too (auto: half of a step)"
+        "auto", description="prompt tokens in a step that also has decodes (auto: half a step)"
     )
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
-    max_waiting_tokens: int = Field(1 << 20, gt=0, description="their tokens")
+    max_waiting_tokens: int = Field(1 << 20, gt=0, description="tokens in the waiting queue")
     kv_blocks: AutoInt = "auto"
-    sync: bool = Field(False, description="plan a step only when the one before was answered")
+    sync: bool = Field(False, description="plan a step only once the previous one is answered")
     hang_timeout_s: float = Field(
-        3.0, gt=0, description="a worker without a sign of life for so long is replaced, seconds"
+        3.0, gt=0, description="a worker silent for this long is replaced, seconds"
     )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))

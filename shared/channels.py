@@ -1,9 +1,10 @@
-"""Channels between processes, and what both ends of a connection agree on.
+"""Channels between processes, and the options that both ends of a connection must agree on.
 
-Whoever dies says goodbye: the kernel closes its connections. A host that vanishes, a partition or a
-stopped process does not. So both ends ping while there are calls, and end a connection whose pings
-are not answered: it is found dead within one and a half times the keepalive interval. gRPC answers
-pings by itself, in threads of its own: a stream may be silent for ever.
+A process that dies says goodbye: the kernel closes its connections. Nobody does so if a host
+vanishes, the network is partitioned or a process is stopped. So both ends ping while there are
+calls, and end a connection whose pings go unanswered: it is found dead within one and a half times
+the keepalive interval. gRPC answers pings by itself, in its own threads: a stream may stay silent
+for ever.
 """
 
 from __future__ import annotations
@@ -20,28 +21,29 @@ from shared.tls import ClientTls, channel_credentials
 Options = Sequence[tuple[str, str | int]]
 
 KEEPALIVE_S = 10.0
-# A peer that pings more often is told to go (ENHANCE_YOUR_CALM).
+# A peer that pings more often than this is told to go (ENHANCE_YOUR_CALM).
 _MIN_PING_INTERVAL_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 
 
 def keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
-    """For either end: pings after `keepalive_s` seconds without a byte while there are calls, and
-    gives up when there is no answer within half of that."""
+    """Options for either end: ping after `keepalive_s` seconds without a byte while there are
+    calls, and give up if there is no answer within half of that."""
     timeout_ms = round(500 * keepalive_s)
     return (
         ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # What really ends a connection (grpcio 1.85), of a minute by default.
+        # What really ends a connection (grpcio 1.85); a minute by default.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 0),
-        # By default gRPC sends two on a silent stream and then hardly any more.
+        # By default gRPC sends two pings on a silent stream and then hardly any.
         ("grpc.http2.max_pings_without_data", 0),
     )
 
 
 def server_keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Allows pings twice as often as an end with the same, or the default, interval sends them."""
+    """Options for a server, which allow pings at twice the rate of a client with the same interval
+    or the default one."""
     allowed_s = min(_MIN_PING_INTERVAL_S, keepalive_s / 2)
     return (
         *keepalive_options(keepalive_s),
@@ -50,29 +52,29 @@ def server_keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
 
 
 def internal_options(keepalive_s: float) -> Options:
-    """For channels between services: messages of any size, and back soon after a loss."""
+    """Options for channels between services: messages of any size, and quick reconnection."""
     return (
         *keepalive_options(keepalive_s),
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # In spite of its name it also bounds an attempt, whose packets may be lost: from 20 s.
+        # Despite its name it also limits an attempt, whose packets may be lost; 20 s by default.
         ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_TIMEOUT_S)),
-        # A channel of its own connection: a new one must not wait for an old one's backoff.
+        # Each channel has its own connection: a new one must not wait for an old one's backoff.
         ("grpc.use_local_subchannel_pool", 1),
     )
 
 
 @dataclass(frozen=True)
 class Dialer:
-    """How a service connects to another."""
+    """Opens channels from one service to another."""
 
     tls: ClientTls | None = None
     keepalive_s: float = KEEPALIVE_S
 
     def open(self, address: str) -> aio.Channel:
-        """A channel with the certificates that the files hold now.
+        """Opens a channel with the certificates that the files hold now.
 
         Raises:
             FileError: a file cannot be used.
@@ -80,7 +82,7 @@ class Dialer:
         return open_channel(address, self.tls, internal_options(self.keepalive_s))
 
     def stamp(self) -> object:
-        """Changes when the files do."""
+        """A value that changes when the files do."""
         return self.tls and self.tls.stamp()
 
 
@@ -88,7 +90,7 @@ PLAINTEXT = Dialer()
 
 
 def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> aio.Channel:
-    """A channel to `address`, in plaintext without `tls`.
+    """Opens a channel to `address`, in plaintext if `tls` is None.
 
     Raises:
         FileError: a file of `tls` cannot be used.
@@ -101,7 +103,7 @@ def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> 
 
 
 def open_blocking_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
-    """As `open_channel`, for programs without asyncio."""
+    """Opens a channel as `open_channel` does, for programs without asyncio."""
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(
@@ -110,15 +112,15 @@ def open_blocking_channel(address: str, tls: ClientTls | None, options: Options)
 
 
 def _name_options(address: str, tls: ClientTls) -> Options:
-    """Under which name the server's certificate must know it, where that is not the host."""
+    """The option for the name that the server's certificate must have, unless that is the host."""
     # A socket has no name; gRPC would look for its path in the certificate.
     name = tls.server_name or ("localhost" if address.startswith("unix:") else "")
     return (("grpc.ssl_target_name_override", name),) if name else ()
 
 
 def stays_on_host(address: str) -> bool:
-    """Whether only processes of this host can connect to `host:port` or `unix:path`. A host name
-    other than localhost is taken to mean an interface."""
+    """Whether only processes on this host can connect to `host:port` or `unix:path`. Any host name
+    other than localhost is assumed to stand for a network interface."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.removeprefix("ipv4:").removeprefix("ipv6:").removeprefix("dns:").lstrip("/")

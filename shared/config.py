@@ -1,9 +1,9 @@
-"""Settings of the services: one frozen class each, in the service's package, read once at start.
+"""Settings of the services: one frozen class each, in the service's package, read once at startup.
 
 A value comes from a flag (`--max-num-seqs 64`), else the environment (`NANO_MAX_NUM_SEQS=64`), else
 a TOML file (`NANO_CONFIG_FILE=nano.toml`, `max_num_seqs = 64`), else the default. All services of a
-stack can share one environment and one file: what a service does not use it ignores, what none of
-them knows stops it.
+stack can share one environment and one file: a service ignores other services' settings, but does
+not start if one is unknown to all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SettingsError(ValueError):
 
 
 class ServiceSettings(SecuritySettings):
-    """What every service has."""
+    """The settings that every service has."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
     program: ClassVar[str]  # the command that reads them
@@ -44,7 +44,7 @@ class ServiceSettings(SecuritySettings):
     log_format: Literal["auto", "console", "json"] = "auto"
     drain_timeout_s: float = Field(10.0, ge=0, description="grace for calls in progress, seconds")
     exit_with_parent: bool = Field(False, description="end when the parent process is gone")
-    max_message_bytes: int = Field(4 << 20, gt=0, description="largest request that is accepted")
+    max_message_bytes: int = Field(4 << 20, gt=0, description="largest request accepted")
 
     @classmethod
     def settings_customise_sources(
@@ -59,8 +59,8 @@ class ServiceSettings(SecuritySettings):
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
-# The services' own settings. No service imports another, yet each must tell a setting of the others
-# from a misspelt one: a new setting is named here too.
+# The services' own settings. No service imports another, yet each must tell the others' settings
+# from misspelt ones, so a new setting is named here, too.
 _NAMES_OF_SERVICES = """
     attention auth_tokens_file block_size device dtype enforce_eager hang_timeout_s host kv_blocks
     master_addr master_port max_model_len max_num_batched_tokens max_num_prefill_tokens max_num_seqs
@@ -69,7 +69,7 @@ _NAMES_OF_SERVICES = """
     worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
-# What clients of a stack read, the launcher among them; they may share the services' environment.
+# Settings of a stack's clients, including the launcher, which may share the services' environment.
 _CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
 
 
@@ -77,7 +77,7 @@ def load_settings(cls: type[Settings], args: list[str]) -> Settings:
     """Reads flags, environment and file.
 
     Raises:
-        SettingsError: a value is unknown or impossible; the message names each.
+        SettingsError: settings are unknown or impossible; the message names each.
     """
     ours = {name for name in os.environ if name.startswith(PREFIX)}
     known = {PREFIX + name.upper() for name in (*KNOWN_NAMES, *_CLIENT_NAMES, "config_file")}
@@ -92,7 +92,8 @@ def load_settings(cls: type[Settings], args: list[str]) -> Settings:
 
 
 def settings_or_exit(cls: type[Settings], args: list[str]) -> Settings:
-    """`load_settings` for a program's start: an error is a line on stderr and exit status 2."""
+    """Calls `load_settings` as a program starts; an error becomes a line on stderr and exit status
+    2."""
     try:
         return load_settings(cls, args)
     except SettingsError as error:
@@ -101,7 +102,7 @@ def settings_or_exit(cls: type[Settings], args: list[str]) -> Settings:
 
 
 def _read_file(cls: type[BaseSettings]) -> dict[str, Any]:
-    """The part of NANO_CONFIG_FILE that is for `cls`, `{}` without a file."""
+    """Reads the part of NANO_CONFIG_FILE that is for `cls`; `{}` if there is no file."""
     path = os.environ.get(PREFIX + "CONFIG_FILE")
     if not path:
         return {}
@@ -121,14 +122,15 @@ def _describe(error: Any) -> str:
 
 
 def split_commas(value: object) -> object:
-    """`a,b` as a tuple, for settings that are lists; anything else as it is."""
+    """Splits `a,b` into a tuple, for settings that are lists; returns anything else as it is."""
     return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
 
 def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int | Literal["auto"]) -> None:
-    """
+    """Checks that a step has room for a token of each sequence.
+
     Raises:
-        ValueError: a step has fewer tokens than sequences.
+        ValueError: it has not.
     """
     if max_num_batched_tokens != "auto" and max_num_seqs > max_num_batched_tokens:
         raise ValueError(

@@ -3,7 +3,7 @@
     ServiceError
     ├── InvalidArgumentError     INVALID_ARGUMENT     names the field and the limit (BadRequest)
     ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
-    ├── QueueFullError           RESOURCE_EXHAUSTED   says when to come back (RetryInfo)
+    ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
     ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
@@ -25,7 +25,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class ServiceError(Exception):
-    """Base of all errors with a gRPC status; the message is what the client reads."""
+    """Base of all errors with a gRPC status; the client reads the message."""
 
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
 
@@ -34,7 +34,7 @@ class ServiceError(Exception):
         return ()
 
     def trailing_metadata(self) -> Metadata:
-        """The standard `grpc-status-details-bin` trailer, or nothing where there are no details."""
+        """The standard `grpc-status-details-bin` trailer, or nothing if there are no details."""
         details = self.details()
         if not details:
             return ()
@@ -68,7 +68,7 @@ class FailedPreconditionError(ServiceError):
 
 
 class QueueFullError(ServiceError):
-    """There is no room for the request; `retry_after_s` seconds from now there may be."""
+    """There is no room for the request, but there may be in `retry_after_s` seconds."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -85,7 +85,7 @@ class UnauthenticatedError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """Not now; `retry_after_s` where it is known when to come back."""
+    """The request cannot be served now; `retry_after_s` is set if it is known when to retry."""
 
     code = grpc.StatusCode.UNAVAILABLE
 

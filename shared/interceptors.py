@@ -1,4 +1,4 @@
-"""The server interceptor that all services have: unreadable messages and exceptions become gRPC
+"""The server interceptor of all services, which turns unreadable messages and exceptions into gRPC
 statuses."""
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Deserializer = Callable[[bytes], Any]
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """Stands for a message that could not be read, until the handler is called."""
+    """Stands in for a message that could not be read, until the handler is called."""
 
     error: InvalidArgumentError
 
 
 class StatusInterceptor(aio.ServerInterceptor):
-    """Answers INVALID_ARGUMENT for messages that do not parse, are over `max_message_bytes` or set
-    two fields of a oneof; the status of a `ServiceError`; and INTERNAL, with nothing but that word,
-    for any other exception, which is logged."""
+    """Answers INVALID_ARGUMENT to messages that do not parse, exceed `max_message_bytes` or set two
+    fields of a oneof; a `ServiceError` with its own status; and any other exception, which is
+    logged, with INTERNAL and nothing more than "internal error"."""
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
@@ -68,7 +68,7 @@ class StatusInterceptor(aio.ServerInterceptor):
 def wrap_behavior(
     handler: Any, wrap: Callable[[Any], Any], deserialize: Deserializer | None = None
 ) -> Any:
-    """A handler of the same kind whose behaviour is `wrap` of the behaviour of `handler`."""
+    """A handler of the same kind as `handler`, with its behaviour wrapped in `wrap`."""
     kinds = (
         ("unary_unary", grpc.unary_unary_rpc_method_handler),
         ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -89,7 +89,7 @@ def wrap_behavior(
 def within(
     behavior: Any, enter: Callable[[aio.ServicerContext[Any, Any]], AbstractContextManager[None]]
 ) -> Any:
-    """`behavior`, inside of what `enter` makes of the context of each call."""
+    """Wraps `behavior` so that each call runs inside the context manager from `enter`."""
 
     async def entered(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         with enter(context):
@@ -109,7 +109,7 @@ def decode_message(data: bytes, deserialize: Deserializer, max_bytes: int) -> An
     """Parses one message.
 
     Raises:
-        InvalidArgumentError: it is too large, is no such message, holds invalid UTF-8, or sets more
+        InvalidArgumentError: it is too large, does not parse, holds invalid UTF-8, or sets more
             than one field of a oneof (protobuf itself would silently keep the last).
     """
     if len(data) > max_bytes:
@@ -127,7 +127,7 @@ def _check_oneofs(message: Message, data: bytes) -> None:
     oneofs = [o for o in message.DESCRIPTOR.oneofs if len(o.fields) > 1]
     if not oneofs:
         return
-    # Read as a message without fields, every field is unknown: the wire's view of what is set.
+    # Parsed as a message without fields, every field is unknown: that shows what the wire has set.
     unread: Any = UnknownFieldSet(empty_pb2.Empty.FromString(data))
     on_the_wire = {field.field_number for field in unread}
     for oneof in oneofs:
@@ -176,7 +176,7 @@ async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exc
     if isinstance(error, aio.AbortError | asyncio.CancelledError):
         raise error
     if isinstance(error, aio.InternalError):
-        raise asyncio.CancelledError  # nothing can be written, no status either: the caller is gone
+        raise asyncio.CancelledError  # not even a status can be written: the caller is gone
     if not isinstance(error, ServiceError):
         log.error("rpc failed", method=method, exc_info=error)
         error = InternalError("internal error")

@@ -1,4 +1,4 @@
-"""Where log lines go: a standard error that can neither fail nor block."""
+"""A standard error for log lines that can neither fail nor block."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# How long a reader of the log may make the first line wait that finds its pipe full.
+# How long the reader of a full pipe may keep a line waiting; once one is dropped, the next do not.
 _PATIENCE_MS = 100
 
 
 class LogOutput(io.RawIOBase):
-    """Writes lines to a file descriptor, and drops what cannot be written at once: on a full disk,
-    to a pipe that nobody reads, to one whose reader is gone.
+    """Writes lines to a file descriptor and drops those that cannot be written at once: to a full
+    disk, a pipe that nobody reads, or one whose reader is gone.
 
-    `notice`: given how many lines were dropped, the line that says so, which is written before the
-    first one that can be written again.
+    `notice`: makes the line that says how many were dropped, which is written as soon as lines can
+    be written again.
     """
 
     def __init__(self, fd: int, notice: Callable[[int], str]) -> None:
@@ -29,7 +29,7 @@ class LogOutput(io.RawIOBase):
         self._poll.register(fd, select.POLLOUT)
         self._lock = threading.RLock()  # a finalizer may warn while this thread writes
         self._dropped = 0
-        self._torn = False  # the last line that was written lacks its end
+        self._torn = False  # the last line written lacks its end
 
     def writable(self) -> bool:
         return True
@@ -41,7 +41,7 @@ class LogOutput(io.RawIOBase):
         return os.isatty(self._fd)
 
     def write(self, data: Any) -> int:
-        """Takes all of `data`, whole lines, whatever becomes of them."""
+        """Takes all of `data`, which is whole lines, whether or not they can be written."""
         lines = bytes(data)
         with self._lock:
             if not (self._say_what_was_dropped() and self._send(lines)):
@@ -58,7 +58,7 @@ class LogOutput(io.RawIOBase):
         return True
 
     def _send(self, data: bytes) -> bool:
-        """Whether all of `data` was written."""
+        """Writes what it can, and tells whether that was all of `data`."""
         rest = memoryview(data)
         try:
             # A pipe that is ready takes PIPE_BUF bytes without blocking.
@@ -71,12 +71,12 @@ class LogOutput(io.RawIOBase):
 
 
 def shield_stderr(notice: Callable[[int], str]) -> None:
-    """From now on nothing that Python writes to `sys.stderr` raises, or blocks.
+    """Replaces `sys.stderr` by one to which no write of Python's can raise or block.
 
     `notice`: see `LogOutput`.
     """
-    # Without one, it was closed when the program started. The descriptor taken here is then its
-    # number, which nothing else gets that libraries would write their own lines to.
+    # If there is none, it was closed when the program started. The descriptor opened here then gets
+    # its number, so that no other file does, which libraries would write their own lines to.
     fd = sys.stderr.fileno() if sys.stderr else os.open(os.devnull, os.O_WRONLY)
     # Line buffering makes each line one write.
     sys.stderr = io.TextIOWrapper(

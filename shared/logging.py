@@ -1,4 +1,4 @@
-"""structlog for every service: a console on a terminal, JSON lines otherwise."""
+"""Configures structlog for every service: a console on a terminal, JSON lines otherwise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Processors = Sequence[structlog.typing.Processor]
 
 
 def configure_logging(settings: ServiceSettings, service: str, **bound: object) -> None:
-    """Sends log lines to stderr, each with `service` and `bound`. Those that cannot be written are
-    dropped, and counted in a line of their own once that is possible again: no line is worth a
-    token.
+    """Sends log lines to stderr, each with `service` and `bound`. Lines that cannot be written are
+    dropped, and counted in a line of their own once writing is possible again: no line is worth
+    delaying a token.
 
     Request and step ids are bound by their owners through `structlog.contextvars`. Prompts and
     completions are never logged.
@@ -25,7 +25,7 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
     console = settings.log_format == "console" or (
         settings.log_format == "auto" and sys.stderr is not None and sys.stderr.isatty()
     )
-    # Tracebacks without local variables: those hold prompts.
+    # Tracebacks without local variables, which may hold prompts.
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if console
@@ -40,7 +40,7 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         processors.append(structlog.processors.ExceptionRenderer(tracebacks))
     processors.append(renderer)
-    # Without the context of the line that follows.
+    # The notice must not get the context of the line that follows it.
     shield_stderr(lambda count: _render(processors[1:], count, {"service": service, **bound}))
     structlog.configure(
         processors=processors,
@@ -54,7 +54,7 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
 
 
 def _render(processors: Processors, dropped: int, bound: dict[str, object]) -> str:
-    """The line that says how many were dropped."""
+    """Renders the line that says how many were dropped."""
     event = {**bound, "event": "log lines were dropped", "count": dropped}
     line: structlog.typing.ProcessorReturnValue = event
     for process in processors:

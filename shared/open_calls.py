@@ -1,4 +1,4 @@
-"""The calls that a server is answering, so that it can end in order."""
+"""Tracks the calls that a server is answering, so that it can end them in an orderly way."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from grpc import aio
 from shared.errors import UnavailableError
 from shared.interceptors import within, wrap_behavior
 
-# Calls of gRPC's own services, health watches above all, go on as long as anybody wants.
+# Calls to gRPC's own services, health watches above all, go on for as long as their clients want.
 _ENDLESS = ("/grpc.health.", "/grpc.reflection.")
 _Task = asyncio.Task[object]
 
 
 class OpenCalls(aio.ServerInterceptor):
-    """Knows the task of each call; behind the interceptor that translates errors."""
+    """Knows the task of each call. Must come after the interceptor that translates errors."""
 
     def __init__(self) -> None:
         self._tasks: set[_Task] = set()
-        self._served: set[_Task] = set()  # those of them that are worth waiting for
+        self._served: set[_Task] = set()  # the ones worth waiting for
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending = False
 
     @property
     def count(self) -> int:
-        """Without calls of health and reflection."""
+        """The number of open calls, without those to health and reflection."""
         return len(self._served)
 
     async def finished(self, timeout_s: float) -> None:
-        """Returns when no call is open that will end by itself, at the latest after `timeout_s`."""
+        """Waits, up to `timeout_s`, until no call is open that would end by itself."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             return
 
     def end(self) -> None:
-        """Has every open call, and any that may still come, end with UNAVAILABLE: its client, who
-        has what was sent so far, can go on elsewhere."""
+        """Ends every open call, and any yet to come, with UNAVAILABLE: its client has what was sent
+        so far and can go on elsewhere."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
@@ -64,7 +64,7 @@ class OpenCalls(aio.ServerInterceptor):
 
     @contextmanager
     def _entered(self, endless: bool) -> Iterator[None]:
-        """Around the work of a call; raises UnavailableError if the server ends it."""
+        """Spans the work of a call; raises UnavailableError if the server ends it."""
         if self._ending:
             raise _stopping()
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them."""
+"""Ties the life of a process to that of its parent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Has the kernel (Linux) send this process a signal as soon as its parent is gone, whatever
-    that died of. To the kernel, the parent is the thread that started this process.
+    """Has the kernel (Linux) send this process a signal as soon as its parent dies, whatever the
+    cause. To the kernel, the parent is the thread that started this process.
 
     Args:
-        parent: its process id, where that is known for certain: it may be gone already.
+        parent: its process id, if known for certain, since it may be gone already.
 
     Raises:
-        SystemExit: it is.
+        SystemExit: the parent is gone already.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

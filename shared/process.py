@@ -1,8 +1,8 @@
-"""A service as a process that serves, and a fork that takes its place when it dies.
+"""Runs a service in a fork, and another in its place if that dies.
 
-Most of a start is imports: torch's alone take two seconds. So the process that was started imports
-everything, leaves the rest to a fork of itself, and waits for that to die, to fork another in
-milliseconds. It runs no gRPC and no torch: threads and devices do not survive a fork.
+Most of the startup time goes to imports: torch's alone take two seconds. So the main process
+imports everything, leaves the rest to a fork of itself, and waits: if that dies, another takes
+milliseconds. It never runs gRPC or torch: threads and devices do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shared.parent import end_with_parent
 
 log = structlog.get_logger(__name__)
 
-CANNOT_START = 2  # exit status for settings or a model that cannot work: do not try again
-_TRIES = 3  # of forks that are not ready before they die, after one that was
+CANNOT_START = 2  # exit status for settings or a model that cannot work: retrying is useless
+_TRIES = 3  # forks to try before giving up, once one was ready
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -45,9 +45,9 @@ def run_service(
     """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
 
     Args:
-        name: of the service, in its log; so is what is `bound`.
-        serve: calls `ready` when it serves, once.
-        start_errors: what it raises, beside OSError, if it cannot start: a line in the log.
+        name: of the service, added to its log lines, as is `bound`.
+        serve: calls `ready`, once, when it is serving.
+        start_errors: raised by `serve`, besides OSError, if it cannot start; logged as one line.
 
     Returns:
         The exit status.
@@ -70,16 +70,17 @@ def run_service(
 
 
 def serve_with_successors(serve: Callable[[Ready], None]) -> int:
-    """Runs `serve` in a fork of this process, and in another when that dies, once one was ready.
+    """Runs `serve` in a fork of this process, and once one was ready, in another whenever it dies.
 
     SIGTERM and SIGINT are passed on. No fork outlives this process.
 
     Args:
-        serve: is given what to call when it is ready, once.
+        serve: gets a function to call, once, when it is ready.
 
     Returns:
-        The exit status of a fork that ended in order or cannot start, or of the last one if none,
-        or none of the last few, was ever ready: where a signal killed it, 128 and its number.
+        The exit status of a fork that ended in order, was told to end or cannot start; or of the
+        last one, if none, or none of the last few, was ever ready. If a signal killed it, that is
+        128 plus its number.
     """
     pid, tries, told_to_end = 0, 1, False
     woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -118,10 +119,10 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
 
 
 def _wait_for(pid: int, woken: int) -> int:
-    """The wait status of a child, once it has ended.
+    """Returns the wait status of a child once it has ended.
 
-    Signals are handled meanwhile: each is a byte in the pipe `woken`. A `waitpid` that blocks would
-    sleep through one that arrives just before it.
+    Signals are handled in the meantime: each is a byte in the pipe `woken`. A blocking `waitpid`
+    would sleep through one that arrives just before it.
     """
     while True:
         ended, wait_status = os.waitpid(pid, os.WNOHANG)
@@ -132,7 +133,7 @@ def _wait_for(pid: int, woken: int) -> int:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A handler, since Python notices no signal that has none."""
+    """Does nothing, but Python notices only signals that have a handler."""
 
 
 def _handle_signals(handler: Callable[[int, object], None] | signal.Handlers) -> None:
@@ -142,7 +143,7 @@ def _handle_signals(handler: Callable[[int, object], None] | signal.Handlers) ->
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Signals wait meanwhile."""
+    """Keeps signals pending in the meantime."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

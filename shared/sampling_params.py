@@ -2,8 +2,8 @@
 
 A field of `SamplingNumbers` is a parameter. It has the same name in `SamplingParams` of
 frontend.proto and in `TokenSampling` of scheduler.proto; its column is one of `SamplingFeatures` in
-worker.proto. From these definitions the frontend takes defaults and checks, the scheduler checks
-and columns, the workers checks once more: none of them trusts what it is sent.
+worker.proto. The frontend takes its defaults and checks from these definitions, the scheduler its
+checks and columns, and the workers their checks: none of them trusts what it is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A closed range of finite numbers; with `above`, `low` itself is outside."""
+    """A closed range of finite numbers; with `above`, `low` itself is excluded."""
 
     low: float
     high: float = _MAX
@@ -41,13 +41,13 @@ class Bounds:
     """The values that a parameter may have."""
 
     public: Range  # what the frontend takes from clients
-    engine: Range  # what the scheduler and the workers can run, at least as much
+    engine: Range  # what the scheduler and the workers can run; contains `public`
 
 
 class Effect(enum.Enum):
-    """How a column changes logits."""
+    """The kinds of change that a column makes to logits."""
 
-    PENALTY = enum.auto()  # by the tokens of the context
+    PENALTY = enum.auto()  # depends on the tokens of the context
     FILTER = enum.auto()  # excludes unlikely tokens, in rows that are not greedy
 
 
@@ -55,9 +55,9 @@ class Effect(enum.Enum):
 class Parameter(Bounds):
     """A number that shapes the distribution of the next token."""
 
-    default: float  # changes nothing
+    default: float  # has no effect
     column: str  # of SamplingFeatures: int32 where the default is an int, else float32; empty: none
-    effect: Effect | None  # of the column
+    effect: Effect | None  # how the column changes logits
     from_model: bool  # generation_config.json may set another default
     with_beams: float  # the only value that goes with beam search
 
@@ -67,7 +67,7 @@ class Parameter(Bounds):
 
     @property
     def zero(self) -> float:
-        """The meaning of a zero in TokenSampling, where a field that is not set is a zero, too."""
+        """The meaning of a zero in TokenSampling, where an unset field reads as zero, too."""
         return 0 if 0 in self.engine else self.default
 
 
@@ -114,7 +114,7 @@ class SamplingNumbers:
     min_p: float = _number(0.0, Range(0, 1), column="min_p", effect=Effect.FILTER, from_model=True)
     repetition_penalty: float = _number(
         1.0,
-        Range(1e-30, 1e30),  # beyond, what it makes of logits overflows
+        Range(1e-30, 1e30),  # beyond it, logits overflow
         engine=Range(0, _MAX_FLOAT32, above=True),
         column="repetition_penalties",
         effect=Effect.PENALTY,
@@ -144,7 +144,7 @@ COLUMNS: Mapping[str, Parameter] = {name: each for name, each in NUMBERS.items()
 FILTERS = tuple(name for name, each in COLUMNS.items() if each.effect is Effect.FILTER)
 PENALTIES = tuple(name for name, each in COLUMNS.items() if each.effect is Effect.PENALTY)
 
-# Of the parameters that say how much to compute and to return, too.
+# Also covers the parameters that say how much to compute and to return.
 BOUNDS: Mapping[str, Bounds] = {
     **NUMBERS,
     "max_tokens": Bounds(public=Range(1), engine=Range(1, _MAX_INT32)),
@@ -152,6 +152,6 @@ BOUNDS: Mapping[str, Bounds] = {
     "prompt_logprobs": Bounds(public=Range(0, 20), engine=Range(0, 1000)),
     "n": Bounds(public=Range(1, 16), engine=Range(1, 64)),
     "beam_width": Bounds(public=Range(0, 16), engine=Range(0, 64)),
-    # Lengths to its power stay finite.
+    # Keeps lengths raised to its power finite.
     "length_penalty": Bounds(public=Range(-10, 10), engine=Range(-10, 10)),
 }

@@ -1,4 +1,4 @@
-"""The settings that decide who may connect, who may call, and who may listen in."""
+"""Settings that decide who may connect, who may call, and who may eavesdrop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PREFIX = "NANO_"
 
 
 class SecuritySettings(BaseSettings):
-    """Between services, which trust each other: mutual TLS or none."""
+    """Settings of TLS between services, which trust each other: mutual TLS or none."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
     _tls_prefix: ClassVar[str] = "internal_tls"  # of the settings that `server_tls` is made of
 
-    internal_tls_cert: str = Field("", description="PEM file: of services among each other")
+    internal_tls_cert: str = Field("", description="PEM file: shown to other services")
     internal_tls_key: str = Field("", description="PEM file")
-    internal_tls_ca: str = Field("", description="PEM file: what signed all services' certificates")
-    allow_plaintext: bool = Field(False, description="without TLS on other than loopback")
+    internal_tls_ca: str = Field("", description="PEM file: CA of all services' certificates")
+    allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: Literal["auto", "on", "off"] = Field("auto", description="auto: off with tokens")
     keepalive_s: float = Field(KEEPALIVE_S, gt=0, description="between pings of silent streams")
 
@@ -37,7 +37,7 @@ class SecuritySettings(BaseSettings):
 
     @property
     def internal_tls(self) -> ServerTls | None:
-        """What a service within listens with; None is plaintext."""
+        """The TLS that an internal service listens with; None is plaintext."""
         if not self.internal_tls_cert:
             return None
         return ServerTls(
@@ -46,26 +46,26 @@ class SecuritySettings(BaseSettings):
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """What this one listens with."""
+        """The TLS that this service listens with; None is plaintext."""
         return self.internal_tls
 
     @property
     def reflected(self) -> bool:
-        """Whether anybody who may call may list the methods."""
+        """Whether anybody allowed to call may list the methods."""
         return self.reflection != "off"
 
     @property
     def dialer(self) -> Dialer:
-        """How the service calls others."""
+        """The dialer of this service's channels to others."""
         files = self.internal_tls_ca, self.internal_tls_cert, self.internal_tls_key
         return Dialer(ClientTls(*files) if all(files) else None, self.keepalive_s)
 
     def _check_listening(self, name: str, address: str) -> None:
-        """Refuses plaintext that others may read."""
+        """Refuses to listen in plaintext that others may read."""
         if self.server_tls is None and not self.allow_plaintext and not stays_on_host(address):
             prefix = self._tls_prefix
             raise ValueError(
-                f"{name}: {address} would listen in plaintext: set {prefix}_cert and the others of "
-                f"TLS ({PREFIX}{prefix.upper()}_CERT, ...), or allow_plaintext "
-                f"({PREFIX}ALLOW_PLAINTEXT=1) where the network is private"
+                f"{name}: {address} would listen in plaintext: set {prefix}_cert and the other TLS "
+                f"settings ({PREFIX}{prefix.upper()}_CERT, ...), or allow_plaintext "
+                f"({PREFIX}ALLOW_PLAINTEXT=1) if the network is private"
             )

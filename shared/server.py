@@ -1,4 +1,4 @@
-"""Start, health, drain and end of a gRPC service process."""
+"""Starts, drains and stops the gRPC server of a service, and reports its health."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from shared.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
 
-# Over `max_message_bytes` a request is read and refused with INVALID_ARGUMENT; over this many times
-# that, gRPC refuses it unread with RESOURCE_EXHAUSTED.
+# A request over `max_message_bytes` is read and refused with INVALID_ARGUMENT; one over this many
+# times that, gRPC refuses unread with RESOURCE_EXHAUSTED.
 _UNREAD_FACTOR = 16
-# More than that is refused with RESOURCE_EXHAUSTED; gRPC's default begins to refuse at half of it.
+# More is refused with RESOURCE_EXHAUSTED; by default gRPC would begin to refuse at half of it.
 _MAX_METADATA_BYTES = 16 << 10
 _INTERNAL_CALLS = 1024
-# For the last messages and statuses to leave; clients that do not read would hold them up for ever.
+# Time for the last messages and statuses to leave; a client that does not read would hold them up
+# for ever.
 _FLUSH_S = 1.0
 
 
 class Server:
-    """A gRPC server with health, reflection, error translation and a graceful end.
+    """A gRPC server with health, reflection, error translation and graceful shutdown.
 
     Health is NOT_SERVING until `set_serving(True)`.
 
     Args:
-        interceptors: of this service, behind those of every service.
-        max_calls: of a connection at a time, beyond which its client waits.
-        reuse_port: several processes may listen on the same port.
-        ready: called when it is SERVING for the first time.
+        interceptors: this service's own, which come after those that every service has.
+        max_calls: open calls per connection, beyond which its client waits.
+        reuse_port: whether several processes may listen on the same port.
+        ready: called when the server is SERVING for the first time.
 
     Raises:
         FileError: a file of certificates cannot be used.
@@ -62,7 +63,7 @@ class Server:
         tls = settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
-            channel_credentials(settings.dialer.tls)  # says now what would fail with the first call
+            channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
         common = StatusInterceptor(settings.max_message_bytes), self._calls
         self.grpc = aio.server(
             interceptors=[*common, *interceptors],
@@ -85,7 +86,7 @@ class Server:
         self._stopping = asyncio.Event()
 
     async def set_serving(self, serving: bool) -> None:
-        """What `grpc.health.v1.Health` answers from now on."""
+        """Sets what `grpc.health.v1.Health` answers from now on."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -98,13 +99,13 @@ class Server:
             self._ready = None
 
     async def start(self, address: str) -> None:
-        """Listens on `address`: `host:port` or `unix:path`, which only this user may connect to.
+        """Listens on `address`: `host:port`, or `unix:path`, to which only this user may connect.
 
         Raises:
             OSError: the address cannot be bound.
         """
         await self.set_serving(False)
-        # A socket's mode must be right from the start: chmod would come too late.
+        # The socket's mode must be right from the start: chmod would be too late.
         mask = os.umask(0o177) if address.startswith("unix:") else None
         try:
             port = self.add_port(address)
@@ -128,9 +129,9 @@ class Server:
         self._stopping.set()
 
     async def wait(self) -> None:
-        """Serves until SIGTERM, SIGINT or `stop`, then drains: health is NOT_SERVING, the address
-        is free for others and clients are told to connect elsewhere (GOAWAY), while calls in
-        progress go on. Those that the grace period (`drain_timeout_s`) is too short for end with
+        """Serves until SIGTERM, SIGINT or `stop`, then drains: health becomes NOT_SERVING, the
+        address is free for others and clients are told to connect elsewhere (GOAWAY), while calls
+        in progress go on. Those that outlast the grace period (`drain_timeout_s`) end with
         UNAVAILABLE."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

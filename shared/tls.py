@@ -1,4 +1,4 @@
-"""TLS: PEM files -> gRPC credentials. Needs nothing but gRPC: the client library uses it too."""
+"""Makes gRPC credentials from PEM files. Needs only gRPC: the client library uses it, too."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class FileError(OSError):
 
 @dataclass(frozen=True)
 class ServerTls:
-    """What a server shows, and whom it lets in.
+    """The certificate that a server presents, and which clients it admits.
 
     `client_ca`: clients must have a certificate signed by one of these; empty: anybody may connect.
-    `setting` is what the names of the settings begin with.
+    `setting`: the prefix of the settings' names.
     """
 
     cert: str
@@ -32,10 +32,10 @@ class ServerTls:
 
 @dataclass(frozen=True)
 class ClientTls:
-    """How a client knows servers, and what it shows them.
+    """The files by which a client verifies servers, and the certificate that it presents.
 
-    `ca`: what signed the certificates of servers, by default what gRPC trusts by itself; `cert` and
-    `key`: of the client, where servers want one; `server_name`: the name in the server's
+    `ca`: signed the servers' certificates, by default whatever gRPC itself trusts; `cert` and
+    `key`: the client's own, if servers require them; `server_name`: the name in the server's
     certificate, by default the host that is dialled (for a Unix socket `localhost`).
     """
 
@@ -46,21 +46,20 @@ class ClientTls:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientTls | None:
-        """From NANO_TLS_CA, NANO_CLIENT_CERT, NANO_CLIENT_KEY and NANO_TLS_SERVER_NAME; None where
+        """Reads NANO_TLS_CA, NANO_CLIENT_CERT, NANO_CLIENT_KEY and NANO_TLS_SERVER_NAME; None if
         none of them is set."""
         names = ("NANO_TLS_CA", "NANO_CLIENT_CERT", "NANO_CLIENT_KEY", "NANO_TLS_SERVER_NAME")
         values = [environment.get(name, "") for name in names]
         return cls(*values) if any(values) else None
 
     def stamp(self) -> _Stamp:
-        """Changes when a file does; empty while one is missing."""
+        """A value that changes when a file does; empty while one is missing."""
         return _stamp(self.ca, self.cert, self.key)
 
 
 def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.ServerCredentials:
-    """Credentials that follow the files: each new connection is met with what they hold by then.
-    Files that do not fit together, such as half-replaced ones, change nothing but that `warn` is
-    given the reason.
+    """Credentials that follow the files: each new connection gets what they hold at the time. Files
+    that do not fit together, such as half-replaced ones, change nothing; `warn` gets the reason.
 
     Raises:
         FileError: a file cannot be used.
@@ -74,7 +73,7 @@ def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.Serv
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Credentials of what the files hold now.
+    """Credentials from what the files hold now.
 
     Raises:
         FileError: a file cannot be read, or is not what it should be.
@@ -89,8 +88,8 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 
 
 def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: str) -> None:
-    """Loads files into `context`, which checks that they exist, are what they should be and fit
-    together. `setting` is for the message.
+    """Loads files into `context`, which checks that they exist, are what they should be and match.
+    `setting` is for the message.
 
     Raises:
         FileError: they do not.
@@ -98,7 +97,7 @@ def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: s
     try:
         if cert or key:
             what = f"{setting}_cert, {setting}_key: {cert or 'none'} with {key or 'none'}"
-            # No password is known: without this OpenSSL would ask for one on the terminal.
+            # Without a password, even an empty one, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(cert, key or None, password="")
         if ca:
             what = f"{setting}_ca: {ca}"
@@ -118,8 +117,8 @@ class _Follower:
         self.first = self._read()
 
     def reread(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold, None if that is what they held before. Called by gRPC at the start
-        of each connection."""
+        """Returns what the files hold, or None if nothing has changed or they cannot be used. gRPC
+        calls it at the start of each connection."""
         stamp = self._stamp()
         if stamp == self._seen:
             return None
@@ -128,7 +127,7 @@ class _Follower:
         except FileError as error:
             self._warn(str(error))
             config = None
-        if self._stamp() == stamp:  # else they changed while they were read: again next time
+        if self._stamp() == stamp:  # else they changed while being read: try again next time
             self._seen = stamp
             return config
         return None

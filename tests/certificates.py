@@ -11,13 +11,13 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 @dataclass(frozen=True)
 class Issued:
-    """PEM files."""
+    """A certificate and its key, as PEM files."""
 
     cert: str
     key: str
 
     def replace_by(self, other: Issued) -> None:
-        """As an operator would: the new files get the names of the old ones."""
+        """Renames the new files over the old ones, as an operator would."""
         for old, new in ((self.cert, other.cert), (self.key, other.key)):
             replace(old, new)
 
@@ -35,7 +35,7 @@ class Authority:
         )
 
     def issue(self, name: str, *alternative_names: str) -> Issued:
-        """A certificate for `DNS:...` and `IP:...` names, in files called `name`."""
+        """Issues a certificate for `DNS:...` and `IP:...` names, in files called `name`."""
         base = self._directory / f"{self._name}-{name}"
         request, extensions = base.with_suffix(".csr"), base.with_suffix(".ext")
         issued = Issued(f"{base}.pem", f"{base}.key")
@@ -49,7 +49,7 @@ class Authority:
 
 
 def replace(old: str, new: str) -> None:
-    """What is in `new` is in `old` from one moment to the next."""
+    """Replaces the contents of `old` with those of `new`, atomically."""
     temporary = Path(f"{old}.new")
     temporary.write_bytes(Path(new).read_bytes())
     temporary.replace(old)

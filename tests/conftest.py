@@ -1,5 +1,5 @@
-"""Triton's kernels run in its interpreter in tests, on CPU tensors, unless TEST_DEVICE is
-cuda: then `tests.worker_svc.device` puts tensors on a GPU, and the kernels are compiled."""
+"""Runs Triton's kernels in its interpreter, on CPU tensors, unless TEST_DEVICE is cuda: then
+`tests.worker_svc.device` puts tensors on a GPU, and the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.certificates import Authority
 ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 
 if not ON_GPU:
-    # Triton reads it when it is imported, which torch does too: before anything else, therefore.
+    # Before any other import: Triton reads this when it is imported, by torch for one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
     from triton.runtime import interpreter
@@ -31,10 +31,10 @@ if not ON_GPU:
 
 
 def pytest_configure() -> None:
-    """A run that was meant for a GPU must not pass without one."""
+    """Stops a run meant for a GPU from passing without one."""
     device = os.environ.get("TEST_DEVICE", "cpu")
     if device not in ("cpu", "cuda"):
-        raise pytest.UsageError(f"TEST_DEVICE: cpu or cuda, not {device}")
+        raise pytest.UsageError(f"TEST_DEVICE: {device}; must be cpu or cuda")
     if not ON_GPU:
         return
     import torch
@@ -57,15 +57,16 @@ def authority(certificates: Path) -> Authority:
     return Authority(certificates, "ours")
 
 
+@pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`, which `make test` passes: a worker per processor, but none where tests are
-    named, since workers take longer to start than most tests to run."""
+    """Turns `-n auto`, which `make test` passes, into a worker per processor, but none if tests are
+    named: workers take longer to start than most tests to run."""
     named = config.option.keyword or not all(Path(each).is_dir() for each in config.args)
     return 0 if named else len(os.sched_getaffinity(0))
 
 
-# With `--dist loadgroup` these run one after another, beside the others: stacks of processes
-# that are harmed, with time limits of their own.
+# With `--dist loadgroup` these run one after another, alongside the others: they harm stacks of
+# processes, and have time limits of their own.
 _HARMED = [Path(__file__).parent / name for name in ("chaos", "faults", "fuzz")]
 
 

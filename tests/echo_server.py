@@ -17,7 +17,7 @@ from shared.pb.frontend_pb2_grpc import (
 
 
 class Echo(InferenceServiceServicer):
-    """Unary calls answer at once; streams say `open`, and `done` when `finish` is set."""
+    """Answers unary calls at once; streams say `open`, then `done` once `finish` is set."""
 
     def __init__(self) -> None:
         self.finish = asyncio.Event()
@@ -44,7 +44,7 @@ class Echo(InferenceServiceServicer):
 
 @asynccontextmanager
 async def echo_server(**settings: object) -> AsyncIterator[tuple[str, Echo]]:
-    """Its address, and the service."""
+    """Runs the server; yields its address and the service."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     server = public_server(load_settings(FrontendSettings, flags))
     echo = Echo()

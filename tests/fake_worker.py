@@ -18,10 +18,10 @@ __all__ = ["VOCAB_SIZE", "FakeWorker", "completion", "next_token", "start_worker
 
 
 class FakeWorker(WorkerServiceServicer):
-    """A step that the sanitizer refuses ends the stream, with the reason in `violations`.
+    """A worker that ends the stream at a step the sanitizer refuses, and notes it in `violations`.
 
-    `gate` holds back answers while it is cleared, `answers_info` those of GetInfo; `fail_steps`
-    step ids, and steps that it `fails`, end the stream instead.
+    Clearing `gate` holds back answers to steps, clearing `answers_info` those to GetInfo. A step
+    whose id is in `fail_steps`, or for which `fails` is true, ends the stream instead.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FakeWorker(WorkerServiceServicer):
 
 
 async def start_worker(worker: FakeWorker, address: str = "127.0.0.1:0") -> tuple[aio.Server, str]:
-    """A running server and its address."""
+    """Starts a server; returns it and its address."""
     server = aio.server()
     add_WorkerServiceServicer_to_server(worker, server)
     port = server.add_insecure_port(address)

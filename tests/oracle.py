@@ -1,8 +1,8 @@
-"""A model that can be computed by hand, for tests.
+"""A model for tests that can be computed by hand.
 
 The state after a prefix is the state before its last token, times 31, plus that token, plus one.
-The next token is the state plus the seed, modulo the vocabulary, or the first after it that may be
-sampled. Log-probabilities depend on the state as well, and are those of no distribution.
+The next token is the state plus the seed, modulo the vocabulary size, or the first after it that
+may be sampled. Log-probabilities depend on the state too, but belong to no distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = TypeVar("State", int, NDArray[np.int64])
 
 
 def extend(state: State, token: State) -> State:
-    """The state after `token`, of one sequence or of many."""
+    """The state after `token`, for one sequence or for many."""
     return (state * 31 + token + 1) % _MODULUS
 
 
@@ -36,20 +36,20 @@ def states(tokens: Iterable[int]) -> list[int]:
 
 
 def sample(state: int, seed: int = 0, banned: Collection[int] = ()) -> int:
-    """The token after a state. If all are banned, it is as if none was."""
+    """The token sampled in a state. Banning every token is the same as banning none."""
     token = (state + seed) % VOCAB_SIZE
     allowed = (t % VOCAB_SIZE for t in range(token, token + VOCAB_SIZE))
     return next((t for t in allowed if t not in banned), token) if banned else token
 
 
 def logprobs(state: int, token: int, k: int) -> tuple[list[int], list[float]]:
-    """Token ids and values after a state: of `token`, then of the k that are called most likely."""
+    """Token ids and values in a state: those of `token`, then of the k deemed most likely."""
     ids = [token, *((state + i) % VOCAB_SIZE for i in range(k))]
     return ids, [-(1.0 + (state + id_) % 97) for id_ in ids]
 
 
 def next_token(context: Seq[int]) -> int:
-    """Depends on every token of the context and on their order."""
+    """The token after a context, which depends on all of its tokens and their order."""
     return sample(states(context)[-1] if context else EMPTY)
 
 
@@ -60,8 +60,8 @@ def completion(
     min_tokens: int = 0,
     ends: Collection[int] = (),
 ) -> list[int]:
-    """What an engine generates, were it not ended by any of `ends`, which are banned before
-    `min_tokens`."""
+    """The tokens that an engine generates if none of `ends`, which are banned before `min_tokens`,
+    stops it."""
     state = states(prompt)[-1] if prompt else EMPTY
     tokens: list[int] = []
     for _ in range(num_tokens):

@@ -1,8 +1,8 @@
 """A worker without a model that trusts nothing: it runs steps of `worker.proto` on a cache of token
-ids and raises when a step does what would corrupt a real cache or read a corrupt one.
+ids and raises if a step would corrupt a real cache or read a corrupt one.
 
-Like a key and a value, what a slot holds depends on all tokens up to its position: it is the state
-of `tests.oracle` there. A wrong slot, position, table or prefix is found where it is attended to.
+Like a key and a value, the content of a slot depends on all tokens up to its position: it is the
+state of `tests.oracle` there. A wrong slot, position, table or prefix is caught when attended to.
 
 Pure: no asyncio, no gRPC.
 """
@@ -24,10 +24,10 @@ __all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
 
 @dataclass(frozen=True)
 class Beside:
-    """What the scheduler knew when it sent a step."""
+    """The scheduler's knowledge when it sent a step."""
 
     owners: Seq[Owner]  # of the rows
-    answered: int  # the last step whose answer it had
+    answered: int  # the last step whose answer had arrived
     references: Ints  # per block, how many live sequences hold it
 
 
@@ -39,7 +39,7 @@ class Limits:
 
 
 class Sanitizer:
-    """One epoch of a worker."""
+    """Checks and runs the steps of one epoch."""
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, epoch: int) -> None:
         slots = num_blocks * block_size
@@ -49,22 +49,22 @@ class Sanitizer:
         self._epoch = epoch
         self._step_id = 0
         self._last_tokens: list[int] = []
-        # Per slot: what it holds, -1 while never written, ...
+        # Per slot: its content, -1 until written, ...
         self._tokens = np.full(slots, -1, np.int64)
         self._positions = np.full(slots, -1, np.int64)
         self._states = np.full(slots, -1, np.int64)
         self._salts = np.zeros(slots, np.int64)
-        # ... who computed it, in which step; copies take all of this with them.
+        # ... and who computed it, in which step. A copy takes all of this along.
         self._writers = np.zeros(slots, np.int64)
         self._computed = np.zeros(slots, np.int64)
-        # The last steps that wrote it and that attended to it.
+        # Per slot: the last steps that wrote it and that attended to it.
         self._written = np.zeros(slots, np.int64)
         self._attended = np.zeros(slots, np.int64)
 
     def run(
         self, request: worker_pb2.StepRequest, beside: Beside | None = None
     ) -> worker_pb2.StepResponse:
-        """The answer, with the oracle's tokens and log-probabilities.
+        """Answers a step with the oracle's tokens and log-probabilities.
 
         Raises:
             SanitizerError: the step is wrong; the message shows it.
@@ -112,15 +112,15 @@ class Sanitizer:
             fail(f"a context longer than the model's {self._limits.max_model_len}")
 
     def _check_columns(self, step: StepColumns) -> None:
-        """The redundant columns say the same; every slot is written once."""
+        """Redundant columns must agree, and every slot be written once."""
         tokens = int(step.query_lens.sum())
         if not len(step.input_ids) == len(step.positions) == len(step.slots) == tokens:
             fail("columns of different lengths")
         blocks = -(-step.context_lens // self._block_size)
         if len(step.offsets) != len(blocks) + 1 or (np.diff(step.offsets) != blocks).any():
-            fail("block tables of a length that does not fit the context")
+            fail("block tables do not fit the context lengths")
         if step.offsets[0] != 0 or step.offsets[-1] != len(step.table):
-            fail("block table offsets")
+            fail("block table offsets do not span the block tables")
         if not ((step.table >= 0) & (step.table < self._num_blocks)).all():
             fail("a block that does not exist")
         if (step.positions != step.expected_positions()).any():
@@ -132,7 +132,7 @@ class Sanitizer:
             fail("a slot is written twice")
 
     def _copy(self, step: StepColumns, beside: Beside | None) -> None:
-        """All copies at once, before anything is written."""
+        """Makes all copies at once, before anything is written."""
         if not len(step.copies):
             return
         blocks = step.copies
@@ -148,7 +148,7 @@ class Sanitizer:
         )
         if beside is not None:
             if (beside.references[blocks[:, 1]] != 1).any():
-                fail("copies to a block that not exactly one sequence holds")
+                fail("copies to a block that is held by not exactly one sequence")
             self._check_not_in_flight(slots, beside)
         content = (self._tokens, self._positions, self._states, self._salts)
         for column in (*content, self._writers, self._computed):
@@ -159,12 +159,12 @@ class Sanitizer:
         in_flight = np.maximum(self._attended[slots], self._written[slots])
         if (in_flight > beside.answered).any():
             fail(
-                f"writes to a slot of step {in_flight.max()}, which is in flight: answered are "
-                f"those up to {beside.answered}"
+                f"writes to a slot of step {in_flight.max()}, which is in flight: only steps up "
+                f"to {beside.answered} are answered"
             )
 
     def _check_writes(self, step: StepColumns, beside: Beside) -> None:
-        """No write to what somebody else reads."""
+        """A step must not write to a slot that somebody else reads."""
         references = beside.references[step.slots // self._block_size]
         if (references != 1).any():
             fail(f"writes to a block that {references[references != 1][0]} sequences hold")
@@ -193,21 +193,21 @@ class Sanitizer:
             self._salts[step.slots] = np.repeat([o.salt for o in owners], step.query_lens)
 
     def _resolve(self, input_ids: Ints) -> list[int]:
-        """Puts the tokens that the step before sampled where it is referred to."""
+        """Replaces references to the previous step's rows with the tokens sampled there."""
         ids: list[int] = input_ids.tolist()
         for place in np.flatnonzero(input_ids < 0).tolist():
             row = -1 - ids[place]
             if row >= len(self._last_tokens):
-                fail(f"refers to row {row}, which the step before did not have")
+                fail(f"refers to row {row}, which the previous step did not have")
             if self._last_tokens[row] < 0:
-                fail(f"refers to row {row}, which sampled nothing in the step before")
+                fail(f"refers to row {row}, which sampled nothing in the previous step")
             ids[place] = self._last_tokens[row]
         if max(ids) >= VOCAB_SIZE:
-            fail("a token outside of the vocabulary")
+            fail("a token outside the vocabulary")
         return ids
 
     def _check_attended(self, step: StepColumns) -> None:
-        """Each slot of a context holds a token computed after exactly those before it."""
+        """Each slot of a context must hold a token computed after exactly those before it."""
         slots = step.attended_slots
         if (self._positions[slots] != step.attended_positions).any():
             place = np.flatnonzero(self._positions[slots] != step.attended_positions)[0]
@@ -226,7 +226,7 @@ class Sanitizer:
             )
 
     def _check_owners(self, step: StepColumns, beside: Beside) -> None:
-        """The tokens are the sequence's own; what others computed was answered before."""
+        """Tokens must be the sequence's own; those that others computed must have been answered."""
         slots, lens = step.attended_slots, step.context_lens
         for owner, context_len in zip(beside.owners, lens.tolist(), strict=True):
             if context_len > len(owner.states):
@@ -245,4 +245,4 @@ class Sanitizer:
                 place = np.flatnonzero(wrong)[0]
                 fail(f"position {step.attended_positions[place]} of {step.row_name(place)} {what}")
         if step.seeds.tolist() != [owner.params.seed for owner in beside.owners]:
-            fail("seeds of other rows")
+            fail("seeds are those of other rows")

@@ -1,4 +1,4 @@
-"""What a step asks for beyond a token per row: checks of its columns, and the answers."""
+"""Checks and answers whatever a step asks for beyond a token per row."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _NEVER = -math.inf
 
 
 class SanitizerError(AssertionError):
-    """A step that a worker must never get."""
+    """A step that must never reach a worker."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The sequence behind a row, of which the protocol says nothing."""
+    """The sequence behind a row, which the protocol does not mention."""
 
     name: str
-    number: int  # its own among all sequences, from 1 on
+    number: int  # unique among all sequences, from 1 on
     salt: int  # only sequences of the same salt may share blocks
     params: SamplingParams
     prompt: Seq[int]
-    states: Ints  # of the tokens it may ever compute: its last one needs no step
+    states: Ints  # after each token it may ever compute; its last one needs no step
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Of one row that samples."""
+    """The features of one row that samples."""
 
-    numbers: tuple[float, ...]  # in order of the columns
+    numbers: tuple[float, ...]  # in the order of the columns
     num_prompt_tokens: int
     num_logprobs: int
     bias: dict[int, float]
@@ -56,18 +56,20 @@ class Asked:
 
 
 class Features:
-    """Those of a step, by row."""
+    """The features of a step, by row."""
 
     def __init__(self, step: StepColumns) -> None:
-        """Raises:
-        SanitizerError: a column contradicts another, or a value is out of its range.
+        """Reads the columns.
+
+        Raises:
+            SanitizerError: two columns contradict each other, or a value is out of range.
         """
         self._step = step
         self.sampling = self._read_sampling(step.request.features)
         self.targets = self._read_targets(step.request.prompt_logprobs)
 
     def check_owners(self, owners: Seq[Owner]) -> None:
-        """Each row asks for what its sequence wants, and for nothing else."""
+        """Each row must ask for exactly what its sequence wants."""
         step = self._step
         for row, owner in enumerate(owners):
             context_len = int(step.context_lens[row])
@@ -93,7 +95,7 @@ class Features:
                     fail(f"row {row} scores {self.targets[row]}, its prompt goes on with {tokens}")
 
     def answer(self, states: Ints) -> worker_pb2.StepResponse:
-        """`states`: of all contexts, one after the other."""
+        """Answers the step, given the states of all contexts, concatenated."""
         step = self._step
         last: list[int] = states[np.cumsum(step.context_lens) - 1].tolist()
         tokens = [
@@ -162,9 +164,9 @@ class Features:
         values = _column(features.bias_values, "<f4", len(ids), "bias_values").tolist()
         offsets = _offsets(features.bias_offsets, num_rows, len(ids), "bias_offsets")
         if not all(0 <= token < VOCAB_SIZE for token in ids):
-            fail("a bias outside of the vocabulary")
+            fail("a bias outside the vocabulary")
         if not all(value < math.inf for value in values):
-            fail("a bias that is no number or infinite")
+            fail("a bias that is not a number or infinite")
         biases: list[dict[int, float]] = []
         for start, end in itertools.pairwise(offsets):
             bias: dict[int, float] = {}
@@ -192,7 +194,7 @@ class Features:
         tokens = ints(prompts.targets).tolist()
         offsets = _offsets(prompts.target_offsets, len(rows), len(tokens), "target_offsets")
         if not all(0 <= token < VOCAB_SIZE for token in tokens):
-            fail("a target outside of the vocabulary")
+            fail("a target outside the vocabulary")
         targets: dict[int, tuple[int | None, list[int]]] = {}
         for i, row in enumerate(rows):
             targets[row] = (nums[i], tokens[offsets[i] : offsets[i + 1]])
@@ -211,8 +213,8 @@ class Features:
 
 
 def wanted(owner: Owner, context_len: int, masked: bool) -> Asked | None:
-    """What a row has to ask for that samples the token after `context_len` ones, written down once
-    more, apart from the scheduler's code; None where a temperature and a seed are enough."""
+    """The features a row needs to sample the token after `context_len` others, or None if a
+    temperature and a seed are enough. Written independently of the scheduler's code."""
     params = owner.params
     bias = dict(zip(params.bias_ids, params.bias_values, strict=True))
     if not masked and context_len - len(owner.prompt) < params.min_tokens:

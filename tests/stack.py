@@ -1,4 +1,4 @@
-"""A real stack of processes, started as a user starts a private one, and ways to harm it.
+"""A real stack of processes, started as users start a private one, and ways to harm it.
 
 with running_stack(tp=2, frontends=2) as stack:
     pid = stack.kill("worker", 1)
@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "models" / "demo"
 
-WAIT_S = 180.0  # for what takes seconds, on a machine that is busy with something else
+WAIT_S = 180.0  # for steps that take seconds, on a machine that is busy with other work
 _POLL_S = 0.05
 _LOG_LINES = 40
 
@@ -48,7 +48,7 @@ class RealStack:
 
     @property
     def address(self) -> str:
-        """Where clients find the frontends."""
+        """The address at which clients reach the frontends."""
         return self.stack.address
 
     @property
@@ -59,45 +59,45 @@ class RealStack:
         return list(self.stack.processes())
 
     def pids(self) -> dict[tuple[str, int], int | None]:
-        """Of all processes; None while one is not running."""
+        """The pids of all processes; None for one that is not running."""
         by_name = {each.name: each.pid for each in supervised_processes(self.directory)}
         found = {(each.service, each.index): by_name[each.name] for each in self.processes()}
         return {key: pid if pid and _is_alive(pid) else None for key, pid in found.items()}
 
     def pid(self, service: str, index: int = 0) -> int:
-        """Waits for the process if it is just being started again."""
+        """Returns the process's pid; waits for it if it is being restarted."""
         return wait_for(lambda: self.pids()[service, index], f"{service}-{index} to run")
 
     def signal(self, service: str, index: int, number: signal.Signals) -> int:
-        """Returns the pid of the process that it was sent to."""
+        """Sends a signal; returns the pid of the process that got it."""
         while True:
             pid = self.pid(service, index)
-            with suppress(ProcessLookupError):  # gone meanwhile
+            with suppress(ProcessLookupError):  # it ended in the meantime
                 os.kill(pid, number)
                 return pid
 
     def kill(self, service: str, index: int = 0) -> int:
-        """kill -9. Returns the pid that the process had."""
+        """Kills with SIGKILL; returns the pid that the process had."""
         return self.signal(service, index, signal.SIGKILL)
 
     def terminate(self, service: str, index: int = 0) -> int:
         return self.signal(service, index, signal.SIGTERM)
 
     def stop(self, service: str, index: int = 0) -> int:
-        """SIGSTOP: the process hangs until `cont`."""
+        """Sends SIGSTOP: the process hangs until `cont`."""
         return self.signal(service, index, signal.SIGSTOP)
 
     def cont(self, service: str, index: int = 0) -> int:
         return self.signal(service, index, signal.SIGCONT)
 
     def wait_replaced(self, service: str, index: int, old_pid: int) -> int:
-        """Returns the pid of the process that took the place of `old_pid`."""
+        """Waits for the process that replaces `old_pid`; returns its pid."""
 
         def new_pid() -> int | None:
             pid = self.pids()[service, index]
             return pid if pid != old_pid else None
 
-        return wait_for(new_pid, f"{service}-{index} to be started again")
+        return wait_for(new_pid, f"{service}-{index} to be restarted")
 
     def wait_serving(self) -> None:
         """Returns once every process is running and healthy."""
@@ -111,13 +111,13 @@ class RealStack:
             raise TimeoutError(f"{error}\n{self.describe()}") from None
 
     def load(self) -> GetLoadResponse:
-        """What the scheduler says of itself; waits for a scheduler that is starting."""
+        """The load as the scheduler reports it; waits if the scheduler is starting."""
         with grpc.insecure_channel(self.stack.scheduler_address, options=CHANNEL_OPTIONS) as one:
             stub = SchedulerServiceStub(one)
             return stub.GetLoad(GetLoadRequest(), timeout=WAIT_S, wait_for_ready=True)
 
     def wait_idle(self) -> GetLoadResponse:
-        """Returns the load once nothing waits or runs and no block is used."""
+        """Returns the load once nothing is waiting or running and no block is used."""
 
         def idle() -> GetLoadResponse | None:
             load = self.load()
@@ -129,7 +129,7 @@ class RealStack:
             raise TimeoutError(f"{error}: {self.load()}") from None
 
     def wait_load(self, reached: Callable[[GetLoadResponse], bool]) -> GetLoadResponse:
-        """Returns the first load of which `reached` is true."""
+        """Returns the first load for which `reached` is true."""
 
         def check() -> GetLoadResponse | None:
             load = self.load()
@@ -138,7 +138,7 @@ class RealStack:
         return wait_for(check, "the load")
 
     def describe(self) -> str:
-        """The state of all processes and the ends of their logs: for a failure's message."""
+        """The state of all processes and the ends of their logs, for failure messages."""
         parts = [format_status(stack_status(self.stack))]
         for process in self.processes():
             log = self.stack.log(process.name)
@@ -151,12 +151,12 @@ class RealStack:
 def running_stack(
     environment: Mapping[str, str] | None = None, **variables: object
 ) -> Iterator[RealStack]:
-    """A stack that serves the demo model; everything is gone afterwards. If the body fails, the
-    logs' ends are printed.
+    """Runs a stack that serves the demo model, and leaves nothing behind. If the body fails, prints
+    the ends of the logs.
 
     Args:
-        environment: variables for all processes, beside those of this one.
-        variables: those of `make up` in lower case.
+        environment: variables for all processes, besides those of this one.
+        variables: those of `make up`, in lower case.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in variables.items()]
     launcher = subprocess.Popen(
@@ -185,10 +185,10 @@ def running_stack(
 
 
 def wait_for(ask: Callable[[], Answer | None], what: str, timeout_s: float = WAIT_S) -> Answer:
-    """The first answer that is not None, 0 or False.
+    """Returns the first answer that is not None, 0 or False.
 
     Raises:
-        TimeoutError: there was none in `timeout_s` seconds.
+        TimeoutError: there was none within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while not (answer := ask()):
@@ -206,7 +206,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _directory(launcher_pid: int) -> Path:
-    """Where the stack that this launcher started keeps its state."""
+    """The state directory of the stack that this launcher started."""
     for child in psutil.Process(launcher_pid).children():
         if directory := child.environ().get(MARKER):
             return Path(directory)
@@ -217,4 +217,4 @@ def _print_state(stack: RealStack) -> None:
     try:
         print(stack.describe())
     except (SupervisorGoneError, OSError) as error:
-        print(f"the stack cannot be asked: {error}")
+        print(f"the stack does not answer: {error}")

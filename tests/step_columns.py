@@ -34,14 +34,14 @@ class StepColumns:
         return _ranges(starts, self.query_lens)
 
     def find_slots(self) -> None:
-        """Slots of each row's context, one after the other, and of the tokens to be written."""
+        """Finds the slots of the rows' contexts, concatenated, and of the tokens to be written."""
         self.attended_positions = _ranges(np.zeros_like(self.context_lens), self.context_lens)
         self.attended_slots = self._slots(self.attended_positions, self.context_lens)
         self.first_attended: Ints = np.cumsum(self.context_lens) - self.context_lens
         self.written_slots = self._slots(self.positions, self.query_lens)
 
     def row_name(self, place: np.int64) -> str:
-        """The row of the context at `place` of `attended_slots`."""
+        """Names the row whose context holds `place` of `attended_slots`."""
         return f"row {int(np.searchsorted(self.first_attended, place, 'right')) - 1}"
 
     def _slots(self, positions: Ints, lens: Ints) -> Ints:
@@ -51,7 +51,7 @@ class StepColumns:
 
 
 def describe(request: worker_pb2.StepRequest, names: Seq[str] | None = None) -> str:
-    """A step as text, one line per row; it may be malformed."""
+    """Shows a step, which may be malformed, as text: one line per row."""
     input_ids, query_lens = ints(request.input_ids).tolist(), ints(request.query_lens).tolist()
     context_lens, table = ints(request.context_lens).tolist(), ints(request.block_table).tolist()
     offsets, slots = ints(request.block_table_offsets).tolist(), ints(request.slot_mapping)
@@ -75,12 +75,12 @@ def describe(request: worker_pb2.StepRequest, names: Seq[str] | None = None) -> 
 
 
 def _ranges(starts: Ints, lens: Ints) -> Ints:
-    """start, start + 1, ... of each row, all rows in one array."""
+    """start, start + 1, ... for each row, concatenated."""
     steps = np.arange(lens.sum())
     ranges: Ints = steps + np.repeat(starts - (np.cumsum(lens) - lens), lens)
     return ranges
 
 
 def ints(column: bytes) -> Ints:
-    """An int32 column."""
+    """Decodes an int32 column."""
     return np.frombuffer(column, "<i4").astype(np.int64)

@@ -1,4 +1,4 @@
-"""The sanitizer accepts what is right and finds each thing that is wrong."""
+"""The sanitizer accepts correct steps and catches every kind of wrong one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def owner(tokens: list[int], number: int = 1, salt: int = 0) -> Owner:
 def run(
     sanitizer: Sanitizer, step: worker_pb2.StepRequest, known: Beside | None = None
 ) -> list[int]:
-    """The sampled tokens."""
+    """Runs a step; returns the sampled tokens."""
     return list(read_answer(step, sanitizer.run(step, known)).token_ids)
 
 
@@ -153,7 +153,7 @@ def test_attended_slots_must_hold_the_prefix() -> None:
     ],
 )
 def test_what_the_scheduler_knew_is_checked(change: dict[str, object], reason: str | None) -> None:
-    """A second sequence shares the first's prefix, a third is new."""
+    """A second sequence shares the first one's prefix; a third is new."""
     sanitizer = make()
     sanitizer.run(
         request(1, Row(sequence([1, 2, 3], [0, 1]), 0, 3, True)), beside(owner([1, 2, 3]))
@@ -180,7 +180,7 @@ def test_what_a_step_in_flight_attends_to_is_not_written() -> None:
 
 
 def copied(sanitizer: Sanitizer, copies: list[tuple[int, int]], known: Beside) -> list[int]:
-    """A fork of [1, 2, 3, 4] in blocks 0 and 1, with 0 and 2, computes its last token."""
+    """Runs [1, 2, 3, 4] in blocks 0 and 1, then a fork of it in 0 and 2; returns its token."""
     sanitizer.run(
         request(1, Row(sequence([1, 2, 3, 4], [0, 1]), 0, 4, True)), beside(owner([1, 2, 3, 4]))
     )
@@ -253,7 +253,7 @@ def mask(all_but: int) -> bytes:
 def test_features_change_what_is_sampled_and_what_is_answered() -> None:
     step, wants = with_features()
     answer = read_answer(step, make().run(step, beside(owner([4, 5], 2), wants)))
-    token = next_token([1, 2, 3]) + 1  # the mask forbids the one that it would be
+    token = next_token([1, 2, 3]) + 1  # the mask bans the one it would be otherwise
     assert answer.token_ids == [next_token([4, 5]), token]
     before = states([1, 2, 3])
     assert {row: found.ids[0].tolist() for row, found in answer.logprobs.items()} == {
@@ -291,7 +291,7 @@ def test_banned_tokens_are_not_sampled() -> None:
         ("features", "bias_offsets", np.int32([0, 2]), "bias_offsets"),
         ("features", "bias_ids", np.int32([1000]), "a bias outside"),
         ("features", "bias_ids", np.int32([8]), "features of row 1 are"),
-        ("features", "bias_values", np.float32([np.nan]), "a bias that is no number"),
+        ("features", "bias_values", np.float32([np.nan]), "a bias that is not a number"),
         ("features", "bias_values", np.float32([1]), "features of row 1 are"),
         ("features", "masked", np.int32([1]), "masked rows"),
         ("features", "masks", np.int32([1]), "masks of another size"),

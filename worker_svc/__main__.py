@@ -1,11 +1,11 @@
-"""`python -m worker_svc`: one tensor-parallel rank."""
+"""`python -m worker_svc` runs one tensor-parallel rank."""
 
 from __future__ import annotations
 
 import os
 
-# torch and numba have a pool of threads each. By default the threads of one spin for a while after
-# its work is done, on the cores that the other wants: with two cores a step took twice as long.
+# torch and numba each have a thread pool. By default one pool's threads spin for a while after
+# their work is done, on cores that the other needs: with two cores a step took twice as long.
 # OpenMP reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

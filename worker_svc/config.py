@@ -1,4 +1,4 @@
-"""The model's configuration: config.json as transformers reads it -> one frozen dataclass."""
+"""The model's configuration: config.json, as transformers reads it, in one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. What follows `factor` is for yarn only; None takes yarn's default."""
+    """Rotary embedding. The fields after `factor` are for yarn only; None takes yarn's default."""
 
     rope_type: Literal["default", "linear", "yarn"]
     theta: float
@@ -33,7 +33,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Qwen3 model. Sizes are those of the whole model, not of a rank."""
+    """A Qwen3 model. Sizes are the whole model's, not a rank's."""
 
     vocab_size: int
     hidden_size: int
@@ -59,14 +59,14 @@ def find_model_dir(model: str) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    # Only where it is needed: the import takes a while.
+    # Imported only when needed: it takes a while.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"model: {model} is no directory, and not found on the hub") from error
+        raise ModelError(f"model: {model} is not a directory, and not found on the hub") from error
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
@@ -149,8 +149,9 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
 
 
 def _max_model_len(config: PretrainedConfig) -> int:
-    """Tokens. Qwen3's model cards switch yarn on by adding it to the configuration and leave
-    `max_position_embeddings` as it was, so the extended length is worked out here."""
+    """The model's limit in tokens. Qwen3's model cards enable yarn by adding it to the
+    configuration without changing `max_position_embeddings`, so the extended length is worked out
+    here."""
     rope = config.rope_parameters
     extended = 0
     if rope["rope_type"] == "yarn":

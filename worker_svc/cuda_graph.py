@@ -1,7 +1,7 @@
-"""Steps that only decode, from CUDA graphs: one launch instead of some hundreds.
+"""CUDA graphs for steps that only decode: one launch instead of hundreds.
 
-A graph does what it did while it was captured, on the same addresses. So each runs on a static
-buffer of columns and a fixed number of sequences, to which a step is padded.
+A graph repeats what was captured, at the same addresses. So each one runs on a static buffer of
+columns and on a fixed number of sequences, to which a step is padded.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, 
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16 and then every 16th, 32nd from 256 and 64th from 512, up to the limit itself:
-    at most an eighth of a large step is padding."""
+    """The numbers of sequences to capture: 1, 2, 4, 8, then multiples of 16, of 32 from 256 and of
+    64 from 512, and the limit itself. At most an eighth of a large step is padding."""
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 512, 32), *range(512, 8193, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
-    """Captures on construction, into memory of its own.
+    """Captures its graphs when constructed, into memory of their own.
 
     Args:
-        run: a step from its padded host form (of which it may use the number of sequences alone)
-            and its columns on the device, through to the sampled tokens and the logits, which it
-            leaves in tensors that outlive it, and returns the logits.
+        run: runs a step, given its padded host form (of which it may use only the number of
+            sequences) and its columns on the device; leaves the sampled tokens and the logits in
+            tensors that outlive it, and returns the logits.
         max_blocks: of one sequence.
-        superseded: whether to give up, since nobody waits for these graphs any more.
+        superseded: whether to give up because nobody is waiting for these graphs any more.
 
     Raises:
         CaptureError: `run` cannot be captured.
-        SupersededError: `superseded`.
+        SupersededError: `superseded` returned True.
         DeviceLostError: the device, or another rank, is lost.
     """
 
@@ -65,7 +65,7 @@ class DecodeGraphs:
         table_entries = max_num_seqs * max_blocks
         size = len(header) + 4 * table_entries + ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=platform.device)
-        # Largest first: the smaller ones then fit into the memory that it took.
+        # Largest first, so that the smaller ones fit into the memory it took.
         progress = tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None)
         before = platform.graph_bytes()
         pool = platform.graph_pool()
@@ -89,8 +89,8 @@ class DecodeGraphs:
             progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 
     def replay(self, step: Step) -> tuple[StepTensors, torch.Tensor]:
-        """Runs `step`, which only decodes, of at most `max_num_seqs` sequences -> its columns and
-        logits, both padded and there until the next step."""
+        """Runs `step`, which only decodes at most `max_num_seqs` sequences -> its columns and
+        logits, both padded and valid until the next step."""
         size = self._sizes[bisect_left(self._sizes, step.num_seqs)]
         self._upload(padded(step, size))
         self._replays[size]()

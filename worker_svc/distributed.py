@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of one model, and what they say to each other."""
+"""Tensor parallelism: the ranks of one model and the collectives between them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 
 from worker_svc.errors import SupersededError
 
-# A rank that waits longer than this for the others gives the step up.
+# A rank that waits longer than this for the others gives up the step.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # How long Configure waits for the other ranks.
 JOIN_TIMEOUT = timedelta(seconds=30)
-# How long those that have met may take to connect. Gloo waits for it, whatever happens meanwhile.
+# How long ranks that have met may take to connect. Gloo waits it out, whatever happens meanwhile.
 CONNECT_TIMEOUT = timedelta(seconds=10)
 _LOOK_S = 0.01
 
-# torch 2.13 has renamed it, and warns of the old name.
+# Renamed in torch 2.13, which warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Result = TypeVar("Result")
@@ -35,9 +35,9 @@ Result = TypeVar("Result")
 class TensorParallel:
     """One rank's view of its process group, passed to the layers that need it.
 
-    The group is made anew in each epoch, so that a restarted rank can join the surviving ones,
-    whose weights stay loaded. Outside a group (before the first `join`, in the warm-up step) and
-    with one rank every collective is the identity.
+    The group is rebuilt in each epoch, so that a restarted rank can join the surviving ones, whose
+    weights stay loaded. Outside a group (before the first `join`, in the warm-up step) and with one
+    rank every collective is the identity.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -55,15 +55,15 @@ class TensorParallel:
         master_port: int,
         superseded: Callable[[], bool],
     ) -> None:
-        """Leaves the old group and makes the one of `epoch` with the other ranks, who must do the
-        same. Rank 0 hosts the store at which they meet.
+        """Leaves the old group and forms the one of `epoch` with the other ranks, which must do the
+        same. Rank 0 hosts the store through which they meet.
 
         Args:
-            superseded: whether to wait no longer, since there is a newer epoch.
+            superseded: whether to stop waiting because there is a newer epoch.
 
         Raises:
             SupersededError: see `superseded`.
-            RuntimeError: the others did not come within `JOIN_TIMEOUT`, or the address cannot be
+            RuntimeError: the others did not join within `JOIN_TIMEOUT`, or the address cannot be
                 used.
         """
         if self.size == 1:
@@ -75,8 +75,8 @@ class TensorParallel:
         store = PrefixStore(f"epoch-{epoch}", self._store)
         self._meet(store, superseded)
         on_gpu = device.type == "cuda"
-        # A rank whose peer is gone keeps its weights and comes to the next epoch: NCCL's watchdog
-        # would end its process.
+        # A rank that loses a peer keeps its weights for the next epoch: NCCL's watchdog would end
+        # its process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -90,8 +90,8 @@ class TensorParallel:
         self._joined = True
 
     def _open_store(self, host: str, port: int) -> TCPStore:
-        """Rank 0's, where it serves the others, listens on the address that `host` names and on no
-        other. Left to itself it would listen on all."""
+        """Opens the store, which rank 0 serves to the others. There it listens only on the address
+        that `host` names; left to itself it would listen on all."""
         listener = _at_first_address(host, port, _listen) if self.rank == 0 else None
         return TCPStore(
             host,
@@ -99,12 +99,12 @@ class TensorParallel:
             is_master=self.rank == 0,
             wait_for_workers=False,
             timeout=JOIN_TIMEOUT,
-            master_listen_fd=listener.detach() if listener else None,  # the store's from now on
+            master_listen_fd=listener.detach() if listener else None,  # now the store's
         )
 
     def _meet(self, store: PrefixStore, superseded: Callable[[], bool]) -> None:
-        """Returns when all ranks have come. Making a group waits for them, too, but for one that is
-        killed meanwhile in vain, with its successor waiting for the next epoch."""
+        """Waits until all ranks have come. Forming the group would wait for them too, but for a
+        rank killed meanwhile in vain, as its successor waits for the next epoch."""
         keys = [f"rank-{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -112,12 +112,12 @@ class TensorParallel:
             if superseded():
                 raise SupersededError
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not all ranks came within {JOIN_TIMEOUT.total_seconds():g} s")
+                raise RuntimeError(f"not all ranks met within {JOIN_TIMEOUT.total_seconds():g} s")
             time.sleep(_LOOK_S)
 
     def leave(self) -> None:
-        """Ends the current group, if any, even one in which a rank is gone: NCCL's kernels wait for
-        it for ever, and only an abort makes them return."""
+        """Leaves the current group, if any, even if it has lost a rank: NCCL's kernels wait for
+        that rank for ever, and only an abort makes them return."""
         if not self._joined:
             return
         self._joined = False
@@ -152,9 +152,9 @@ class TensorParallel:
 
 
 def _keep_to_interface_towards(host: str, port: int) -> None:
-    """Has collectives listen only on the interface by which this rank reaches rank 0, loopback if
-    that is how. Gloo would take the address that the host's own name has, NCCL every interface but
-    loopback. Interfaces that the user names stay."""
+    """Has collectives listen only on the interface through which this rank reaches rank 0, even if
+    it is loopback. Gloo would take the address of the host's own name, NCCL every interface but
+    loopback. Interfaces that the user has named are kept."""
     address = _at_first_address(host, port, _source_address)
     for interface, addresses in psutil.net_if_addrs().items():
         if address in (each.address for each in addresses):
@@ -165,10 +165,10 @@ def _keep_to_interface_towards(host: str, port: int) -> None:
 
 
 def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -> Result:
-    """Tries `use` on each address of `host`: its result for the first without an OSError.
+    """Calls `use` on each address of `host` in turn -> its first result without an OSError.
 
     Raises:
-        RuntimeError: it has none such.
+        RuntimeError: there is none.
     """
     try:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -184,12 +184,12 @@ def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -
 
 
 def _listen(family: int, address: Any) -> socket.socket:
-    """Also where connections of a rank 0 that died linger (SO_REUSEADDR)."""
+    """Listens, even while connections of a rank 0 that died linger (SO_REUSEADDR)."""
     return socket.create_server(address, family=family)
 
 
 def _source_address(family: int, address: Any) -> str:
-    """This host's address in packets to `address`; sends none."""
+    """This host's source address in packets to `address`; sends none."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         source: str = probe.getsockname()[0]

@@ -1,5 +1,5 @@
-"""Reasons for which a worker cannot start, of which the message is what the operator reads, and
-errors after which its process cannot go on.
+"""Reasons why a worker cannot start, whose messages the operator reads, and errors that cut its
+work short.
 
 StartError
 ├── ModelError     the model directory: unsupported configuration, unknown or missing weight
@@ -16,15 +16,15 @@ class StartError(Exception):
 
 
 class ModelError(StartError):
-    """The model directory cannot be served; the message names what is wrong in it."""
+    """The model directory cannot be served; the message names what is wrong with it."""
 
 
 class DeviceLostError(RuntimeError):
-    """Nothing can be computed in this process any more; another one may."""
+    """Nothing more can be computed in this process; another one may succeed."""
 
 
 class SupersededError(RuntimeError):
-    """The other ranks are waited for no longer, since there is a newer epoch."""
+    """A newer epoch has ended the wait for the other ranks."""
 
     def __init__(self) -> None:
         super().__init__("a newer epoch begins")
@@ -34,7 +34,7 @@ class CaptureError(StartError):
     """Decodes cannot run from CUDA graphs here; `ENFORCE_EAGER` serves without them."""
 
 
-# Of CUDA calls that fail by themselves: the context stays usable.
+# Errors of CUDA calls that leave the context usable.
 _PASSING = (
     "out of memory",
     "ALLOC_FAILED",
@@ -50,8 +50,8 @@ _PASSING = (
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether `error`, or what it came of, took the process's CUDA context with it, so that every
-    later call fails, too.
+    """Whether `error`, or what caused it, took the process's CUDA context with it, so that every
+    later call fails too.
 
     torch raises `AcceleratorError`, Triton a plain `RuntimeError("Triton Error [CUDA]: ...")`,
     cuBLAS "CUDA error: CUBLAS_STATUS_...".
@@ -60,7 +60,7 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """`error`, what it was raised from or while handling, and so on."""
+    """Yields `error`, the one that it was raised from or while handling, and so on."""
     current: BaseException | None = error
     while current is not None:
         yield current

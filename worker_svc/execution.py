@@ -23,7 +23,7 @@ from worker_svc.step_result import PendingStep, StepResult
 log = structlog.get_logger(__name__)
 
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
-# Joining the other ranks has a timeout of its own, allocating and capturing take what they take.
+# Joining the other ranks has its own timeout; allocating and capturing take what they take.
 _MAX_CONFIGURE_S = 600.0
 
 
@@ -40,9 +40,9 @@ class Epoch:
 class Execution:
     """Loads, configures and runs a model without blocking the RPC loop.
 
-    Steps are launched one after another on a thread of their own, so that health and GetInfo are
-    answered meanwhile; another waits for their tokens, so that on a GPU the next one is launched
-    before this one is done.
+    One thread launches the steps in turn, so that health and GetInfo are answered meanwhile;
+    another waits for their tokens, so that on a GPU a step is launched before the previous one is
+    done.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -62,12 +62,12 @@ class Execution:
         loop = asyncio.get_running_loop()
         self.runner = await loop.run_in_executor(self._launches, ModelRunner, self._settings)
         if self._settings.tp > 1 and self.runner.info.device != "cpu":
-            # Collectives wait on the devices: which rank it is that hangs cannot be told there.
+            # Collectives wait on the devices, where nobody can tell which rank hangs.
             self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
         self._watch.start(loop)
 
     def close(self) -> None:
-        """Drops the steps that wait; returns when the one that runs has ended."""
+        """Drops waiting steps; returns when the running one has ended."""
         self._watch.stop()
         self._launches.shutdown(cancel_futures=True)
         self._results.shutdown(cancel_futures=True)
@@ -75,7 +75,7 @@ class Execution:
     async def configure(
         self, runner: ModelRunner, epoch: int, num_blocks: int, superseded: Callable[[], bool]
     ) -> None:
-        """`ModelRunner.configure`, after the steps that have been submitted."""
+        """Runs `ModelRunner.configure` after the steps submitted so far."""
 
         def configure() -> None:
             with self._watch.doing(f"configuring epoch {epoch}", _MAX_CONFIGURE_S):
@@ -84,7 +84,7 @@ class Execution:
         await asyncio.get_running_loop().run_in_executor(self._launches, configure)
 
     def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> asyncio.Future[StepResult]:
-        """Runs `step` after those submitted before. Cancelled before its turn, it does not run.
+        """Runs `step` after those submitted before it, unless it is cancelled before its turn.
 
         The future may raise:
             FailedPreconditionError: the epoch has ended.
@@ -97,7 +97,7 @@ class Execution:
     def _launch(
         self, runner: ModelRunner, epoch: Epoch, step: Step, result: Future[StepResult]
     ) -> None:
-        """On the execution thread; `result` is set there, or on the one that waits for results."""
+        """Runs on the execution thread; sets `result`, or leaves that to the results thread."""
         if not result.set_running_or_notify_cancel():
             return
         try:
@@ -119,7 +119,7 @@ class Execution:
     def _wait(
         self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]
     ) -> None:
-        """On the thread that waits for results."""
+        """Runs on the results thread."""
         try:
             started = time.monotonic()
             with self._watch.running(step, self._min_step_s):
@@ -138,14 +138,14 @@ class Execution:
 
 
 def end_if_device_lost(error: Exception) -> None:
-    """Ends the process if nothing can be computed in it any more."""
+    """Ends the process if nothing more can be computed in it."""
     if is_device_lost(error):
-        log.error("the device is lost to this process, which ends", reason=str(error))
-        os._exit(EXIT_DEVICE_LOST)  # an orderly end would wait for the device
+        log.error("the device is lost; ending this process", reason=str(error))
+        os._exit(EXIT_DEVICE_LOST)  # a clean exit would wait for the device
 
 
 def _fail(epoch: Epoch, step_id: int, error: Exception) -> InternalError:
-    """Ends the epoch, since what the cache holds is no longer known."""
+    """Ends the epoch, since the cache's contents are no longer known."""
     epoch.ended = True
     log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
     end_if_device_lost(error)

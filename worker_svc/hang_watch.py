@@ -1,11 +1,11 @@
-"""Ends a worker that hangs, so that whoever supervises it starts a new one.
+"""Ends a worker that hangs, so that its supervisor starts a new one.
 
-Threads say what they are doing and how long that may take; a thread of its own looks at them, and
-at whether the RPC loop still comes round. It counts its own looks instead of reading a clock: time
-in which the whole process was stopped, or got no processor, is nobody's fault.
+Threads say what they are doing and how long that may take; a watching thread checks on them, and on
+whether the RPC loop still turns. It counts its own looks instead of reading a clock: time in which
+the whole process was stopped, or got no processor, is nobody's fault.
 
-It cannot see its own process stopped, or an extension that keeps Python's lock: that is for the
-watchdog on the host (`deploy.watchdog`), which asks from outside.
+It cannot notice that its own process is stopped, or that an extension holds Python's lock: that is
+left to the watchdog on the host (`deploy.watchdog`), which asks from outside.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from worker_svc.step.decode import Step
 log = structlog.get_logger(__name__)
 
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h
-# The first step of its size may compile kernels.
+# Allowed for the first step of a size, which may compile kernels.
 FIRST_STEP_S = 60.0
-# Later ones may take so many times as long as the longest of their size so far.
+# Later ones may take this many times as long as the longest of their size so far.
 _SLACK = 4.0
-# Attention costs as much as all else at a context of some thousand tokens.
+# At a context of about a thousand tokens, attention costs as much as everything else.
 _CONTEXT_UNIT = 1024
-_LOOKS = 10  # in `hang_timeout_s`
+_LOOKS = 10  # per `hang_timeout_s`
 
 
 class StepTimes:
-    """What steps may take, learned from those before: from milliseconds on a GPU to minutes on a
-    CPU. Steps whose work is of the same power of two are of one size."""
+    """Limits on the time of a step, learned from earlier ones: from milliseconds on a GPU to
+    minutes on a CPU. Steps whose work lies between the same powers of two are of one size."""
 
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}  # seconds, by size
@@ -59,17 +59,18 @@ class StepTimes:
 class _Activity:
     what: str
     max_s: float
-    seconds: float = 0.0  # looked at so far, since it last waited for other ranks
+    seconds: float = 0.0  # watched so far, since it last waited for other ranks
 
 
 class HangWatch:
-    """Looks at what threads are doing, and at an event loop.
+    """Watches the activities of threads, and an event loop.
 
     Args:
-        hang_timeout_s: beyond what an activity may take, and for the loop in all.
-        waits_for_ranks: whether a collective waits now. These have a timeout of their own, and it
-            is another rank that hangs.
-        compiles: whether a kernel may be being compiled now. What goes on meanwhile may take as
+        hang_timeout_s: how far an activity may exceed its limit, and how long the loop may be
+            silent.
+        waits_for_ranks: whether a collective is waiting now. Collectives have their own timeout,
+            and it is another rank that hangs.
+        compiles: whether a kernel may be compiling now. Anything going on meanwhile may take as
             long as the first step of a size.
         give_up: called with the reason, on the watch's thread.
     """
@@ -99,7 +100,7 @@ class HangWatch:
 
     @contextmanager
     def doing(self, what: str, max_s: float) -> Iterator[None]:
-        """Around what may take `max_s` seconds."""
+        """Watches the body of the `with`, which may take `max_s` seconds."""
         activity = _Activity(what, max_s)
         self._activities[activity] = None
         try:
@@ -108,13 +109,12 @@ class HangWatch:
             del self._activities[activity]
 
     def running(self, step: Step, min_s: float) -> AbstractContextManager[None]:
-        """Around a step, its launch or the wait for its results, which may take `min_s` seconds
-        anyway."""
+        """Watches a step's launch, or the wait for its results, which may take at least `min_s`
+        seconds."""
         return self.doing(f"step {step.step_id}", max(min_s, self._times.max_s(size_of(step))))
 
     def record(self, step: Step, seconds: float) -> None:
-        """Learns what a step has taken, from its launch, or the answer to the one before, to its
-        own answer."""
+        """Learns how long a step took, from its launch or the previous answer to its own answer."""
         self._times.record(size_of(step), seconds)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -133,15 +133,15 @@ class HangWatch:
             else:
                 loop_silent_s += look_s
             if loop_silent_s >= self._hang_timeout_s:
-                self._give_up("the RPC loop does not come round")
+                self._give_up("the RPC loop is stuck")
 
     def _on_loop(self) -> None:
         self._loop_seen = True
 
 
 def end_process(reason: str) -> None:
-    """Says where each thread is, and ends the process without waiting for any."""
-    # Where nobody reads the log any more, writing to it may hang, too.
+    """Reports where each thread is and ends the process without waiting for any."""
+    # If nobody reads the log any more, writing to it may hang too.
     writer = threading.Thread(target=_report, args=(reason,), daemon=True)
     writer.start()
     writer.join(0.5)
@@ -149,11 +149,11 @@ def end_process(reason: str) -> None:
 
 
 def _report(reason: str) -> None:
-    log.error("hangs, and ends for a new one to be started", reason=reason)
+    log.error("hung; ending so that a new one is started", reason=reason)
     faulthandler.dump_traceback(sys.stderr)
 
 
 def size_of(step: Step) -> int:
-    """The bits of its work: tokens, each the more the longer its context is."""
+    """The bit length of a step's work: its tokens, each counting more the longer its context."""
     work = step.query_lens * (1 + step.context_lens / _CONTEXT_UNIT)
     return int(work.sum()).bit_length()

@@ -16,8 +16,8 @@ TOKEN_ID_BYTES = 4  # of a token in a `TokenCache`
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The ids of the tokens whose keys and values are cached, slot by slot: block tables lead to
-    them too, so that a sequence's history is known wherever its cache is."""
+    """The ids of the tokens whose keys and values are cached, slot by slot. Block tables lead to
+    them too, so a sequence's history is known wherever its cache is."""
 
     slots: torch.Tensor  # [num_blocks * block_size] int32
     block_size: int
@@ -39,8 +39,8 @@ def copy_blocks(
     sources: torch.Tensor,
     destinations: torch.Tensor,
 ) -> None:
-    """Keys, values and tokens of blocks sources [C] int32 to blocks destinations [C] int32, none of
-    which is a source too. A cache per layer, [2, blocks, ...]."""
+    """Copies keys, values and tokens of blocks sources [C] int32 to blocks destinations [C] int32,
+    none of which is also a source. One cache per layer, [2, blocks, ...]."""
     destinations = destinations.long()
     for cache in caches:
         cache.index_copy_(1, destinations, cache.index_select(1, sources))
@@ -50,8 +50,8 @@ def copy_blocks(
 def blocks_that_fit(
     settings: WorkerSettings, memory: int, block_bytes: int, block_size: int, max_model_len: int
 ) -> int:
-    """Blocks for as many sequences of full length as a step may have, or for as much memory as
-    there is, if that is less; `kv_blocks` if it is set.
+    """The number of blocks: `kv_blocks` if set, else enough for as many sequences of full length as
+    a step may have, or as many as fit into memory if that is fewer.
 
     Args:
         memory: bytes for the cache.
@@ -67,7 +67,7 @@ def blocks_that_fit(
     missing = longest * block_bytes - memory
     if missing > 0:
         raise StartError(
-            f"memory: {_mib(missing)} MiB are missing: the KV cache of one sequence of "
+            f"memory: {_mib(missing)} MiB short: the KV cache of one sequence of "
             f"{max_model_len} tokens takes {_mib(longest * block_bytes)} MiB, "
             f"{_mib(max(memory, 0))} MiB are left for it; raise memory_utilization, or lower "
             "max_model_len, max_num_batched_tokens or max_num_seqs"

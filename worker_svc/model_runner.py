@@ -33,7 +33,7 @@ from worker_svc.weights import WeightReader, model_fingerprint
 
 @dataclass(frozen=True)
 class RunnerInfo:
-    """What a loaded model can do."""
+    """The properties and limits of a loaded model."""
 
     device: str
     dtype: str
@@ -41,17 +41,17 @@ class RunnerInfo:
     attention_backend: str
     block_size: int  # tokens
     num_blocks: int  # that fit
-    max_num_blocks: int  # that would fit if nothing else was in memory, and slots in their column
+    max_num_blocks: int  # that would fit into empty memory, their slots into int32
     max_model_len: int  # tokens
     max_num_batched_tokens: int  # of a step
     vocab_size: int
 
 
 class ModelRunner:
-    """One rank. Use from one thread: torch keeps its number of threads per thread.
+    """Runs one rank. Use it from one thread: torch keeps its number of threads per thread.
 
-    `configure`, then `launch` step after step. Between steps the KV cache, the ids of the tokens in
-    it and those that the last step sampled stay on the device, nothing else.
+    Call `configure`, then `launch` for each step. Between steps only the KV cache, the ids of the
+    tokens in it and those that the last step sampled stay on the device.
 
     Raises:
         StartError: the model or the settings cannot be served.
@@ -87,7 +87,7 @@ class ModelRunner:
         self._features = FeatureRunner(
             vocab, self._tp, platform.ops, self._model.lm_head, self._upload
         )
-        # What each row of the last step sampled.
+        # The token that each row of the last step sampled.
         self._last_tokens = torch.zeros(
             settings.max_num_seqs, dtype=torch.int32, device=platform.device
         )
@@ -124,19 +124,19 @@ class ModelRunner:
     def configure(
         self, epoch: int, num_blocks: int, superseded: Callable[[], bool] = lambda: False
     ) -> None:
-        """Joins the other ranks and allocates an empty KV cache, whose graphs are captured.
+        """Joins the other ranks, allocates an empty KV cache and captures graphs that use it.
 
         Args:
-            superseded: whether to wait for the others no longer, since there is a newer epoch.
+            superseded: whether to stop waiting for the others because there is a newer epoch.
 
         Raises:
-            RuntimeError: the other ranks did not come, or there is not enough memory.
+            RuntimeError: the other ranks did not join, or there is not enough memory.
             CaptureError: decodes cannot run from CUDA graphs.
         """
         alone = self._tp.size == 1
         if alone and num_blocks == self._configured_blocks:
             return  # nobody reads what an earlier epoch wrote
-        self._configured_blocks = 0  # until all of what follows has succeeded
+        self._configured_blocks = 0  # until everything below has succeeded
         self._graphs = None
         self._allocate(0)  # free the old one before the new one is allocated
         settings = self._settings
@@ -156,8 +156,8 @@ class ModelRunner:
         self._configured_blocks = num_blocks
 
     def launch(self, step: Step) -> PendingStep:
-        """Starts `step`, which has been checked (`worker_svc.step.decode.decode_step`). On a GPU it
-        returns before the step, or even the one before it, is done."""
+        """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, returns
+        before the step, or even the one before it, is done."""
         with torch.inference_mode():
             stopwatch = self._platform.start()
             if len(step.copies):
@@ -177,7 +177,7 @@ class ModelRunner:
             return self._fetch(step, stopwatch, of_samples + of_prompts)
 
     def run(self, step: Step) -> Int32s:
-        """`launch` and wait -> the token sampled per row [S]."""
+        """Launches `step` and waits -> the token sampled per row [S]."""
         return self.launch(step).wait()[0]
 
     def logits(self, step: Step) -> torch.Tensor:
@@ -189,12 +189,12 @@ class ModelRunner:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether a collective waits for other ranks just now, on a CPU."""
+        """Whether a collective on a CPU is waiting for other ranks right now."""
         return self._tp.waiting
 
     @property
     def compiling(self) -> bool:
-        """Whether a step may be waiting for a compiler just now."""
+        """Whether a step may be waiting for a compiler right now."""
         return self._platform.compiling
 
     def _allocate(self, num_blocks: int) -> None:
@@ -203,11 +203,11 @@ class ModelRunner:
         self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device)
 
     def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
-        """-> this rank's logits [S, shard_size]; the tokens are in `_last_tokens`."""
+        """Returns this rank's logits [S, shard_size] and leaves the tokens in `_last_tokens`."""
         return self._sample(self._hidden_states(step, tensors, max_context_len), tensors)
 
     def _run_eagerly(self, step: Step, tensors: StepTensors) -> tuple[torch.Tensor, list[Logprobs]]:
-        """The same, and the log-probabilities of prompts."""
+        """Does the same and also returns the log-probabilities of prompts."""
         max_context_len = int(step.context_lens.max())
         if step.prompt_targets is None:
             return self._run(step, tensors, max_context_len), []
@@ -244,9 +244,9 @@ class ModelRunner:
         return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
 
     def _warm_up(self) -> int:
-        """Runs the largest prompts and decodes there can be, so that kernels are compiled and
-        memory is taken before the first request -> the bytes of device memory that steps need
-        beside the weights and the cache."""
+        """Runs the largest possible prompts and decodes, so that kernels are compiled and memory is
+        taken before the first request -> the bytes of device memory that steps need besides the
+        weights and the cache."""
         platform = self._platform
         prompts, decodes = warm_up_steps(
             self._settings.max_num_seqs,
@@ -264,7 +264,7 @@ class ModelRunner:
             for size in graph_sizes(self._settings.max_num_seqs):
                 self.run(plain_decodes(size, self._max_model_len, self._backend.block_size))
         self._allocate(0)
-        # Graphs have a pool of memory of their own.
+        # Graphs have a memory pool of their own.
         if platform.captures:
             return prompts_bytes + decodes_bytes
         return max(prompts_bytes, decodes_bytes)

@@ -1,4 +1,4 @@
-"""WorkerService over gRPC: epochs and streams of steps. What computes is in `execution`."""
+"""WorkerService over gRPC: epochs and streams of steps. The computing is in `execution`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 
-# No single message may leave no epoch above its own. A new process joins the others at theirs.
+# No single message may use up the epochs above its own. A new process joins the others' epoch.
 MAX_EPOCHS_AHEAD = 1 << 32
 MAX_FIRST_EPOCH = 1 << 63
-# Of a stream, received and not answered; more stay unread. A scheduler sends one ahead.
+# Steps of a stream received but not answered; more stay unread. A scheduler sends one ahead.
 MAX_STEPS_AHEAD = 8
 
 
@@ -49,7 +49,7 @@ class Launched:
 
 
 class WorkerService(WorkerServiceServicer):
-    """One rank.
+    """Serves one rank.
 
     Args:
         stop: called when it turns out that this worker cannot start, see `check`.
@@ -73,7 +73,8 @@ class WorkerService(WorkerServiceServicer):
         await self._execution.load()
 
     def check(self) -> None:
-        """
+        """Raises the error that ended the start, if one did.
+
         Raises:
             StartError: the first epoch could not be configured, nor could any later one.
         """
@@ -81,7 +82,7 @@ class WorkerService(WorkerServiceServicer):
             raise self._start_error
 
     def close(self) -> None:
-        """Drops the steps that wait; returns when the one that runs has ended."""
+        """Drops waiting steps; returns when the running one has ended."""
         self._execution.close()
 
     async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
@@ -123,7 +124,7 @@ class WorkerService(WorkerServiceServicer):
                 superseded=lambda: self._newest_epoch > request.epoch,
             )
         except StartError as error:
-            if request.epoch > 1:  # it has been possible before: a successor may find it so again
+            if request.epoch > 1:  # it was possible before, and may be again for a successor
                 log.error("epoch cannot be configured", reason=str(error))
                 os._exit(EXIT_DEVICE_LOST)
             else:
@@ -142,7 +143,7 @@ class WorkerService(WorkerServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[StepRequest], context: Context
     ) -> AsyncIterator[StepResponse]:
-        # Steps wait here in order while earlier ones run, then whatever ended the stream.
+        # Steps wait here in order while earlier ones run; None follows the last.
         running: asyncio.Queue[Launched | None] = asyncio.Queue()
         places = asyncio.Semaphore(MAX_STEPS_AHEAD)
         reader = asyncio.create_task(self._read_steps(request_iterator, running, places))
@@ -200,9 +201,9 @@ class WorkerService(WorkerServiceServicer):
 
     def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
         maxima = {
-            # Not what fits: that is an estimate, lower at one start than at another, and an engine
-            # that lost a worker wants the cache it had. But a CPU's memory can be promised many
-            # times over, and the process is killed when the promise is called in.
+            # Not the number that fits: that is an estimate, which varies from start to start, and
+            # an engine that lost a worker wants the cache it had. But a CPU's memory can be
+            # promised many times over, and the process is killed when the promise is called in.
             "num_blocks": runner.info.max_num_blocks,
             "max_num_seqs": self._settings.max_num_seqs,
             "max_num_batched_tokens": runner.info.max_num_batched_tokens,
@@ -222,6 +223,6 @@ class WorkerService(WorkerServiceServicer):
 
 
 def _drop(result: asyncio.Future[StepResult]) -> None:
-    """Nobody will read it, whatever it is."""
+    """Discards a result, or an error, that nobody will read."""
     if not result.cancel() and not result.cancelled():
         result.exception()

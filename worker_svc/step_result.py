@@ -1,4 +1,4 @@
-"""The results of a step: on their way from the device, and there."""
+"""The results of a step, before and after they arrive from the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worker_svc.step.wire import Float32s, Int32s
 
 
 class StepResult(NamedTuple):
-    """Of a step of S sequences."""
+    """The results of a step of S sequences."""
 
     token_ids: Int32s  # [S], -1 for rows that sample nothing
     seconds: float
-    logprob_ids: Int32s  # as in `StepResponse`, likewise
+    logprob_ids: Int32s  # as in `StepResponse`, like the values
     logprob_values: Float32s
 
 
@@ -28,14 +28,15 @@ class PendingStep:
 
     samples: NDArray[np.bool_]
     logprob_counts: list[Int32s]  # of each `Logprobs`
-    arrays: PendingArrays  # the tokens; then of each `Logprobs` the ids and the values
+    arrays: PendingArrays  # the tokens, then the ids and the values of each `Logprobs`
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
         return self.arrays.ready()
 
     def wait(self) -> StepResult:
-        """
+        """Waits for the results.
+
         Raises:
             RuntimeError: the device failed.
         """

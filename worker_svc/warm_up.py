@@ -1,4 +1,4 @@
-"""The largest steps there can be, with all that a step may ask for."""
+"""The largest possible steps, with everything that a step may ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_svc.step.decode import Step
 from worker_svc.step.features import Features, PromptTargets
 from worker_svc.step.wire import Int32s
 
-# On a CPU a few tokens warm up: a full step of a large model takes minutes there.
+# A few tokens warm up a CPU, where a full step of a large model takes minutes.
 CPU_TOKENS = 8
 NUM_LOGPROBS = 20
 
@@ -25,7 +25,7 @@ def warm_up_steps(
     block_size: int,
     vocab_size: int,
 ) -> tuple[Step, Step]:
-    """-> prompts and decodes, all of them in one block."""
+    """Makes a step of prompts and one of decodes, all of them in one block."""
     longest = max_model_len
     if on_cpu:
         max_num_seqs, max_num_batched_tokens = 1, CPU_TOKENS
@@ -41,7 +41,7 @@ def warm_up_steps(
 
 
 def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> Step:
-    """Decodes that ask for nothing, all of them in one block."""
+    """Makes a step of decodes without features, all of them in one block."""
     ones = np.ones(num_seqs, np.int32)
     return replace(_dummy_step(ones, ones * max_model_len, block_size, 1), features=None)
 

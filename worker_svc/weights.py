@@ -1,4 +1,4 @@
-"""Weights from *.safetensors: one tensor at a time, each rank reading its own slice only."""
+"""Reads weights from *.safetensors one tensor at a time, each rank only its own slice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ INDEX = "model.safetensors.index.json"
 
 
 class WeightReader:
-    """Hands out the tensors of a checkpoint by name and notices what was left over.
+    """Hands out the tensors of a checkpoint by name and notices any left over.
 
-    Files are mapped for one tensor at a time: pages that were read would otherwise count as memory
-    of this process until the end of the load.
+    A file is mapped for one tensor at a time: the pages read would otherwise count as this
+    process's memory until loading ends.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class WeightReader:
         device: torch.device,
         copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """`copy(out, source)` brings what was read to the device, as `Platform.weight_copies`."""
+        """`copy(out, source)` brings tensors to the device, as in `Platform.weight_copies`."""
         self.dtype = dtype
         self.device = device
         self._copy = copy
         self._files = dict(_locate(model_dir))
         self._unread = set(self._files)
-        # disable=None: no bar where stderr is no terminal.
+        # disable=None: no bar unless stderr is a terminal.
         self._progress = tqdm(
             total=len(self._files), desc="loading weights", unit="tensor", disable=None
         )
@@ -65,7 +65,7 @@ class WeightReader:
         With `start`, only the slice [start, start + out.shape[dim]) along `dim` is read.
 
         Raises:
-            ModelError: there is no such tensor, or its shape is another.
+            ModelError: there is no such tensor, or it has another shape.
         """
         with self._open(name) as tensor:
             shape, expected = list(tensor.get_shape()), list(out.shape)
@@ -83,13 +83,14 @@ class WeightReader:
                 self._copy(out, tensor[:, start : start + out.shape[1]])
 
     def skip(self, name: str) -> None:
-        """`name` may be there, and is not needed."""
+        """Lets `name` be left unread, if it is there at all."""
         if name in self._unread:
             self._unread.remove(name)
             self._progress.update()
 
     def check_all_read(self) -> None:
-        """
+        """Checks that no tensor is left over.
+
         Raises:
             ModelError: the checkpoint has tensors that the model does not.
         """
@@ -122,7 +123,7 @@ def model_fingerprint(model_dir: Path) -> str:
 
 
 def _locate(model_dir: Path) -> Iterator[tuple[str, Path]]:
-    """(tensor name, file) of a checkpoint with or without an index."""
+    """Yields (tensor name, file) for a checkpoint with or without an index."""
     index = model_dir / INDEX
     if index.is_file():
         try:

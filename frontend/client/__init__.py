@@ -1,11 +1,11 @@
-"""The Python client: text, chats or token ids in, completions out.
+"""The Python client: texts, chats or token ids in, completions out.
 
     from frontend.client import LLM, SamplingParams
 
     llm = LLM("127.0.0.1:50051")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0]["text"])
 
-Needs grpcio, protobuf and tqdm, nothing of the services.
+Needs grpcio, protobuf and tqdm, but nothing from the services.
 """
 
 from frontend.client.async_llm import AsyncLLM

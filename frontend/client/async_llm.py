@@ -39,19 +39,19 @@ class AsyncLLM:
             async for chunk in llm.stream("Once upon a time"):
                 print(chunk.text, end="")
 
-    Where a server goes away, or says when to come back, a request is sent again, to another one if
-    there is: a stream that was broken off goes on after the tokens that came, without an error, a
-    gap or a repetition. Every method raises `frontend.client.errors.LLMError`.
+    If a server goes away, or says when to come back, the request is sent again, to another server
+    if there is one: a broken stream goes on after the tokens received, without an error, a gap or a
+    repetition. Every method may raise `frontend.client.errors.LLMError`.
 
     Args:
-        address: `host:port` or `unix:path` of a frontend, or of several: a list, or separated by
+        address: `host:port` or `unix:path` of a frontend, or of several, as a list or separated by
             commas.
-        connections: to each address. A connection ends at one of the frontends that share a port.
+        connections: per address. Each reaches one of the frontends that share a port.
         max_in_flight: requests that `generate` has open at a time; the others wait here.
-        max_retry_wait_s: how long a request may wait for a server that is away or full, from its
-            first failure since a token came.
-        tls: how to know the server; by default from NANO_TLS_CA, NANO_CLIENT_CERT, NANO_CLIENT_KEY
-            and NANO_TLS_SERVER_NAME, plaintext where none of them is set.
+        max_retry_wait_s: how long a request may wait for a server that is away or full, counted
+            from its first failure since it last received anything.
+        tls: how to verify the server; by default from NANO_TLS_CA, NANO_CLIENT_CERT,
+            NANO_CLIENT_KEY and NANO_TLS_SERVER_NAME, or plaintext if none of them is set.
         token: bearer token; by default NANO_TOKEN.
     """
 
@@ -82,20 +82,20 @@ class AsyncLLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     ) -> list[Completion]:
-        """Completions in the order of the prompts, `n` or `beam_width` of each where asked for.
+        """Returns completions in the order of the prompts, `n` or `beam_width` for each if set.
 
-        All prompts are sent at once, up to `max_in_flight`. The first error cancels the others
-        and is raised.
+        All prompts are sent at once, up to `max_in_flight`. The first error cancels the other
+        requests and is raised.
 
         Args:
-            prompts: one prompt or a list: each a text, token ids, or a chat.
-            sampling_params: one for all, or one per prompt.
+            prompts: one prompt or a list of them, each a text, token ids, or a chat.
+            sampling_params: one for all prompts, or one per prompt.
             use_tqdm: show progress with prefill and decode tokens/s on stderr.
-            timeout_s: deadline of each request from when it is sent.
+            timeout_s: deadline of each request, from when it is sent.
             priority: lower goes first.
-            cache_salt: cached prefixes are shared only among requests of the same salt.
-            resume_token_ids: tokens of the completion that there are already, to go on after; for
-                several prompts a list of them for each.
+            cache_salt: cached prefixes are shared only among requests with the same salt.
+            resume_token_ids: the tokens that the completion already has, to go on after; for
+                several prompts, a list of such lists.
         """
         items = as_prompts(prompts)
         params = as_sampling_params(sampling_params, len(items))
@@ -138,13 +138,13 @@ class AsyncLLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        """The completion as it is made; where there are several, their chunks are interleaved.
+        """Yields a completion as it is made; if there are several, their chunks are interleaved.
         Closing the iterator (`aclose`, or cancelling the task that waits for it) cancels the
         request.
 
         Args:
             timeout_s, priority, cache_salt: as for `generate`.
-            resume_token_ids: tokens of the completion that there are already, to go on after.
+            resume_token_ids: the tokens that the completion already has, to go on after.
         """
         params = sampling_params or SamplingParams()
         request = ResumableRequest(
@@ -158,7 +158,7 @@ class AsyncLLM:
                     yield chunk
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids of a text, or of a chat as the model's template writes it."""
+        """Returns the token ids of a text, or of a chat as the model's template renders it."""
         request = wire.encode_tokenize(prompt)
         return list((await self._calls.unary(lambda stub: stub.Tokenize(request))).token_ids)
 
@@ -167,12 +167,12 @@ class AsyncLLM:
         return (await self._calls.unary(lambda stub: stub.Detokenize(request))).text
 
     async def get_model(self) -> ModelInfo:
-        """What the server serves, and its limits."""
+        """Describes the model that the server serves, and its limits."""
         request = pb.GetModelRequest()
         return wire.decode_model(await self._calls.unary(lambda stub: stub.GetModel(request)))
 
     async def close(self) -> None:
-        """Ends the connection; requests in progress are cancelled."""
+        """Ends the connections and cancels requests in progress."""
         await self._connections.close()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Calls that outlive the server that they were made to."""
+"""Calls that outlive the server they were made to."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ Received = tuple[Call, pb.GenerateStreamResponse]
 
 
 class Calls:
-    """Makes calls, and makes them again where that helps; all raise `LLMError`.
+    """Makes calls, and repeats them where that helps. All may raise `LLMError`.
 
     Args:
-        connections: to make them on.
-        max_retry_wait_s: how long one may wait, from its first failure since something came.
+        connections: to make the calls on.
+        max_retry_wait_s: how long a call may wait, counted from its first failure since it last
+            received anything.
     """
 
     def __init__(self, connections: Connections, max_retry_wait_s: float) -> None:
@@ -41,9 +42,9 @@ class Calls:
     async def stream(
         self, request: ResumableRequest, call: Call, deadline: float
     ) -> AsyncGenerator[Received, None]:
-        """What comes of a call of `request`, and of those that take over when it breaks off; until
-        `deadline`, on the clock of `time.monotonic`, infinity for none. The request is to `take`
-        each message before it asks for the next."""
+        """Yields the messages of a call of `request`, and of those that take over if it breaks off,
+        until `deadline`, by `time.monotonic`, infinity for none. The caller must have the request
+        `take` each message before asking for the next."""
         retries = Retries(self._max_retry_wait_s, deadline)
         while True:
             timeout_s = None if deadline == math.inf else deadline - time.monotonic()
@@ -74,7 +75,7 @@ class Calls:
     async def unary(
         self, start: Callable[[InferenceServiceAsyncStub], Awaitable[Response]]
     ) -> Response:
-        """The response to the call that `start` makes."""
+        """Returns the response to the call that `start` makes."""
         retries = Retries(self._max_retry_wait_s, math.inf)
         while True:
             with self._connections.one() as connection:
@@ -89,7 +90,7 @@ class Calls:
     def _next_delay(
         self, error: aio.AioRpcError, connection: Connection, retries: Retries
     ) -> float:
-        """Seconds to wait before the next attempt; raises where there is to be none."""
+        """Seconds to wait before the next attempt; raises if there is to be none."""
         typed = from_rpc_error(error, connection.address)
         unreached = connection.channel.get_state() is ChannelConnectivity.TRANSIENT_FAILURE
         self._reached |= not unreached

@@ -1,4 +1,4 @@
-"""`python -m frontend.client.chat`: a conversation in the terminal."""
+"""`python -m frontend.client.chat` holds a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ReadLine = Callable[[], str]
 
 
 class Chat:
-    """A conversation, with as much of its history as the model can take.
+    """A conversation that keeps as much of its history as the model can take.
 
     Args:
-        system: the system prompt, empty for none.
+        system: the system prompt; empty for none.
         out: where answers and notices go.
 
     Raises:
@@ -53,8 +53,8 @@ class Chat:
         self._notice("the conversation is forgotten")
 
     def ask(self, text: str) -> None:
-        """Streams the answer. Ctrl-C or an error stops it; what there is of it then stays in the
-        history, and a question without any answer does not."""
+        """Streams the answer. Ctrl-C or an error stops it; a partial answer stays in the history,
+        but a question without any answer does not."""
         self._turns.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
@@ -70,7 +70,7 @@ class Chat:
             self._turns.pop()
 
     def _stream_answer(self, answer: list[str]) -> None:
-        """Appends the pieces to `answer` while they come."""
+        """Appends the pieces to `answer` as they arrive."""
         tokens = at_first = 0
         start = first = last = time.perf_counter()
         try:
@@ -112,17 +112,17 @@ class Chat:
 
 
 def _without_controls(text: str) -> str:
-    """A model may not send escape sequences to the terminal."""
+    """Removes control characters: a model may not send escape sequences to the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def converse(chat: Chat, read_line: ReadLine, out: TextIO) -> None:
-    """Reads and answers lines until /exit or the end of the input."""
+    """Reads and answers lines until /exit or the end of input."""
     while True:
         try:
             line = read_line().strip()
         except KeyboardInterrupt:
-            continue  # at the prompt: takes the line back
+            continue  # at the prompt it discards the line
         except EOFError:
             return
         match line:
@@ -141,7 +141,7 @@ def converse(chat: Chat, read_line: ReadLine, out: TextIO) -> None:
 
 
 def line_reader() -> ReadLine:
-    """Line editing with history on a terminal, plain lines from a pipe."""
+    """Returns a reader with line editing and history on a terminal, of plain lines from a pipe."""
     if not sys.stdin.isatty():
         return input
     from prompt_toolkit import PromptSession
@@ -152,10 +152,10 @@ def line_reader() -> ReadLine:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m frontend.client.chat", description=__doc__)
-    parser.add_argument("--address", default="127.0.0.1:50051", help="of a frontend, %(default)s")
+    parser.add_argument("--address", default="127.0.0.1:50051", help="a frontend's, %(default)s")
     parser.add_argument("--system", default="", help="system prompt")
     parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=int, help="of an answer; default: what fits the model")
+    parser.add_argument("--max-tokens", type=int, help="per answer; default: what fits the model")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], help="may be given more than once")
     return parser.parse_args(args)
@@ -163,7 +163,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 def main(args: list[str]) -> int:
     options = parse_args(args)
-    # Whoever started this may have had it ignored, as shells do in background jobs.
+    # The parent may have set it to be ignored, as shells do for background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     params = SamplingParams(
         temperature=options.temperature,
@@ -177,7 +177,7 @@ def main(args: list[str]) -> int:
             print(f"{chat.model_name} at {options.address}; /help lists the commands", flush=True)
             converse(chat, line_reader(), sys.stdout)
     except UnavailableError as error:
-        print(f"no server is ready ({error.message}): make up first", file=sys.stderr)
+        print(f"no server is ready ({error.message}): run make up first", file=sys.stderr)
         return 1
     except LLMError as error:
         print(error, file=sys.stderr)

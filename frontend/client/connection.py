@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from shared.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 _OPTIONS = (
-    # A whole prompt with logprobs can be over gRPC's 4 MB.
+    # A whole prompt with logprobs can exceed gRPC's 4 MB.
     ("grpc.max_receive_message_length", -1),
-    # Else channels to one address share a connection, and with it a frontend.
+    # Otherwise channels to one address share a connection, and with it a frontend.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -30,13 +30,13 @@ _OPTIONS = (
 def connect(
     address: str, tls: ClientTls | None, token: str | None
 ) -> tuple[aio.Channel, InferenceServiceAsyncStub]:
-    """A channel for the running event loop, and a stub on it that sends the token along.
+    """Opens a channel for the running event loop, with a stub on it that sends the token along.
 
     Args:
-        tls, token: None for what the environment says (NANO_TLS_CA and so on, NANO_TOKEN).
+        tls, token: None to use the environment (NANO_TLS_CA and so on, NANO_TOKEN).
 
     Raises:
-        LLMError: a file of `tls` cannot be used, or others could read the token on its way.
+        LLMError: a file of `tls` cannot be used, or others could read the token in transit.
     """
     tls = tls or ClientTls.from_environment()
     token = token or os.environ.get("NANO_TOKEN")
@@ -44,7 +44,7 @@ def connect(
     if token and tls is None and not stays_on_host(address) and not plaintext_allowed:
         raise LLMError(
             f"token: would be sent to {address} in plaintext: give tls, or set "
-            "NANO_ALLOW_PLAINTEXT=1 where the network is private"
+            "NANO_ALLOW_PLAINTEXT=1 if the network is private"
         )
     try:
         channel = open_channel(address, tls, _OPTIONS)
@@ -52,7 +52,7 @@ def connect(
         raise LLMError(str(error)) from error
     stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
     if token:
-        # Not by an interceptor: those of grpc.aio cost a task and a queue for each stream.
+        # Not with an interceptor: those of grpc.aio cost a task and a queue per stream.
         metadata = (("authorization", f"Bearer {token}"),)
         for name, call in vars(stub).items():
             setattr(stub, name, functools.partial(call, metadata=metadata))

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from frontend.client.connection import connect
 from shared.tls import ClientTls
 
-_REST_S = 1.0  # of a connection that failed, while there are others
+_REST_S = 1.0  # how long a failed connection rests if there are others
 
 
 class Connection:
-    """One channel; made on the event loop that uses it."""
+    """One channel and its calls. Create it on the event loop that uses it."""
 
     def __init__(self, address: str, tls: ClientTls | None, token: str | None) -> None:
         self.address = address
@@ -26,7 +26,7 @@ class Connection:
 
 
 class Connections:
-    """Gives each call the connection with the fewest in progress that has not failed just now."""
+    """Gives each call the least busy connection that has not just failed."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Connections:
 
     @contextmanager
     def one(self) -> Iterator[Connection]:
-        """A connection for the time of one call.
+        """Lends a connection for the duration of one call.
 
         Raises:
-            RuntimeError: they are closed.
+            RuntimeError: the connections are closed.
         """
         if self._closed:
             raise RuntimeError("this client is closed")
@@ -68,10 +68,10 @@ class Connections:
 
 
 def split_addresses(address: str | Sequence[str]) -> list[str]:
-    """The addresses of a list, or of a text that separates them by commas.
+    """The addresses in a list, or in a text that separates them with commas.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     given = address.split(",") if isinstance(address, str) else address
     addresses = [each.strip() for each in given if each.strip()]

@@ -1,12 +1,12 @@
-"""What the client raises.
+"""The exceptions that the client raises.
 
     LLMError
     ├── InvalidRequestError    INVALID_ARGUMENT     `violations`: which field, and why
     ├── QueueFullError         RESOURCE_EXHAUSTED   `retry_after_s`: when to come back, if known
     ├── UnavailableError       UNAVAILABLE          no server there, or no engine ready behind it
-    │                                               (`retry_after_s` likewise), or cut off
+    │                                               (`retry_after_s` likewise), or the call was cut
     ├── DeadlineError          DEADLINE_EXCEEDED
-    ├── RequestCancelledError  CANCELLED            by the server's side
+    ├── RequestCancelledError  CANCELLED            by the server, or on the way
     ├── UnauthenticatedError   UNAUTHENTICATED
     ├── ServerError            any other code
     └── StackError             no code              a private stack did not start
@@ -25,7 +25,7 @@ from grpc import aio
 
 
 class LLMError(Exception):
-    """Base of all errors of the client."""
+    """Base of all the client's errors."""
 
     def __init__(self, message: str, code: grpc.StatusCode | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class LLMError(Exception):
 
 
 class InvalidRequestError(LLMError):
-    """The request is wrong; `violations` are pairs of a field's path and what is wrong with it."""
+    """The request is wrong; `violations` pairs each bad field's path with what is wrong with it."""
 
     def __init__(self, message: str, violations: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(message, grpc.StatusCode.INVALID_ARGUMENT)
@@ -45,7 +45,8 @@ class InvalidRequestError(LLMError):
 
 
 class QueueFullError(LLMError):
-    """The server takes no more for now; None where it did not say when to come back, seconds."""
+    """The server accepts no more for now; `retry_after_s`, in seconds, is set if it said when to
+    retry."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -53,8 +54,8 @@ class QueueFullError(LLMError):
 
 
 class UnavailableError(LLMError):
-    """Nothing listens at the address, what listens has no engine that is ready, or the connection
-    was cut; `retry_after_s` where the server said when to come back, seconds."""
+    """Nothing listens at the address, the server there has no engine ready, or the connection was
+    cut; `retry_after_s`, in seconds, is set if the server said when to retry."""
 
     def __init__(
         self, message: str, code: grpc.StatusCode, retry_after_s: float | None = None
@@ -64,7 +65,7 @@ class UnavailableError(LLMError):
 
 
 class DeadlineError(LLMError):
-    """The call's `timeout_s` is over."""
+    """The call's `timeout_s` has passed."""
 
 
 class RequestCancelledError(LLMError):
@@ -72,7 +73,7 @@ class RequestCancelledError(LLMError):
 
 
 class UnauthenticatedError(LLMError):
-    """The server wants credentials."""
+    """The server requires valid credentials."""
 
 
 class ServerError(LLMError):
@@ -90,11 +91,11 @@ _BY_CODE: dict[grpc.StatusCode, type[LLMError]] = {
 }
 
 
-# What gRPC itself says of a stream that something on the way cut, by code. A server that dies is
-# UNAVAILABLE ("Stream removed (Socket closed)", "Cancelling all calls").
+# How gRPC's own message begins, by code, if something on the way cut a stream. A server that dies
+# is UNAVAILABLE ("Stream removed (Socket closed)", "Cancelling all calls").
 _CUTS = {
-    # A call that reached a server just as it began to drain. What this client cancels itself never
-    # comes here.
+    # A call that reached a server just as it began to drain. Calls that this client itself cancels
+    # never end up here.
     grpc.StatusCode.CANCELLED: "CANCELLED",
     grpc.StatusCode.INTERNAL: "Received RST_STREAM",
     grpc.StatusCode.UNKNOWN: "Stream removed",
@@ -115,7 +116,7 @@ class _Details:
                 try:
                     status.ParseFromString(value)
                 except DecodeError:
-                    return  # details are an addition: the code and the message stand without them
+                    return  # details are optional: the code and the message stand without them
         for detail in status.details:
             if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
                 detail.Unpack(self.bad_request)

@@ -28,14 +28,14 @@ class LLM:
         llm = LLM("127.0.0.1:50051")
         llm = LLM(model="models/demo", max_num_seqs=64)
 
-    Usable from several threads. Every method raises `frontend.client.errors.LLMError`.
+    Usable from several threads. Every method may raise `frontend.client.errors.LLMError`.
 
     Args:
         address: `host:port` or `unix:path` of a frontend, or of several, as for `AsyncLLM`; without
-            one, `model` is needed.
+            one, `model` is required.
         model: directory of the model to start a private stack with.
         connections, max_in_flight, max_retry_wait_s, tls, token: as for `AsyncLLM`.
-        variables: of the private stack, those of `make up` in lower case.
+        variables: the private stack's; those of `make up`, in lower case.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     ) -> list[Completion]:
-        """As `AsyncLLM.generate`: completions in the order of the prompts."""
+        """Returns completions in the order of the prompts, as `AsyncLLM.generate` does."""
         return self._run(
             self._llm.generate(
                 prompts,
@@ -109,8 +109,8 @@ class LLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] = (),
     ) -> Generator[Chunk, None, None]:
-        """As `AsyncLLM.stream`: the completion as it is made. Closing the generator cancels the
-        request."""
+        """Yields a completion as it is made, as `AsyncLLM.stream` does. Closing the generator
+        cancels the request."""
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         stream = self._llm.stream(
             prompt,
@@ -137,18 +137,18 @@ class LLM:
             pumping.cancel()
 
     def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids of a text, or of a chat as the model's template writes it."""
+        """Returns the token ids of a text, or of a chat as the model's template renders it."""
         return self._run(self._llm.tokenize(prompt))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return self._run(self._llm.detokenize(token_ids))
 
     def get_model(self) -> ModelInfo:
-        """What the server serves, and its limits."""
+        """Describes the model that the server serves, and its limits."""
         return self._run(self._llm.get_model())
 
     def close(self) -> None:
-        """Ends the connection, and the private stack if there is one. Also done at exit."""
+        """Ends the connections, and the private stack if there is one. Also happens at exit."""
         self._finalizer()
         if self._stack is not None:
             self._stack.close()
@@ -175,7 +175,7 @@ class LLM:
         try:
             return future.result()
         finally:
-            future.cancel()  # after an interrupt of the wait, the requests must not go on
+            future.cancel()  # the requests must not go on if the wait was interrupted
 
 
 def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -187,7 +187,7 @@ def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thr
         await asyncio.gather(*others, return_exceptions=True)
         await loop.shutdown_asyncgens()
 
-    if threading.current_thread() is not thread:  # collected there, it cannot wait for itself
+    if threading.current_thread() is not thread:  # if collected there, it cannot wait for itself
         asyncio.run_coroutine_threadsafe(end(), loop).result(_CLOSE_TIMEOUT_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(_CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merges several streams into one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Item = TypeVar("Item")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """The items of all as they come, none asked for before the last was taken. The first error ends
-    all, and so does closing."""
+    """Yields the items of all streams as they arrive, asking each for its next one only once the
+    last was taken. The first error ends them all, as does closing."""
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
         while waiting:

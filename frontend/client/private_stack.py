@@ -1,4 +1,4 @@
-"""A stack of one's own: started for a program, gone with it."""
+"""A private stack, which starts for a program and goes when it does."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _REASON_LINES = 12
 
 
 class PrivateStack:
-    """Runs `python -m deploy run` and stops it with `close`, when collected, or at exit.
+    """Runs `python -m deploy run` and stops it on `close`, when collected, or at exit.
 
-    The launcher stops the stack when its stdin closes, so nothing is left even after the program
-    that owns it is killed.
+    The launcher stops the stack when its stdin closes, so nothing is left behind even if the
+    program that owns it is killed.
 
     Args:
         model: directory of the model.
-        variables: those of `make up` in lower case, such as `tp=2` or `max_num_seqs=64`.
+        variables: those of `make up`, in lower case, such as `tp=2` or `max_num_seqs=64`.
 
     Raises:
-        StackError: it did not start, the message is the launcher's; or this is an installed client,
-            which comes without one.
+        StackError: the stack did not start, and the message is the launcher's; or this is an
+            installed client, which has no launcher.
     """
 
     address: str
@@ -77,7 +77,7 @@ class PrivateStack:
 
 
 def _await_ready(process: subprocess.Popen[bytes]) -> str | None:
-    """The address of the `READY host:port` line, None if the launcher ends without one."""
+    """Returns the address in the `READY host:port` line, or None if the launcher printed none."""
     assert process.stdout is not None
     for line in process.stdout:
         word, _, address = line.decode(errors="replace").strip().partition(" ")

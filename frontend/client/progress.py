@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 
 class PhaseRates:
-    """Prefill and decode tokens/s as a client can see them, from the events of its streams.
+    """Prefill and decode tokens/s as a client sees them from the events of its streams.
 
-    A request is in prefill from when it is sent until its first token, which is when its prompt's
-    tokens count as done; then it decodes. A phase's clock runs while any request is in that phase.
+    A request is in prefill from being sent until its first token, when its prompt's tokens count as
+    done; then it decodes. A phase's clock runs while any request is in that phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -67,7 +67,7 @@ class PhaseRates:
 
 
 class Progress:
-    """Counts the requests of one `generate` call and, where `shown`, draws them on stderr."""
+    """Counts the requests of one `generate` call and, if `shown`, draws them on stderr."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self.shown = shown
@@ -76,7 +76,7 @@ class Progress:
 
     @contextmanager
     def request(self, prompt_tokens: int) -> Iterator[Callable[[int], None]]:
-        """The time of one request; call what it gives with the number of tokens of every chunk."""
+        """Spans one request; yields a function to call with the number of tokens in each chunk."""
         had_tokens = False
         self._rates.sent()
 
@@ -100,7 +100,7 @@ class Progress:
         self._bar.close()
 
     def _show(self) -> None:
-        # The bar itself draws at most ten times a second: refresh=False leaves that to it.
+        # refresh=False leaves drawing to the bar, which does so at most ten times a second.
         if self.shown:
             self._bar.set_postfix_str(
                 f"prefill {self._rates.prefill:.0f} tok/s, decode {self._rates.decode:.0f} tok/s",

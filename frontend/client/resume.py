@@ -1,4 +1,4 @@
-"""What has come of a request, and what to send to get the rest after its stream broke."""
+"""Tracks what a request has received, and what to send for the rest if its stream breaks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shared.pb import frontend_pb2 as pb
 
 @dataclass(frozen=True)
 class Call:
-    """A message to send; `index` is that of the one completion it asks for, None where the chunks
-    that come back say theirs."""
+    """A message to send; `index` is that of the one completion it asks for, or None if the chunks
+    that come back carry theirs."""
 
     message: pb.GenerateRequest
     index: int | None = None
 
 
 class ResumableRequest:
-    """Remembers the tokens that came, so that the chunks of all calls together are those of one
-    that nothing interrupted: no token twice, none missing, `request_id` and `index` the same,
-    `usage` and `timings` on the last one only.
+    """Remembers the tokens received, so that the chunks of all calls together are those of a single
+    uninterrupted one: no token twice, none missing, `request_id` and `index` the same, `usage` and
+    `timings` on the last chunk only.
 
-    Broken off, a completion goes on after its tokens. Each of several does so alone: number i is
-    the one that seed + i gives. A seed that is not given is chosen here, so that it stays the same.
-    Beams come all at the end: the search is done again, and those that came already are left out.
+    A completion that breaks off goes on after its tokens. If there are several, each goes on alone:
+    number i is the one that seed + i gives. A missing seed is chosen here, so that it stays the
+    same. Beams all come at the end: the search is repeated, and beams already received are skipped.
     """
 
     def __init__(self, message: pb.GenerateRequest) -> None:
@@ -42,13 +42,13 @@ class ResumableRequest:
         self._ended: set[int] = set()
         self._resumed = False
         self._sent_at = time.monotonic()
-        self._begun_at: float | None = None  # when the first chunk came
+        self._begun_at: float | None = None  # when the first chunk arrived
 
     def whole(self) -> Call:
         return Call(self._message)
 
     def take(self, call: Call, message: pb.GenerateStreamResponse) -> Chunk | None:
-        """The chunk to hand on, None for a beam that came before."""
+        """Takes in a message; returns the chunk to pass on, or None for a beam already received."""
         if self._begun_at is None:
             self._begun_at = time.monotonic()
         if call.index is not None:
@@ -63,7 +63,7 @@ class ResumableRequest:
         return wire.decode_chunk(message)
 
     def resume(self, call: Call) -> list[Call]:
-        """What to send once `call` broke off; nothing if only its status is missing."""
+        """The calls to make once `call` has broken off; none if only its status is missing."""
         if self._begun_at is None:
             return [call]
         self._resumed = True
@@ -73,7 +73,7 @@ class ResumableRequest:
         return [self._alone(index) for index in indices if index not in self._ended]
 
     def _alone(self, index: int) -> Call:
-        """Completion number `index` from where it is."""
+        """The call that continues completion number `index` from where it stands."""
         message = pb.GenerateRequest()
         message.CopyFrom(self._message)
         sampling = message.sampling
@@ -84,7 +84,7 @@ class ResumableRequest:
         return Call(message, index)
 
     def _set_totals(self, message: pb.GenerateStreamResponse, begun_at: float) -> None:
-        """A call's totals become those of the request: its times are the client's own."""
+        """Replaces a call's totals by the request's, whose times are the client's own."""
         if len(self._ended) < self._count:
             message.ClearField("usage")
             message.ClearField("timings")

@@ -1,4 +1,4 @@
-"""Whether and when a call that failed is made again."""
+"""Decides whether and when to repeat a failed call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from frontend.client.errors import LLMError, QueueFullError, UnavailableError
 
 _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 2.0
-# For a server that nobody has ever reached: more likely than down, it is not there.
+# For a server that was never reached: it is less likely to be down than not to exist.
 _FIRST_CONTACT_S = 5.0
 
 
 class Retries:
-    """The waits of one call: exponential, with jitter so that many do not come back at once, and no
-    shorter than the server asked for (RetryInfo)."""
+    """The waits of one call: exponential, with jitter so that many calls do not come back at once,
+    and no shorter than the server asked for (RetryInfo)."""
 
     def __init__(self, max_wait_s: float, deadline: float) -> None:
-        """`max_wait_s`: from the first failure since something came; `deadline`: on the clock of
+        """`max_wait_s`: from the first failure since anything was received; `deadline`: by
         `time.monotonic`."""
         self._max_wait_s = max_wait_s
         self._deadline = deadline
@@ -26,7 +26,7 @@ class Retries:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Something came: what waits from here on is a new wait."""
+        """Starts afresh, since something was received: the next failure begins a new wait."""
         self._failing_since = None
         self._failures = 0
 
@@ -34,13 +34,13 @@ class Retries:
         """Seconds to wait after `error`; `reached`: whether a server has ever answered.
 
         Raises:
-            LLMError: the error itself, where waiting does not help or would take too long.
+            LLMError: the error itself, if waiting does not help or would take too long.
         """
         if not isinstance(error, UnavailableError | QueueFullError):
             raise error from None
         asked = error.retry_after_s
         if isinstance(error, QueueFullError) and asked is None:
-            raise error from None  # too large, not too many
+            raise error from None  # a request too large, not too many requests
         backoff = min(math.ldexp(_MIN_DELAY_S, min(self._failures, 16)), _MAX_DELAY_S)
         backoff *= random.uniform(0.5, 1)
         self._failures += 1

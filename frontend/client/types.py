@@ -1,4 +1,4 @@
-"""What goes in and comes out of the client, free of protobuf."""
+"""The types that go into and come out of the client, free of protobuf."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the completion must match; exactly one is to be given."""
+    """A constraint that the completion must match. Set exactly one field."""
 
-    json_schema: Mapping[str, Any] | str | None = None  # as it is, or as JSON text
+    json_schema: Mapping[str, Any] | str | None = None  # as a mapping, or as JSON text
     regex: str | None = None
-    grammar: str | None = None  # EBNF, from the rule `root`
+    grammar: str | None = None  # EBNF, starting at the rule `root`
     choice: Sequence[str] | None = None
     json_object: bool | None = None  # True: any JSON, an object or an array
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; None is the server's default, the model's own."""
+    """Says how to choose tokens and when to stop; None means the server's default."""
 
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None
@@ -51,7 +51,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool | None = None
     beam_width: int | None = None  # 0: sample; else beam search, all beams returned, best first
-    length_penalty: float | None = None  # of beam search
+    length_penalty: float | None = None  # for beam search
     structured_output: StructuredOutput | None = None
 
 
@@ -62,9 +62,9 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """Seconds since the server received the request."""
+    """Seconds since the server received the request, except `queue_s`."""
 
-    queue_s: float
+    queue_s: float  # spent waiting in the scheduler for its first step
     first_token_s: float
     total_s: float
 
@@ -72,7 +72,7 @@ class Timings(TypedDict):
 @dataclass(frozen=True)
 class Chunk:
     """A piece of a completion. The fields from `finish_reason` on are set on a completion's last
-    one only, `usage` and `timings` on that of the request, where several are made of it."""
+    chunk only; `usage` and `timings` on the request's last, if it has several completions."""
 
     request_id: str
     index: int  # which of the request's n completions
@@ -80,19 +80,20 @@ class Chunk:
     token_ids: list[int]
     token_offset: int  # index in the completion of the first of token_ids
     logprobs: list[dict[int, float]]  # per token, by token id, the chosen one first
-    # On the request's first chunk, likewise per token of the prompt; of its first one nothing.
+    # Likewise per token of the prompt, on the request's first chunk; empty for the first token.
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str = ""
-    score: float = 0.0  # of beam search
+    score: float = 0.0  # for beam search
     usage: Usage | None = None
     timings: Timings | None = None
 
 
 class Completion(TypedDict):
-    """A whole completion, the joined chunks of its stream: after `resume_token_ids`, what follows.
+    """A whole completion, the joined chunks of its stream: the part after `resume_token_ids`.
 
-    Of several of one request, `usage` counts the tokens of this one, those resumed after included.
+    `usage` counts the tokens of this completion alone if a request has several, and includes those
+    it resumed after.
     """
 
     text: str
@@ -103,7 +104,7 @@ class Completion(TypedDict):
     timings: Timings | None
     logprobs: list[dict[int, float]]
     prompt_logprobs: list[dict[int, float]]
-    score: float  # of beam search
+    score: float  # for beam search
     index: int
     request_id: str
 
@@ -120,7 +121,7 @@ class EngineCapacity:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a server serves."""
+    """The model that a server serves, and its limits."""
 
     model: str
     max_model_len: int  # prompt and completion together, tokens
@@ -140,7 +141,7 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one or several: ids alone, or messages alone, are one prompt."""
+    """Makes a list of one or several prompts: a flat list of ids or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
@@ -155,7 +156,7 @@ def as_sampling_params(
     """One set of parameters per prompt.
 
     Raises:
-        ValueError: a list that is not as long as the prompts'.
+        ValueError: a list whose length differs from the number of prompts.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
@@ -167,10 +168,10 @@ def as_sampling_params(
 def as_resume_ids(
     resume_token_ids: Sequence[int] | Sequence[Sequence[int]], count: int
 ) -> list[Sequence[int]]:
-    """The tokens to resume after, of each prompt; none for all where there are none.
+    """The tokens to resume after for each prompt, empty for all if none are given.
 
     Raises:
-        ValueError: a list that is not as long as the prompts'.
+        ValueError: a list whose length differs from the number of prompts.
     """
     items: list[Any] = list(resume_token_ids)
     if not items:
@@ -185,7 +186,7 @@ def as_resume_ids(
 def join(
     chunks: list[Chunk], last_of_all: Chunk, prompt_logprobs: list[dict[int, float]]
 ) -> Completion:
-    """One of a request's completions; `last_of_all`: the request's last chunk."""
+    """Joins the chunks of one completion of a request, whose last chunk is `last_of_all`."""
     last, usage = chunks[-1], last_of_all.usage
     if usage is not None:
         count = last.token_offset + len(last.token_ids)

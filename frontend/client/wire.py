@@ -1,4 +1,4 @@
-"""Between the client's types and the messages of protos/frontend.proto."""
+"""Translates between the client's types and the messages of protos/frontend.proto."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def encode_request(
     cache_salt: str = "",
     resume_token_ids: Sequence[int] = (),
 ) -> pb.GenerateRequest:
-    """
+    """Encodes a request.
+
     Raises:
-        InvalidRequestError: a value that its field cannot hold, such as a negative token id.
+        InvalidRequestError: its field cannot hold a value, such as a negative token id.
     """
     try:
         request = pb.GenerateRequest(
@@ -62,9 +63,10 @@ def encode_request(
 
 
 def encode_tokenize(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
-    """
+    """Encodes a text or a chat to tokenize.
+
     Raises:
-        InvalidRequestError: a text that is no valid Unicode, or a message that is no such thing.
+        InvalidRequestError: a text is not valid Unicode, or a message is malformed.
     """
     try:
         if isinstance(prompt, str):
@@ -75,9 +77,10 @@ def encode_tokenize(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
 
 
 def encode_detokenize(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
-    """
+    """Encodes token ids to detokenize.
+
     Raises:
-        InvalidRequestError: an id that is negative or no integer.
+        InvalidRequestError: an id is negative or not an integer.
     """
     try:
         return pb.DetokenizeRequest(token_ids=token_ids)
@@ -152,7 +155,7 @@ def _encode_structured_output(wanted: StructuredOutput | None) -> pb.StructuredO
     given = {
         f.name: value for f in fields(wanted) if (value := getattr(wanted, f.name)) is not None
     }
-    if len(given) != 1:  # a message would silently keep the last
+    if len(given) != 1:  # protobuf would silently keep the last
         names = " and ".join(given) or "nothing"
         raise ValueError(f"structured_output: {names} given; give one")
     ((name, value),) = given.items()

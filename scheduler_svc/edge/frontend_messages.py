@@ -1,4 +1,4 @@
-"""The messages of `scheduler.proto` as sequences, and outputs as messages."""
+"""Decodes messages of `scheduler.proto` into sequences, and encodes outputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ZEROS = [(name, each.zero) for name, each in NUMBERS.items()]
 
 
 def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> Sequence:
-    """The first of the submission's completions.
+    """Returns the sequence of the submission's first completion.
 
     Raises:
-        InvalidArgumentError: a column is no array of its kind.
+        InvalidArgumentError: a column is not an array of its type.
     """
     return Sequence(
         (connection, submit.request),
@@ -61,13 +61,13 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
 
 def _ids(column: bytes, field: str) -> array[int]:
     if len(column) % 4:
-        raise InvalidArgumentError(field, f"{len(column)} bytes are no int32 array")
+        raise InvalidArgumentError(field, f"{len(column)} bytes are not an int32 array")
     return array("i", column)
 
 
 def _floats(column: bytes, field: str) -> array[float]:
     if len(column) % 4:
-        raise InvalidArgumentError(field, f"{len(column)} bytes are no float32 array")
+        raise InvalidArgumentError(field, f"{len(column)} bytes are not a float32 array")
     return array("f", column)
 
 

@@ -1,4 +1,4 @@
-"""What a step asks for beyond a token per row: columns for the few rows that do."""
+"""Encodes whatever a step asks for beyond a token per row, and decodes the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MalformedAnswerError(Exception):
 
 
 def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
-    """Adds the columns of the rows that ask for any."""
+    """Adds columns for the rows that have features or targets to score."""
     asking = [
         i
         for i, row in enumerate(rows)
@@ -43,10 +43,10 @@ def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
 def read_logprobs(
     request: worker_pb2.StepRequest, response: worker_pb2.StepResponse
 ) -> tuple[dict[int, Logprobs], dict[int, Logprobs]]:
-    """Of sampled tokens and of the prompts', by row.
+    """Splits the log-probabilities into those of sampled tokens and of prompt tokens, by row.
 
     Raises:
-        MalformedAnswerError: there are more or fewer than were asked for.
+        MalformedAnswerError: there are more or fewer than the step asked for.
     """
     ids = np.frombuffer(response.logprob_ids, "<i4")
     values = np.frombuffer(response.logprob_values, "<f4")
@@ -91,12 +91,11 @@ def _mask(seq: Sequence) -> bytes | None:
 
 
 def _banned(row: Row) -> frozenset[int]:
-    """Tokens that must not be sampled, since they would end the sequence too early. A mask leaves
-    them out by itself."""
+    """Tokens that would end the sequence too early. A mask excludes them by itself."""
     seq = row.seq
     if _mask(seq) is not None:
         return frozenset()
-    index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the token that it samples
+    index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the sampled token
     return seq.end_token_ids if index < seq.params.min_tokens else frozenset()
 
 
@@ -129,8 +128,8 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
 
 
 def _num_targets(row: Row) -> int:
-    """How many of its tokens have a successor in the prompt that is to be scored; 0 if all of these
-    were delivered before it was computed again."""
+    """The number of the row's tokens whose successor in the prompt is to be scored; 0 if all of
+    those scores were delivered before a recomputation."""
     features = row.seq.features
     assert features is not None
     end = min(row.start + row.num_tokens, features.num_to_score)

@@ -7,7 +7,7 @@ others is parked until they have caught up.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class Forks:
         self._parked: set[Sequence] = set()
 
     @property
-    def beams(self) -> Container[Sequence]:
+    def beams(self) -> Collection[Sequence]:
         """The live beams. The tokens sampled for them do not count: their search picks others."""
         return self._beams
 

@@ -105,7 +105,7 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Every field is optional where zero means something; what is not set takes the model's default."""
+    """A field for which zero is a value is optional; unset fields take the model's defaults."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -168,17 +168,17 @@ class SamplingParams(_message.Message):
     include_stop_in_output: _builtins.bool
     ignore_eos: _builtins.bool
     logprobs: _builtins.int
-    """the chosen token's and that many most likely ones'"""
+    """of the chosen token and this many of the likeliest"""
     prompt_logprobs: _builtins.int
-    """likewise, of the prompt's tokens"""
+    """likewise, for the prompt's tokens"""
     n: _builtins.int
-    """completions; number i is the one that seed + i gives alone"""
+    """completions; number i is what seed + i gives alone"""
     skip_special_tokens: _builtins.bool
     """default true"""
     beam_width: _builtins.int
-    """0: sample; else beam search, all beams returned, best first"""
+    """0: sample; else beam search; returns all beams, best first"""
     length_penalty: _builtins.float
-    """of beam search: score = sum of logprobs / length ^ penalty"""
+    """of beams: score = sum of logprobs / length ^ penalty"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """at most 16; the text ends before the one found"""
@@ -298,7 +298,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """What the completion must match."""
+    """A constraint that the completion must match."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -310,7 +310,7 @@ class StructuredOutput(_message.Message):
     json_schema: _builtins.str
     regex: _builtins.str
     grammar: _builtins.str
-    """EBNF as xgrammar and llama.cpp (GBNF) read it, from the rule `root`"""
+    """EBNF as xgrammar and llama.cpp (GBNF) read it; starts at the rule `root`"""
     json_object: _builtins.bool
     """true: any JSON, an object or an array"""
     @_builtins.property
@@ -367,13 +367,13 @@ class GenerateRequest(_message.Message):
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """echoed; made when empty"""
+    """echoed; generated if empty"""
     text: _builtins.str
     priority: _builtins.int
     """lower is admitted first, and preempted last"""
     cache_salt: _builtins.str
-    """Prefixes in the cache are shared only among requests of the same salt, so that nobody else can
-    tell by the time to the first token, or by the usage, what has been asked.
+    """Cached prefixes are shared only among requests with the same salt, so that nobody else can tell
+    from the time to first token, or from the usage, what has been asked.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -383,7 +383,7 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of this completion that the client already has: generation goes on after them."""
+        """Tokens of this completion that the client already has; generation goes on after them."""
 
     def __init__(
         self,
@@ -419,7 +419,7 @@ class Logprob(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     token: _builtins.bytes
-    """its UTF-8 bytes, maybe only a part of a character"""
+    """its UTF-8 bytes, perhaps only part of a character"""
     def __init__(
         self,
         *,
@@ -437,8 +437,8 @@ Global___Logprob: _TypeAlias = Logprob  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
-    """One position: the chosen token first (of a prompt, the one that is there), then the most likely
-    ones, which may be the same again.
+    """One position: first the chosen token (in a prompt, the one actually there), then the most likely
+    ones, which may include it again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -487,7 +487,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Seconds since the frontend received the request."""
+    """In seconds, the last two since the frontend received the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -530,7 +530,7 @@ class Completion(_message.Message):
     stop_reason: _builtins.str
     """the stop string found, or the stop token's id in decimal"""
     score: _builtins.float
-    """of beam search"""
+    """for beam search"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -617,7 +617,7 @@ class GenerateStreamResponse(_message.Message):
     """set on a completion's last chunk only"""
     stop_reason: _builtins.str
     score: _builtins.float
-    """of beam search, with finish_reason"""
+    """for beam search, with finish_reason"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """delta"""

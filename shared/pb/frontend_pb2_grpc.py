@@ -72,7 +72,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same request, as deltas while they are made. Joined, they equal what Generate returns.
+        """Streams the same completion as deltas. Joined, they equal what Generate returns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

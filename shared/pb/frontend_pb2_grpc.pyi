@@ -34,7 +34,7 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateResponse]
     """Runs one request to its end and returns the whole completion."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateStreamResponse]
-    """The same request, as deltas while they are made. Joined, they equal what Generate returns."""
+    """Streams the same completion as deltas. Joined, they equal what Generate returns."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.DetokenizeRequest, _frontend_pb2.DetokenizeResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.GetModelRequest, _frontend_pb2.GetModelResponse]
@@ -45,7 +45,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateResponse]  # type: ignore[assignment]
     """Runs one request to its end and returns the whole completion."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """The same request, as deltas while they are made. Joined, they equal what Generate returns."""
+    """Streams the same completion as deltas. Joined, they equal what Generate returns."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.DetokenizeRequest, _frontend_pb2.DetokenizeResponse]  # type: ignore[assignment]
     GetModel: _aio.UnaryUnaryMultiCallable[_frontend_pb2.GetModelRequest, _frontend_pb2.GetModelResponse]  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _frontend_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_frontend_pb2.GenerateStreamResponse], _abc.AsyncIterator[_frontend_pb2.GenerateStreamResponse]]:
-        """The same request, as deltas while they are made. Joined, they equal what Generate returns."""
+        """Streams the same completion as deltas. Joined, they equal what Generate returns."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -119,7 +119,7 @@ class Submit(_message.Message):
     prompt_ids: _builtins.bytes
     """int32[]"""
     generated_ids: _builtins.bytes
-    """int32[], tokens of the completion that exist already"""
+    """int32[], tokens that the completion already has"""
     priority: _builtins.int
     timeout_s: _builtins.float
     """seconds left until the client's deadline, 0: none"""
@@ -128,10 +128,10 @@ class Submit(_message.Message):
     cache_salt: _builtins.str
     """cached prefixes are shared only among equal salts"""
     resubmitted: _builtins.bool
-    """accepted before a connection was lost: not refused for a full queue"""
+    """accepted before a connection was lost: a full queue takes it"""
     n: _builtins.int
-    """Completions of one prompt, numbered request, request + 1, ..., sampled with seed, seed + 1, ...
-    0 is 1. With beam search there are as many as beams, the best first.
+    """The number of completions of the prompt, which are numbered request, request + 1, ... and
+    sampled with seed, seed + 1, ...; 0 means 1. In beam search there is one per beam, best first.
     """
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
@@ -187,7 +187,7 @@ class TokenSampling(_message.Message):
     max_tokens: _builtins.int
     """of the whole completion, generated_ids included"""
     min_tokens: _builtins.int
-    """before these neither kind of token above can be sampled"""
+    """until then, neither kind of token above can be sampled"""
     top_k: _builtins.int
     """0: off"""
     top_p: _builtins.float
@@ -255,7 +255,7 @@ Global___TokenSampling: _TypeAlias = TokenSampling  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the completion must match. Tokens that cannot go on are masked."""
+    """A constraint that the completion must match. Tokens that cannot follow are masked."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,8 +328,8 @@ Global___SchedulerMessage: _TypeAlias = SchedulerMessage  # noqa: Y015
 
 @_typing.final
 class EngineState(_message.Message):
-    """Comes at each change; true after the EngineInfo. While it is false requests are taken, but wait:
-    workers were lost and are not back.
+    """Sent at each change; true after the EngineInfo. While it is false, requests are accepted but
+    wait: workers were lost and are not back yet.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -392,7 +392,7 @@ Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """What began, new tokens as parallel columns, one row per token, and what ended."""
+    """Requests that began, new tokens as parallel columns, one row per token, and requests that ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -435,8 +435,8 @@ Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
 @_typing.final
 class LogprobRows(_message.Message):
     """Log-probabilities of consecutive tokens of one request: per row the token itself, then the most
-    likely ones. `prompt` rows belong to the prompt's tokens first, first + 1, ..., others to those of
-    the completion, and come with them.
+    likely ones. `prompt` rows belong to the prompt's tokens first, first + 1, ..., other rows to the
+    completion's, with which they come.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -476,7 +476,7 @@ Global___LogprobRows: _TypeAlias = LogprobRows  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
-    """Comes with a request's first token on a connection."""
+    """Sent with a request's first token on a connection."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -514,11 +514,11 @@ class Finished(_message.Message):
     request: _builtins.int
     cause: Global___FinishCause.ValueType
     message: _builtins.str
-    """for the last three causes, what to tell the client"""
+    """for the last three causes: what went wrong"""
     retry_after_s: _builtins.float
     """with QUEUE_FULL"""
     score: _builtins.float
-    """of beam search"""
+    """for beam search"""
     def __init__(
         self,
         *,
@@ -583,7 +583,7 @@ class GetLoadResponse(_message.Message):
     blocks_free: _builtins.int
     """holding nothing"""
     blocks_cached: _builtins.int
-    """free, holding a prefix that may be asked for again"""
+    """free, holding a prefix that may be reused"""
     steps: _builtins.int
     """Since the start of the engine:"""
     step_sequences: _builtins.int
@@ -596,7 +596,7 @@ class GetLoadResponse(_message.Message):
     admissions: _builtins.int
     """from waiting to running; preempted sequences count each time"""
     evicted_blocks: _builtins.int
-    """cached ones that were needed for something else"""
+    """cached blocks that were needed for something else"""
     waiting_tokens: _builtins.int
     """Now:"""
     blocks_used: _builtins.int
@@ -605,7 +605,7 @@ class GetLoadResponse(_message.Message):
     tokens_per_s: _builtins.float
     """sampled, over the last ten seconds or so"""
     step_time_s: _builtins.float
-    """from one answer to the next while there is work, likewise"""
+    """from one answer to the next while there is work, averaged likewise"""
     def __init__(
         self,
         *,

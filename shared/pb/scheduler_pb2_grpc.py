@@ -51,14 +51,14 @@ class SchedulerServiceServicer:
 
     def Connect(self, request_iterator, context):
         """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-        step that concerns this frontend. A stream that ends aborts what was submitted on it.
+        step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """What the engine holds now and has done since its start.
+        """Reports what the engine holds now and has done since its start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,20 +33,20 @@ class SchedulerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]
     """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-    step that concerns this frontend. A stream that ends aborts what was submitted on it.
+    step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
     """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
-    """What the engine holds now and has done since its start."""
+    """Reports what the engine holds now and has done since its start."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
     """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-    step that concerns this frontend. A stream that ends aborts what was submitted on it.
+    step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
-    """What the engine holds now and has done since its start."""
+    """Reports what the engine holds now and has done since its start."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -56,7 +56,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerMessage], _abc.AsyncIterator[_scheduler_pb2.SchedulerMessage]]:
         """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-        step that concerns this frontend. A stream that ends aborts what was submitted on it.
+        step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
         """
 
     @_abc_1.abstractmethod
@@ -65,6 +65,6 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.GetLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.GetLoadResponse, _abc.Awaitable[_scheduler_pb2.GetLoadResponse]]:
-        """What the engine holds now and has done since its start."""
+        """Reports what the engine holds now and has done since its start."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -56,7 +56,7 @@ class GetInfoResponse(_message.Message):
     """equal on ranks that loaded the same files"""
     attention_backend: _builtins.str
     block_size: _builtins.int
-    """tokens, what the attention backend wants"""
+    """tokens, as the attention backend prefers"""
     num_blocks: _builtins.int
     """blocks that fit this rank's memory"""
     max_model_len: _builtins.int
@@ -139,7 +139,7 @@ Global___ConfigureResponse: _TypeAlias = ConfigureResponse  # noqa: Y015
 
 @_typing.final
 class StepRequest(_message.Message):
-    """One step, complete in itself. T tokens of S sequences; arrays are little-endian bytes."""
+    """One self-contained step: T tokens of S sequences. Arrays are little-endian bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -185,7 +185,7 @@ class StepRequest(_message.Message):
     """int32[2C]: from block, to block, ...; copied before anything is written"""
     @_builtins.property
     def features(self) -> Global___SamplingFeatures:
-        """absent where no row asks for any"""
+        """absent if no row asks for any"""
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
@@ -218,8 +218,8 @@ Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
 class SamplingFeatures(_message.Message):
-    """What F of the rows that sample ask for beyond a temperature. Applied in this order: bias,
-    penalties, mask, temperature, top_k, top_p, min_p.
+    """The features beyond a temperature that F of the sampling rows ask for, applied in this order:
+    bias, penalties, mask, temperature, top_k, top_p, min_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -247,9 +247,9 @@ class SamplingFeatures(_message.Message):
     min_p: _builtins.bytes
     """float32[F], 0: off"""
     repetition_penalties: _builtins.bytes
-    """float32[F], 1: off; of all tokens of the context"""
+    """float32[F], 1: off; for all tokens of the context"""
     presence_penalties: _builtins.bytes
-    """float32[F], 0: off; of those from prompt_lens on"""
+    """float32[F], 0: off; for those from prompt_lens on"""
     frequency_penalties: _builtins.bytes
     """float32[F], 0: off; likewise"""
     prompt_lens: _builtins.bytes
@@ -294,7 +294,7 @@ Global___SamplingFeatures: _TypeAlias = SamplingFeatures  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """P rows that score their first tokens' successors."""
+    """P rows that score the successors of their first tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

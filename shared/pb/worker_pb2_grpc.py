@@ -69,7 +69,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """A stream of steps of one epoch, answered in order. A step that cannot be run ends the stream with
+        """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
         INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,7 +37,7 @@ class WorkerServiceStub:
     of older epochs are refused from then on.
     """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]
-    """A stream of steps of one epoch, answered in order. A step that cannot be run ends the stream with
+    """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
     INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
 
@@ -50,7 +50,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     of older epochs are refused from then on.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]  # type: ignore[assignment]
-    """A stream of steps of one epoch, answered in order. A step that cannot be run ends the stream with
+    """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
     INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
 
@@ -78,7 +78,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.StepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResponse], _abc.AsyncIterator[_worker_pb2.StepResponse]]:
-        """A stream of steps of one epoch, answered in order. A step that cannot be run ends the stream with
+        """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
         INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
         """
 

@@ -30,7 +30,7 @@ class FakeTransport(asyncio.Transport):
 
 
 def frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
-    """Of HTTP/2: RFC 9113, 4.1."""
+    """Encodes an HTTP/2 frame: RFC 9113, 4.1."""
     header = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
     return header + payload
 

@@ -25,12 +25,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The model is too small for more; read by the stack's processes and by this one.
+    # The model is too small for more. The stack's processes and this one read it.
     monkeypatch.setenv("NANO_THREADS", "1")
 
 
 def served(max_num_seqs: int, num_blocks: int) -> ModelInfo:
-    """What a server of the tiny model would say of itself."""
+    """The description that a server of the tiny model would give."""
     capacity = EngineCapacity(
         num_blocks=num_blocks,
         block_size=16,

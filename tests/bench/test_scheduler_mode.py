@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_is_a_plain_message(
 
 
 async def test_a_scheduler_that_does_not_start_says_why() -> None:
-    # The settings allow no step of fewer tokens than sequences.
+    # The settings do not allow a step to have fewer tokens than sequences.
     sizes = Sizes(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=64, num_blocks=64)
     with pytest.raises(BenchError, match=r"scheduler_svc ended:\n.*max_num_seqs: 8 sequences"):
         async with running_scheduler(sizes):

@@ -30,13 +30,13 @@ SMALL += ["--min-output", "5", "--max-output", "20"]
 
 
 class FakeScheduler(SchedulerServiceServicer):
-    """Every question finds 10 steps of 4 sequences and 5 tokens more."""
+    """Reports 10 more steps, each of 4 sequences and 5 tokens, every time it is asked."""
 
     def __init__(self) -> None:
         self._asked = 0
 
     def Connect(self, request_iterator: Any, context: Any) -> Any:
-        raise InternalError("the benchmark is no frontend")
+        raise InternalError("the benchmark is not a frontend")
 
     async def GetLoad(self, request: Any, context: Any) -> scheduler_pb2.GetLoadResponse:
         self._asked += 1
@@ -95,7 +95,7 @@ async def test_single_stream(server: FakeServer) -> None:
         found = await measure_single_stream(llm, await llm.get_model())
     sent = server.service.requests
     assert [len(r.token_ids.ids) for r in sent] == [32, 1024] * 3
-    assert len({tuple(r.token_ids.ids[:8]) for r in sent}) == 6  # no prefix is asked for twice
+    assert len({tuple(r.token_ids.ids[:8]) for r in sent}) == 6  # no prefix is repeated
     assert found.single_stream_tokens_per_s is not None
     assert found.single_stream_tokens_per_s > 0
     assert found.ttft_1024_s is not None
@@ -116,7 +116,7 @@ def test_table_json_and_plot(server: FakeServer, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for label in ("output tokens/s", "time to first token p99", "inter-token latency p50"):
         assert label in done.stdout
-    assert "n/a" in done.stdout  # steps: there is no scheduler to ask
+    assert "n/a" in done.stdout  # for steps, with no scheduler to ask
     found = json.loads(out.read_text())
     for key in ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"):
         assert found[key] > 0

@@ -16,7 +16,7 @@ def test_output_tokens_of_the_reference_workloads(shape: Shape, total: int) -> N
 
 
 def test_it_is_the_workload_of_nano_vllm() -> None:
-    # The two statements of nano-vLLM's bench.py, with the global generator that it uses.
+    # The two statements of nano-vLLM's bench.py, with the global generator, as there.
     random.seed(0)
     prompts = [
         [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)

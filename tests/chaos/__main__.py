@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --faults N --seed S`: half of the faults at TP 1, half at TP 2."""
+"""`python -m tests.chaos --faults N --seed S` runs half of the faults at TP 1, half at TP 2."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _RANKS = (1, 2)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
-    parser.add_argument("--faults", type=int, default=200, help="how many")
-    parser.add_argument("--seed", type=int, help="default random")
+    parser.add_argument("--faults", type=int, default=200, help="number of faults")
+    parser.add_argument("--seed", type=int, help="random by default")
     parser.add_argument("--out", type=Path, help="write the report to a JSON file")
     args = parser.parse_args()
     seed = secrets.randbits(32) if args.seed is None else args.seed

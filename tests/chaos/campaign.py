@@ -1,4 +1,4 @@
-"""A campaign: load on a stack, one fault after another, and an account of what clients saw."""
+"""Runs campaigns: load on a stack, one fault after another, and an account of what clients saw."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.stack import RealStack, running_stack
 _REQUESTS = 44  # distinct ones
 _CLIENTS = 24
 _FRONTENDS = 2
-# A share of the faults meets a stack that has not recovered from the one before.
+# The share of faults after which the next one hits before the stack has recovered.
 _AT_ONCE = 0.15
 _MB = 1e6
-# Small enough for prompts of several chunks, and for preemptions.
+# Small enough for prompts to take several chunks, and for preemptions.
 _LIMITS: dict[str, Any] = {
     "kv_blocks": 512,
     "block_size": 16,
@@ -92,7 +92,7 @@ class _Campaign:
         self._report.pauses_s.setdefault(kind, []).extend(pauses)
 
     async def _rest(self) -> Rest:
-        """Of the stack once it has nothing to do."""
+        """Measures the stack once it is idle."""
         load = await asyncio.to_thread(self._stack.wait_idle)
         pids = self._stack.pids()
         memory = {
@@ -105,7 +105,7 @@ class _Campaign:
 
 
 async def undisturbed(address: str, requests: list[Request]) -> dict[str, Transcript]:
-    """What comes of each request when nothing happens."""
+    """Returns each request's transcript on an undisturbed stack, by name."""
     client = Client(address)
 
     async def read(request: Request) -> Transcript:

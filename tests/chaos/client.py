@@ -1,4 +1,4 @@
-"""The client library, with the unary call that it has no use for itself."""
+"""The client library, plus the unary call that it does not need itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.chaos.workload import Request
 
 
 class Client(AsyncLLM):
-    """One connection: it ends at one of the frontends that share the port."""
+    """A client with one connection, to one of the frontends that share the port."""
 
     def follow(self, request: Request, priority: int = 0) -> AsyncGenerator[Chunk, None]:
         return self.stream(request.prompt, request.params, priority=priority)
 
     async def ask(self, request: Request, priority: int = 0) -> GenerateResponse:
-        """The answer as a whole."""
+        """Returns the whole answer at once."""
         message = encode_request(request.prompt, request.params, priority)
         return await self._calls.unary(lambda stub: stub.Generate(message))

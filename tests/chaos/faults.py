@@ -1,5 +1,5 @@
-"""What a campaign does to a stack. Each fault is a function that returns when it is done to it;
-the stack recovers, or the fault undoes itself, afterwards."""
+"""The faults of a campaign. Each is a function that returns once the harm is done; afterwards the
+stack recovers, or the fault undoes itself."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Target:
         self.requests = requests
 
     async def kill(self, service: str) -> None:
-        """kill -9 of any process of a service."""
+        """Kills any process of a service with SIGKILL."""
         await asyncio.to_thread(self.stack.kill, service, self.any_index(service))
 
     async def restart(self, service: str) -> None:
-        """SIGTERM: it ends in order, and the supervisor starts another."""
+        """Sends SIGTERM: the process ends in an orderly way, and the supervisor starts another."""
         await asyncio.to_thread(self.stack.terminate, service, self.any_index(service))
 
     async def suspend(self, service: str) -> None:
-        """SIGSTOP for a while; whoever finds it hung may replace it meanwhile."""
+        """Stops a process for a while; whoever finds it hung may replace it in the meantime."""
         pid = await asyncio.to_thread(self.stack.stop, service, self.any_index(service))
         await asyncio.sleep(self.rng.uniform(0.5, 5.0))
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
     async def cancel_many(self) -> None:
-        """Many clients open a stream, and all of them leave at once."""
+        """Opens many streams and cancels all of them at once."""
         client = Client(self.stack.address)
         try:
             streams = [client.follow(r) for r in self._any_requests(_CANCELLED_AT_ONCE)]
@@ -62,7 +62,7 @@ class Target:
             await client.close()
 
     async def stall_readers(self) -> None:
-        """Clients that read a chunk of their streams and then nothing, until they leave."""
+        """Opens streams whose readers stop after one chunk, and leave later."""
         client = Client(self.stack.address)
 
         async def stall(request: Request) -> None:
@@ -76,7 +76,7 @@ class Target:
             await client.close()
 
     async def poison(self) -> None:
-        """A request that any worker dies of, each time, until it alone ends with INTERNAL."""
+        """Sends a request that kills any worker, every time, until it alone ends with INTERNAL."""
         params = SamplingParams(temperature=0, max_tokens=20)
         client = Client(self.stack.address)
         try:
@@ -105,7 +105,7 @@ async def _kill_two(target: Target) -> None:
 
 
 async def _kill_worker_twice(target: Target) -> None:
-    """The second time while it starts."""
+    """Kills a worker, and once more while one starts."""
     await target.kill("worker")
     await asyncio.sleep(target.rng.uniform(0.0, 2.0))
     await target.kill("worker")
@@ -113,7 +113,7 @@ async def _kill_worker_twice(target: Target) -> None:
 
 Fault = Callable[[Target], Awaitable[None]]
 
-# By name, with how often each is drawn.
+# By name, with its weight in random draws.
 FAULTS: dict[str, tuple[int, Fault]] = {
     "worker killed": (6, lambda target: target.kill("worker")),
     "scheduler killed": (6, lambda target: target.kill("scheduler")),
@@ -132,7 +132,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
 
 
 def draw_faults(rng: random.Random, count: int) -> list[str]:
-    """Names of faults; every kind once before any comes twice, as far as `count` goes."""
+    """Draws names of faults. Every kind comes once before any comes twice, if `count` allows."""
     names = list(FAULTS)
     drawn = rng.sample(names, len(names))
     drawn += rng.choices(names, [weight for weight, _ in FAULTS.values()], k=count)

@@ -1,4 +1,4 @@
-"""Mixed load: clients that send one request after another, and check what comes back."""
+"""Mixed load: clients that send one request after another and check the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.workload import Request
 from tests.faults.transcript import Damage, Transcript, transcript_of
 from tests.stack import WAIT_S
 
-# What a client does with a request, and how often.
+# What a client may do with a request, by weight.
 _WAYS = {"stream": 55, "unary": 15, "cancelled": 20, "read slowly": 10}
 _SLOW_READ_S = 0.05  # before each chunk
 _PRIORITIES = (-1, 0, 0, 0, 1)
@@ -25,22 +25,22 @@ _PRIORITIES = (-1, 0, 0, 0, 1)
 
 @dataclass(eq=False)
 class Flow:
-    """When the tokens of an open stream came: `time.monotonic` of the last ones, and the longest
-    pause, in seconds, that ended after `watched_from`."""
+    """The arrival times of an open stream's tokens: `time.monotonic` of the last ones, and the
+    longest pause, in seconds, that ended after `watched_from`."""
 
     last_token_at: float
     watched_from: float = 0.0
-    pause_s: float | None = None  # None: no token since
+    pause_s: float | None = None  # None if there was no token since
 
 
 @dataclass
 class Outcome:
-    """What came of all requests so far."""
+    """The outcome of all requests so far."""
 
     requests: Counter[str] = field(default_factory=Counter)  # by what the client did
     tokens: int = 0
     damage: Damage = field(default_factory=Damage)
-    failures: list[str] = field(default_factory=list)  # what differed or went wrong, in words
+    failures: list[str] = field(default_factory=list)  # descriptions of what differed or went wrong
 
     def note(self, way: str, request: Request, found: Transcript, damage: Damage) -> None:
         self.requests[way] += 1
@@ -50,10 +50,10 @@ class Outcome:
 
 
 class Load:
-    """`clients` connections, each with one request open at a time.
+    """The load of clients that each have one connection, with one request open at a time.
 
     Args:
-        expected: what each of the requests has to get, by its name.
+        expected: the transcript that each request must get, by its name.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Load:
         self._flows: set[Flow] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._moved = asyncio.Event()  # a stream had a token, or ended
+        self._moved = asyncio.Event()  # a stream got a token, or ended
         self.outcome = Outcome()
 
     def start(self, clients: int, seed: int) -> None:
@@ -74,22 +74,22 @@ class Load:
             self._tasks.append(asyncio.create_task(self._send_requests(rng)))
 
     async def stop(self) -> None:
-        """Returns once all open requests have ended."""
+        """Stops sending; returns once all open requests have ended."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
     def watch(self) -> list[Flow]:
-        """The streams that are getting tokens now; their pauses count from now on."""
+        """Returns the streams that are getting tokens; their pauses count from now on."""
         now = time.monotonic()
         for flow in self._flows:
             flow.watched_from, flow.pause_s = now, None
         return list(self._flows)
 
     async def wait_for_tokens(self, flows: Sequence[Flow]) -> None:
-        """Returns once each of these streams has had a token since they were watched, or has ended.
+        """Returns once each of these streams has had a token since `watch`, or has ended.
 
         Raises:
-            TimeoutError: one has neither.
+            TimeoutError: one of them has done neither.
         """
         async with asyncio.timeout(WAIT_S):
             while any(flow.pause_s is None and flow in self._flows for flow in flows):

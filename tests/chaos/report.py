@@ -1,4 +1,4 @@
-"""What a campaign found out."""
+"""The findings of a campaign."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-# Over this a process has kept something that it should have dropped.
+# A process that has grown beyond this has kept something that it should have dropped.
 _GROWTH, _GROWTH_MB = 1.5, 100.0
 
 
 @dataclass
 class Rest:
-    """A stack with nothing to do."""
+    """A measurement of an idle stack."""
 
     blocks_used: int
     waiting: int
@@ -26,7 +26,7 @@ class Rest:
     memory_mb: dict[str, float]  # resident, by process
 
     def problems_since(self, start: Rest) -> list[str]:
-        """What is not as it was at `start`."""
+        """Names whatever is not as it was at `start`."""
         problems = [
             f"at rest: {name} is {value}, not 0"
             for name in ("blocks_used", "waiting", "running")
@@ -43,8 +43,8 @@ class Rest:
 
 @dataclass
 class Report:
-    """`pauses_s`: for each kind of fault, the longest time without a token of each stream that was
-    open, from the fault until the stack had recovered."""
+    """The figures of a campaign. `pauses_s` holds, per kind of fault, the longest time each open
+    stream went without a token, from the fault until the stack had recovered."""
 
     seed: int
     seconds: float = 0.0
@@ -56,10 +56,10 @@ class Report:
     wrong: int = 0
     failures: list[str] = field(default_factory=list)
     pauses_s: dict[str, list[float]] = field(default_factory=dict)
-    rest: list[dict[str, Rest]] = field(default_factory=list)  # of each stack: at start, at end
+    rest: list[dict[str, Rest]] = field(default_factory=list)  # per stack: at its start, at its end
 
     def add(self, other: Report) -> None:
-        """Of another stack."""
+        """Adds the figures of another stack."""
         self.faults += other.faults
         self.requests += other.requests
         for name in ("tokens", "lost", "duplicated", "wrong"):
@@ -103,7 +103,7 @@ class Report:
 
 
 def quantiles(pauses: list[float]) -> dict[str, float]:
-    """p50, p90, p99 and the longest, seconds; empty where there are none."""
+    """p50, p90, p99 and the longest, in seconds; empty if there are no pauses."""
     if not pauses:
         return {}
     cuts = statistics.quantiles([*pauses, *pauses], n=100, method="inclusive")

@@ -1,4 +1,4 @@
-"""A short campaign, and whether a campaign would notice."""
+"""A short campaign, and whether a campaign would notice damage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.chaos.workload import draw_requests
 from tests.faults.transcript import Damage, Transcript
 
 FAULTS_OF_A_SHORT_CAMPAIGN = 5
-# 200 faults have shown that none of its requests draws a random number so near the edge between two
-# tokens that rounding decides (docs/reliability.md); of some seeds one does.
+# 200 faults have shown that none of its requests draws a random number so close to the boundary
+# between two tokens that rounding decides (docs/reliability.md); with some seeds, one does.
 SEED = 2026
 
 

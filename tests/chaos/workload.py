@@ -20,7 +20,7 @@ _SCHEMA = {
 _STORIES = ("Once upon a time, there was a little fox who", "One day a hen", "In the wood", "The")
 _VOCABULARY = 1500  # of the demo model, without the special tokens
 
-# Drawn in turn, so that even a short campaign has all of them.
+# Drawn in turn, so that even a short campaign covers all of them.
 _FEATURES: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0),
     "seeded": SamplingParams(temperature=1.0),
@@ -40,7 +40,7 @@ _ENDS_BY_ITSELF = ("stop", "schema", "regex")
 
 @dataclass(frozen=True)
 class Request:
-    """A request and its feature's name."""
+    """A request, named after its feature."""
 
     name: str
     prompt: Prompt
@@ -48,7 +48,7 @@ class Request:
 
 
 def draw_requests(rng: random.Random, count: int) -> list[Request]:
-    """No two alike; prompts of a few to 1,200 tokens, completions of up to 500."""
+    """Draws requests, no two alike: prompts of a few to 1,200 tokens, completions of up to 500."""
     requests = []
     for number in range(count):
         name = list(_FEATURES)[number % len(_FEATURES)]

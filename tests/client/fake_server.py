@@ -1,8 +1,8 @@
 """An InferenceService whose tokens can be worked out by hand, on a real gRPC server.
 
-A token is a character's code. The completion of a prompt is its characters, each one further in the
-alphabet, over and over: "abc" becomes "bcdbcd...". A chat is the prompt of its messages, joined.
-Completion i of several is i further in the alphabet still, and so is that of seed i below 90.
+A token is a character's code. A prompt's completion repeats its characters, each shifted by one in
+the alphabet: "abc" becomes "bcdbcd...". A chat is the prompt of its messages, joined. Completion i
+of several is shifted by i more, as is that of a seed i below 90.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENDLESS_SEED = 99  # a request with this seed streams until it is cancelled
 
 
 class FakeService(InferenceServiceServicer):
-    """Attributes are for tests: what was received, and what is to go wrong."""
+    """The service. Tests read what it received, and set what is to go wrong, in its attributes."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
@@ -48,7 +48,7 @@ class FakeService(InferenceServiceServicer):
         self.streaming = threading.Event()
         self.cancelled = threading.Event()
         self.max_model_len = MAX_MODEL_LEN
-        self.start_together = 1  # no request goes on before so many are open
+        self.start_together = 1  # no request goes on before this many are open
         self._all_open = asyncio.Event()
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> Responses:
@@ -144,7 +144,7 @@ class FakeService(InferenceServiceServicer):
 
 
 def _logprobs(token: int, count: int) -> pb.Logprobs:
-    """The token's, and those of as many others."""
+    """Log-probabilities of the token and of `count` others."""
     others = [pb.Logprob(token_id=i, logprob=-i - 1) for i in range(count)]
     return pb.Logprobs(entries=[pb.Logprob(token_id=token, logprob=-0.5), *others])
 
@@ -166,7 +166,7 @@ class FakeServer:
     """The service, and the address it listens at."""
 
     def __init__(self, service: FakeService, address: str, stop: Callable[[], None]) -> None:
-        """`stop`: ends it, and breaks off what is open."""
+        """`stop`: ends the service and breaks off open calls."""
         self.service = service
         self.address = address
         self.stop = stop
@@ -174,7 +174,7 @@ class FakeServer:
 
 @contextmanager
 def running_server() -> Iterator[FakeServer]:
-    """Serves in a thread of its own, so that tests may block."""
+    """Serves on a thread of its own, so that tests may block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""The chat program, as a process of its own: through pipes, and on a terminal."""
+"""The chat program as a process of its own, through pipes and on a terminal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sampling_flags_are_sent_and_others_left_to_the_server(
 
 def test_reset_forgets_the_history(server: FakeServer, service: FakeService) -> None:
     done = chat(server, "a\n/reset\nb\n")
-    assert done.returncode == 0  # the end of the input is a way out
+    assert done.returncode == 0  # the end of input is a way out
     assert sent_messages(service) == [[("user", "a")], [("user", "b")]]
 
 
@@ -112,7 +112,7 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def wait_for(self, text: str) -> None:
-        """Reads on until `text` has come."""
+        """Reads on until `text` appears."""
         while text not in self.seen:
             read = os.read(self._fd, 4096).decode(errors="replace")
             self.seen += read
@@ -155,11 +155,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         assert service.cancelled.wait(10)
 
         terminal.wait_for(EDITING)
-        terminal.type("\x03")  # at the prompt it takes the line back
+        terminal.type("\x03")  # at the prompt it discards the line
         terminal.wait_for(EDITING)
         service.cancelled.clear()
         terminal.type("c\r")
-        terminal.wait_for("bccc")  # the history kept the question and what came of its answer
+        terminal.wait_for("bccc")  # the history kept the question and the partial answer
         assert sent_messages(service)[1][0] == ("user", "a")
         assert sent_messages(service)[1][1][0] == "assistant"
         assert sent_messages(service)[1][1][1].startswith("bbb")

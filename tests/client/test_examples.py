@@ -1,4 +1,4 @@
-"""The examples run as they are."""
+"""Runs the examples as they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.client.fake_server import FakeServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# What each prints, among other things. The server's completions go on in the alphabet.
+# Part of what each one prints. The server's completions shift characters along the alphabet.
 EXPECTED = {
     "generate.py": "'Xibu!jt!28!,!36@'",  # What is 17 + 25?
     "stream.py": "Podf!vqpo!b!ujnf",

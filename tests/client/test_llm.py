@@ -1,4 +1,4 @@
-"""The plain client over real gRPC, against a server whose tokens are known."""
+"""The blocking client over real gRPC, against a server whose tokens are known."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def texts(llm: LLM, prompts: Any, params: SamplingParams | None = None) -> list[
 
 
 def sent_fields(service: FakeService) -> set[str]:
-    """Of the sampling, without the seed that the client chooses."""
+    """The sampling fields sent, without the seed that the client chooses."""
     names = {field.name for field, _ in service.requests[0].sampling.ListFields()}
     return names - {"seed"}
 
 
 def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    # Longest first: completions arrive in another order than they are asked for.
+    # Longest first: completions arrive in a different order from the requests.
     prompts = [chr(ord("a") + i) for i in range(20)]
     params = [SamplingParams(max_tokens=100 - 5 * i) for i in range(20)]
 

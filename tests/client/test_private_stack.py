@@ -1,4 +1,4 @@
-"""A private stack, with a launcher that keeps the contract of `python -m deploy run`."""
+"""A private stack, with a launcher that honours the contract of `python -m deploy run`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_end_of_the_program_stops_its_stack(cwd: Path) -> None:
 
 
 def test_a_killed_program_takes_its_stack_along(cwd: Path) -> None:
-    os.mkfifo(cwd / "stopped")  # whose reader waits for the launcher to write
+    os.mkfifo(cwd / "stopped")  # its reader waits for the launcher to write
     script = (
         "import os; from frontend.client import LLM; llm = LLM(model='m'); llm.tokenize('a');"
         "os.kill(os.getpid(), 9)"

@@ -1,4 +1,4 @@
-"""Streams that break off go on, over real gRPC, against a server that breaks them off."""
+"""Streams resume after a server breaks them off, over real gRPC."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ async def chunks_of(llm: AsyncLLM, params: SamplingParams, resume: list[int]) ->
 
 
 def joined(chunks: list[Chunk]) -> object:
-    """What must be the same however the stream was broken off. Each chunk follows the one before
-    of its completion; of the totals, only the call's last one has any."""
+    """Joins what must be the same however the stream was broken off. Checks that each chunk follows
+    the previous one of its completion, and that only the call's last chunk has totals."""
     completions: dict[int, list[object]] = {}
     for chunk in chunks:
         parts = completions.setdefault(chunk.index, [chunk.token_offset, "", [], [], None])
@@ -108,7 +108,7 @@ async def test_a_stream_that_breaks_off_goes_on_as_if_it_had_not(
 async def test_each_of_several_goes_on_alone(server: FakeServer, service: FakeService) -> None:
     params = SamplingParams(n=3, seed=2**64 - 2, max_tokens=4, prompt_logprobs=0)
     async with AsyncLLM(server.address) as llm:
-        service.cuts.append(4)  # one token of each, and another of the first
+        service.cuts.append(4)  # one token of each completion, and another of the first
         await chunks_of(llm, params, [])
     resumed = sorted(service.requests[1:], key=lambda r: -len(r.resume_token_ids))
     assert [len(r.resume_token_ids) for r in resumed] == [2, 1, 1]
@@ -178,7 +178,7 @@ async def test_a_stream_cut_on_the_way_is_resumed(
     ("code", "raised"),
     [
         (grpc.StatusCode.UNKNOWN, ServerError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, QueueFullError),  # nobody says when to come back
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, QueueFullError),  # no hint when to retry
     ],
 )
 async def test_what_waiting_does_not_mend_is_not_asked_again(
@@ -220,7 +220,7 @@ async def test_waiting_ends_and_begins_anew_with_every_token(
 ) -> None:
     away = [ServerUnavailableError("away", 0.2) for _ in range(20)]
     async with AsyncLLM(server.address, max_retry_wait_s=0.9) as llm:
-        for cut in (1, 1, 1, 1):  # each costs less than there is; all together cost more
+        for cut in (1, 1, 1, 1):  # each takes less time than allowed; together they take more
             service.cuts.append(cut)
         stream = llm.stream("a", SamplingParams(max_tokens=5))
         async with aclosing(stream):
@@ -253,7 +253,7 @@ async def test_leaving_a_stream_that_went_on_cancels_all_of_it(
         service.cuts.append(3)
         async with aclosing(llm.stream("a", SamplingParams(seed=ENDLESS_SEED, n=3))) as stream:
             async for _ in stream:
-                if len(service.requests) == 4:  # all at first, then each alone
+                if len(service.requests) == 4:  # first all together, then each alone
                     break
         await asyncio.to_thread(wait_until_idle, service)
 

@@ -1,4 +1,4 @@
-"""When a call that failed is made again, on a clock of the test's own."""
+"""When a failed call is repeated, on a fake clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
     def wait_out(self, retries: Retries, error: LLMError, *, reached: bool = True) -> list[float]:
-        """The delays until the error is raised, each waited for."""
+        """Waits out each delay until the error is raised, and returns them all."""
         delays: list[float] = []
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The wheel holds the client under a name of its own, and needs nothing of the checkout."""
+"""The wheel holds the client under a name of its own and needs nothing from the checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.client.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "frontend", "shared", "deploy")
-# Other people's, of the names that the checkout's folders have.
+# Other people's packages that share the names of the checkout's folders.
 DECOYS = ("bench", "deploy", "frontend", "shared", "tools")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with the wheel, decoys, and this one's libraries, without the checkout."""
+    """An interpreter with the wheel, the decoys and this one's libraries, but not the checkout."""
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (packages,) = environment.glob("lib/*/site-packages")
@@ -54,7 +54,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, directory: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    """Runs it in `directory`, outside of the checkout."""
+    """Runs the interpreter in `directory`, outside the checkout."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
     return subprocess.run(
         [python, *map(str, args)],
@@ -67,7 +67,7 @@ def run(python: Path, directory: Path, *args: object) -> subprocess.CompletedPro
 
 
 def installed_example(name: str, directory: Path) -> Path:
-    """The example as it is where the wheel is installed."""
+    """Copies an example, adapted to an environment where the wheel is installed."""
     text = (ROOT / "examples" / name).read_text()
     path = directory / name
     path.write_text(

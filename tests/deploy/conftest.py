@@ -1,4 +1,4 @@
-"""Launchers as users start them, in an empty directory, with stand-ins for the services."""
+"""Launchers, run as users would in an empty directory, with stand-ins for the services."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STANDINS = Path(__file__).parent / "standins"
 
 
 class Launcher:
-    """Runs `python -m deploy` in a directory of its own; what it left running is killed at the end.
+    """Runs `python -m deploy` in a directory of its own; anything left running is killed.
 
-    By default with stand-ins: services that speak gRPC health and obey signals, without a model.
+    By default, services are stand-ins that speak gRPC health and obey signals, without a model.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,7 +46,7 @@ class Launcher:
         )
 
     def start(self, *args: object, **environment: str) -> subprocess.Popen[str]:
-        """The launcher in the background, with pipes to and from it."""
+        """Starts the launcher in the background, with pipes to and from it."""
         started = subprocess.Popen(
             self.command(*args),
             cwd=self.directory,
@@ -60,7 +60,7 @@ class Launcher:
         return started
 
     def use_real_services(self) -> None:
-        """Instead of the stand-ins."""
+        """Replaces the stand-ins with the real services."""
         self.environment["PYTHONPATH"] = str(ROOT)
 
     @staticmethod
@@ -88,7 +88,7 @@ def launching(directory: Path) -> Iterator[Launcher]:
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    # A path that a Unix socket could not have, and that configuration files might stumble over.
+    # Too long for a Unix socket, with characters that configuration files might trip over.
     directory = tmp_path / ("long " * 12 + "%(here)s ;#") / ("deep-" * 12)
     directory.mkdir(parents=True)
     with launching(directory) as made:
@@ -102,7 +102,7 @@ def port() -> int:
 
 @pytest.fixture
 def gone() -> Callable[[list[psutil.Process]], bool]:
-    """Whether all these processes end, given some time."""
+    """Checks whether all the given processes end, given some time."""
 
     def check(processes: list[psutil.Process]) -> bool:
         return not psutil.wait_procs(processes, timeout=30)[1]

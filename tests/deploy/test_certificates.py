@@ -1,4 +1,4 @@
-"""What the launcher finds out about certificates and tokens before it starts anything."""
+"""The launcher's checks of certificates and tokens, before it starts anything."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_unusable_files(authority: Authority, tmp_path: Path) -> None:
         plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY="/nowhere.pem")
     with pytest.raises(LaunchError, match=r"auth_tokens_file: cannot read /nowhere"):
         plan(tmp_path, AUTH_TOKENS_FILE="/nowhere")
-    # They need not be on hosts without frontends.
+    # Hosts without frontends need not have them.
     layout = Layout(services=("worker",))
     plan(tmp_path, layout, TLS_CERT="/nowhere", TLS_KEY="/nowhere", AUTH_TOKENS_FILE="/nowhere")
 

@@ -85,7 +85,7 @@ def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, po
     frontend = named(launcher.members(port), "frontend")
     frontend.kill()
     psutil.wait_procs([frontend])
-    while check_health(f"127.0.0.1:{port}") != SERVING:  # the test's time limit ends it
+    while check_health(f"127.0.0.1:{port}") != SERVING:  # bounded by the test's time limit
         pass
     assert named(launcher.members(port), "frontend").pid != frontend.pid
 
@@ -99,7 +99,7 @@ def test_nothing_outlives_a_killed_supervisor(launcher: Launcher, port: int, gon
     assert gone(members)
     assert launcher("ps", "--port", port).returncode == 1
 
-    # What is left in the directory does not keep the next one from starting ...
+    # Files left in the directory do not keep the next stack from starting ...
     up = launcher(*start)
     assert up.returncode == 0, up.stderr
     # ... and down does not wait for the services to notice.
@@ -116,7 +116,7 @@ def test_interrupting_up_stops_even_what_ignores_signals(
         *("up", "--port", port, "--services", "worker"), STANDIN="stuck", NANO_DRAIN_TIMEOUT_S="0"
     )
     assert up.stdout
-    assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # it waits for the worker
+    assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # still waiting for the worker
     members = launcher.members(port)
     assert len(members) == 3
     second = launcher("up", "--port", port, "--services", "worker")
@@ -148,7 +148,7 @@ def test_a_crash_loop_ends_up_with_the_last_error(launcher: Launcher, port: int)
 
 
 def test_a_taken_port_is_refused(launcher: Launcher) -> None:
-    # As another stack's frontends hold it: they would let others share it.
+    # Held as by another stack's frontends, which let others share it.
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
@@ -169,7 +169,7 @@ def test_a_bad_value_fails_at_once_in_one_line(launcher: Launcher, port: int) ->
 
 
 def test_a_host_of_workers_only(launcher: Launcher, port: int) -> None:
-    """Ranks 2 and 3 of four, with the rest of the stack elsewhere."""
+    """Ranks 2 and 3 of four; the rest of the stack is elsewhere."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(4)]
     up = launcher(
         *("up", "--port", port, "--tp", 4, "--services", "worker", "--ranks", "2-3"),

@@ -1,5 +1,5 @@
-"""The images were never built where this is tested, so: everything they copy and start exists, the
-compose files fit the schema of the Compose Specification, and the settings they pass are known.
+"""Nothing builds the images here. Instead, tests check that all they copy and start exists, that
+the compose files fit the schema of the Compose Specification, and that their settings are known.
 
 compose-spec.json is that schema (github.com/compose-spec/compose-spec, Apache License 2.0) as
 shipped in the PyPI package check-jsonschema 0.39.0.
@@ -43,7 +43,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """(`COPY`, its arguments) and so on, of an image's Dockerfile."""
+    """The instructions of an image's Dockerfile, as in (`COPY`, its arguments)."""
     text = (DOCKER / f"{image}.Dockerfile").read_text()
     lines = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", " ").splitlines()
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines if line]
@@ -95,7 +95,7 @@ def test_what_is_installed_exists(image: str) -> None:
     installs = [a for name, a in instructions(image) if name == "RUN" and "pip install" in a]
     assert len(installs) == 1
     words = shlex.split(installs[0])
-    assert words[-2:] == ["-e", f".[{image}]"]  # else a wheel is built, which holds no service
+    assert words[-2:] == ["-e", f".[{image}]"]  # not as a wheel, which contains no service
     assert image in extras
     assert words[words.index("-c") + 1] in copied(image)
 
@@ -198,7 +198,7 @@ def test_what_docker_is_asked_to_do(launcher: Launcher, port: int) -> None:
     docker.chmod(0o755)
     path = f"{docker.parent}:{os.environ['PATH']}"
 
-    # A process stands in for the container that would answer the first request.
+    # A process stands in for the container that answers the first request.
     assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
     up = launcher(
         *("up", "--runtime", "docker", "--port", port, "--tp", 2, "--max-num-seqs", 7),

@@ -1,4 +1,4 @@
-"""The reason of a failure, out of what a process logged last."""
+"""Finds the reason for a failure in the last lines that a process logged."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What the Makefile's targets run."""
+"""The commands that the Makefile's targets run."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ DISTRIBUTED = ("-n", "auto", "--dist", "loadgroup")
 
 
 def make(*arguments: str, **environment: str) -> str:
-    """What make prints. It knows nothing of the make that may be running this test."""
+    """The output of make, isolated from any make that is running this test."""
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
@@ -48,7 +49,7 @@ def test_variables_may_come_from_the_environment_except_the_shells_own_host() ->
 
 
 def test_out_must_be_given_to_make(tmp_path: Path) -> None:
-    """Some shells export one, which may be any directory."""
+    """Some shells export an OUT, which may be any directory."""
     for target in ("gpu-check", "bench", "chaos"):
         assert "--out" not in last_command(target, OUT=str(tmp_path))
         assert last_command(target, "OUT=a b", OUT=str(tmp_path))[-2:] == ["--out", "a b"]
@@ -95,6 +96,13 @@ def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Con
     for named in ([__file__], [f"{__file__}::test_x"], [folder, __file__]):
         assert workers(*named) == 0
     assert workers(folder, keyword="x") == 0
+
+
+def test_tests_run_without_xdist() -> None:
+    """As on a GPU machine, with its own installation of pytest."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", "-q", __file__]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "test_tests_run_without_xdist" in listed
 
 
 def test_help_lists_the_targets() -> None:

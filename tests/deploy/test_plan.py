@@ -27,7 +27,7 @@ def test_defaults() -> None:
         Process("scheduler", 0, "unix:.run/50051/scheduler.sock"),
         Process("frontend", 0, "127.0.0.1:50051"),
     ]
-    # What nobody asked for is not passed: the services' own defaults apply.
+    # Unset variables are not passed on: the services' own defaults apply.
     assert environment == {
         "NANO_MODEL": DEMO,
         "NANO_HOST": "127.0.0.1",

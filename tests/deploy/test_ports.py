@@ -1,4 +1,4 @@
-"""Who gets a port, and who does not."""
+"""Reserving a port, and refusing one that is taken."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lingering_connections_of_a_stopped_stack_do_not_keep_its_port() -> None
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = server.accept()
-            accepted.close()  # first: the TIME_WAIT is on our side
+            accepted.close()  # closed first, so that TIME_WAIT is on our side
             assert client.recv(1) == b""
     reserve_port("127.0.0.1", port).close()
 

@@ -11,7 +11,7 @@ from shared.pb import frontend_pb2, frontend_pb2_grpc
 from .conftest import Launcher
 from .test_commands import Gone, named
 
-# They load torch and a model, which takes a while where many processes share few cores.
+# Loading torch and a model takes a while when many processes share few cores.
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -21,7 +21,7 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     assert up.returncode == 0, up.stderr
     assert "Once upon a time" in up.stdout
 
-    # Every frontend answers: each connection goes to either.
+    # Both frontends answer: a connection may reach either.
     for _ in range(8):
         with grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
             stub = frontend_pb2_grpc.InferenceServiceStub(channel)
@@ -36,7 +36,7 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     assert "2 frontends connected" in top.stdout
     assert "of 64" in top.stdout
 
-    # Nothing outlives the supervisor, however it went.
+    # Nothing outlives the supervisor, however it ended.
     members = launcher.members(port)
     assert len(members) == 10  # the supervisor, the watchdog, and two for each service
     named(members, "deploy.supervise").kill()

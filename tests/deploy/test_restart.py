@@ -6,7 +6,7 @@ from .conftest import Launcher
 
 
 def pids(launcher: Launcher, port: int) -> dict[str, str]:
-    """By name and index."""
+    """The pids by name and index; all must be serving."""
     rows = [line.split() for line in launcher("ps", "--port", port).stdout.splitlines()[1:]]
     assert all(row[4] == "RUNNING/SERVING" for row in rows)
     return {f"{row[0]}-{row[1]}": row[2] for row in rows}
@@ -30,13 +30,13 @@ def test_restart_of_one_service_or_of_all(launcher: Launcher, port: int) -> None
 
     assert launcher("restart", "--port", port).returncode == 0
     assert changed(second, pids(launcher, port)) == list(first)
-    # One after the other: each is stopped when the one before has been started.
+    # One after another: each is stopped once the previous one has started.
     log = launcher.directory / ".run" / str(port) / "supervisord.log"
     events = [
         line for line in log.read_text().splitlines() if "stopped:" in line or "spawned" in line
     ]
     kinds = ["stopped" if "stopped:" in line else "spawned" for line in events]
-    assert kinds == ["spawned"] * 6 + ["stopped", "spawned"] * 7  # a watchdog, too
+    assert kinds == ["spawned"] * 6 + ["stopped", "spawned"] * 7  # including the watchdog
 
 
 def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, port: int) -> None:
@@ -52,7 +52,7 @@ def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, 
     (row,) = [line.split() for line in ps if line.startswith("worker")]
     assert row[2] == "-"  # no pid
 
-    # The rest was left alone; and once there is nothing in its way, it can be started like this.
+    # The rest was left alone. Once nothing is in its way, a restart brings the process back.
     behaviour.unlink()
     assert launcher("restart", "--port", port, "--service", "worker").returncode == 0
     assert changed(before, pids(launcher, port)) == ["worker-0"]

@@ -1,4 +1,4 @@
-"""What supervisord reads, and the end of processes that have lost it."""
+"""The configuration of supervisord, and the end of processes that have lost it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
     with member(tmp_path) as first:
         assert [each.pid for each in stack_members(tmp_path)] == [first.pid]
         started = psutil.Process(first.pid).create_time()
-    for _ in range(1000):  # others may come between; the kernel counts in hundredths of a second
+    for _ in range(1000):  # others may come between; start times have a resolution of 10 ms
         try:
             _LAST_PID.write_text(str(first.pid - 1))
         except OSError as error:
@@ -77,7 +77,7 @@ def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
 
 @contextmanager
 def member(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the stack in this directory."""
+    """Runs a process that belongs to the stack in this directory."""
     environment = os.environ | {MARKER: str(directory)}
     with subprocess.Popen(["sleep", "600"], env=environment) as process:
         try:

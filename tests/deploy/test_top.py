@@ -13,8 +13,8 @@ END_S = 60.0
 
 
 class Terminal:
-    """What runs `top`, and reads what it shows. `top` is not in its session: a terminal that hangs
-    up sends it no signal."""
+    """Runs `top` on a terminal and reads its output. `top` is in another session: a terminal
+    that hangs up sends it no signal."""
 
     def __init__(self, launcher: Launcher, port: int) -> None:
         self._side, other = os.openpty()
@@ -32,7 +32,7 @@ class Terminal:
         os.close(other)
 
     def wait_for(self, text: bytes, times: int = 1) -> None:
-        """Returns once `text` was shown so often."""
+        """Returns once `text` has been shown this often."""
         while self.shown.count(text) < times:
             self.shown += os.read(self._side, 4096)
 
@@ -62,7 +62,7 @@ def test_top_ends_with_its_terminal(launcher: Launcher, port: int) -> None:
 
 
 def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, port: int) -> None:
-    assert launcher("up", "--port", port).returncode == 0  # with one that tells no load
+    assert launcher("up", "--port", port).returncode == 0  # its scheduler reports no load
     with shown_on_terminal(launcher, port) as terminal:
         terminal.wait_for(b"the scheduler does not answer", times=3)
         assert launcher("down", "--port", port).returncode == 0

@@ -1,4 +1,4 @@
-"""A worker whose process is stopped is replaced, one that only loads is left alone."""
+"""A worker whose process is stopped is replaced; one that is merely loading is left alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_stopped_worker_is_replaced(launcher: Launcher, port: int) -> None:
 
     wait_for(serving, "all processes to serve")
     gone = {p.pid for p in before} - {p.pid for p in launcher.members(port)}
-    assert gone == {stopped.pid}  # nobody else
+    assert gone == {stopped.pid}  # and no other
     log = launcher.directory / ".run" / str(port) / "watchdog-0.log"
     assert f'"pid": {stopped.pid}' in log.read_text()
 
@@ -49,7 +49,7 @@ def test_a_worker_that_has_not_served_yet_is_left_alone_unless_it_is_stopped(
     wait_for(lambda: "SILENT" in launcher("ps", "--port", port).stdout, "the worker to be SILENT")
     for _ in range(3):
         assert worker.is_running()
-        launcher("ps", "--port", port)  # takes longer than the watchdog waits for an answer
+        launcher("ps", "--port", port)  # takes longer than the watchdog waits
     assert worker.is_running()
     worker.send_signal(signal.SIGSTOP)
     assert not psutil.wait_procs([worker], timeout=60)[1]

@@ -1,4 +1,4 @@
-"""One stack for many tests, and the model that tells them what is right."""
+"""A stack shared by many tests, and the reference model that tells them what is right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.stack import DEMO_MODEL, running_stack
 
 @pytest.fixture(scope="session")
 def demo_stack() -> Iterator[str]:
-    """The address of one ordinary stack for all tests that only send requests."""
+    """The address of an ordinary stack, shared by all tests that only send requests."""
     with running_stack() as stack:
         yield stack.address
 

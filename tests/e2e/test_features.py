@@ -1,5 +1,5 @@
-"""Every sampling and output feature through the public API: against transformers, and the same
-tokens on any path."""
+"""Every sampling and output feature through the public API, against transformers and with the same
+tokens on every path."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def structured(**kind: Any) -> SamplingParams:
     return SamplingParams(max_tokens=120, seed=5, structured_output=output)
 
 
-# Each is sampled with a seed, or greedy: so it has one right answer on every path.
+# Each is greedy or sampled with a seed, so it has one right answer on every path.
 FEATURES: dict[str, SamplingParams] = {
     "plain": sampling(temperature=0.9, seed=1),
     "top_k": sampling(temperature=1.3, seed=2, top_k=20),
@@ -91,7 +91,7 @@ def request_for(params: SamplingParams, text: str = PROMPT, **fields: Any) -> Ge
 
 
 def run_all(address: str, requests: list[GenerateRequest]) -> list[GenerateResponse]:
-    """All at once."""
+    """Sends all requests at once."""
     with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(len(requests)) as pool:
         stub = InferenceServiceStub(channel)
         return list(pool.map(lambda r: stub.Generate(r, timeout=TIMEOUT_S), requests))
@@ -103,14 +103,14 @@ def tokens_of(response: GenerateResponse) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(demo_stack: str) -> dict[str, GenerateResponse]:
-    """Each feature's answer, one request after another."""
+    """Each feature's answer, from one request after another."""
     return {
         name: run_all(demo_stack, [request_for(params)])[0] for name, params in FEATURES.items()
     }
 
 
 def check_all(address: str, alone: dict[str, GenerateResponse]) -> None:
-    """All features twice, all at once, beside plain requests of other lengths."""
+    """Runs all features twice, all at once, among plain requests of other lengths."""
     crowd = [
         request_for(sampling(temperature=1.0, seed=90 + i, max_tokens=10 + 3 * i), PROMPT * i)
         for i in range(1, 5)
@@ -293,7 +293,7 @@ def structured_cases() -> Iterator[tuple[str, StructuredOutput, Any]]:
 def test_structured_output_fits(
     output: StructuredOutput, fits: Any, stub: InferenceServiceStub
 ) -> None:
-    # A small model closes what it opens sooner if it is asked to.
+    # A small model closes what it opens sooner with some encouragement.
     closing = stub.Tokenize(TokenizeRequest(text='"}])')).token_ids
     complete = 0
     for seed in range(3):

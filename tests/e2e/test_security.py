@@ -1,4 +1,4 @@
-"""A real stack with everything on: TLS outside, mutual TLS inside, tokens."""
+"""A real stack with all security on: TLS outside, mutual TLS inside, tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SecureStack:
 @pytest.fixture(scope="module")
 def stack(certificates: Path) -> Iterator[SecureStack]:
     public, within = Authority(certificates, "public"), Authority(certificates, "within")
-    # A name that is not dialled by the launcher, which must find its way all the same.
+    # Not the name that the launcher dials; it must cope all the same.
     shown = public.issue("server", "DNS:llm.example.com")
     internal = within.issue("internal", "DNS:localhost")
     tokens = certificates / "tokens"
@@ -125,8 +125,8 @@ def test_a_token_is_not_sent_where_others_may_read_it() -> None:
 
 
 def test_services_follow_to_another_authority(stack: SecureStack, certificates: Path) -> None:
-    """Only the scheduler is started anew; the worker lets it in by new certificates, and the
-    frontend connects to it with them."""
+    """Only the scheduler restarts; the worker admits it by the new certificates, and the frontend
+    connects to it with them."""
     successor = Authority(certificates, "successor")
     new = successor.issue("internal", "DNS:localhost")
     before = generate(stack)

@@ -32,7 +32,7 @@ def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
 
 
 def token_prompts(vocab_size: int, count: int) -> list[list[int]]:
-    """Of lengths from one token to several chunks, no two alike, some sharing a prefix."""
+    """Prompts from one token to several chunks long, no two alike, some sharing a prefix."""
     generator = torch.Generator().manual_seed(1)
     prompts = []
     for number in range(count):
@@ -44,7 +44,7 @@ def token_prompts(vocab_size: int, count: int) -> list[list[int]]:
 
 
 def generate_all(address: str, requests: list[GenerateRequest]) -> list[list[int]]:
-    """All at once; the token ids of each."""
+    """Sends all requests at once and returns the token ids of each."""
     with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(len(requests)) as pool:
         stub = InferenceServiceStub(channel)
         answers = pool.map(lambda r: stub.Generate(r, timeout=TIMEOUT_S), requests)

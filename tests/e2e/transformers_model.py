@@ -1,4 +1,4 @@
-"""What transformers makes of the same model."""
+"""The same model in transformers, as the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 
 class TransformersModel:
-    """transformers on the same directory in float32."""
+    """Runs the model in transformers, in float32."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -41,7 +41,7 @@ class TransformersModel:
         return self.generate(prompt_ids, max_tokens, eos_token_id=ends)[0]
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """[tokens, vocabulary]: row i is of what follows token i."""
+        """Log-probabilities [tokens, vocabulary]; row i is for the token that follows token i."""
         with torch.no_grad():
             logits = self.model(torch.tensor([token_ids])).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)

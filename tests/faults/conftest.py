@@ -1,4 +1,4 @@
-"""Stacks that one fault after another happens to."""
+"""Stacks that suffer one fault after another."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ LONG_PROMPTS = long_prompts(count=3, length=1400, vocab_size=1536)
 
 @dataclass(frozen=True)
 class Victim:
-    """A stack whose steps are so small that a prompt takes many, and what it answers when nothing
-    happens to it."""
+    """A stack with steps so small that a prompt takes many, and its answers when undisturbed."""
 
     stack: RealStack
     tp: int
     expected: dict[str, Transcript]
 
     def rest(self) -> None:
-        """Waits until everything runs again, and checks that nothing was left behind."""
+        """Waits until everything serves again and nothing is left behind."""
         self.stack.wait_serving()
         self.stack.wait_idle()
 

@@ -1,4 +1,4 @@
-"""A stack whose workers cannot run a certain step, see `faulty_worker/sitecustomize.py`."""
+"""A stack whose workers cannot run a certain step; see `faulty_worker/sitecustomize.py`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.stack import ROOT, RealStack, running_stack
 
-TRIGGER = (1500, 1501, 1500)  # of the workers' fault
+TRIGGER = (1500, 1501, 1500)  # sets off the workers' fault
 
 
 def request(first: int, *, trigger: bool = False, max_tokens: int = 200) -> GenerateRequest:
-    """A greedy one of 40 tokens, with the trigger among them or not."""
+    """A greedy request with a prompt of 40 tokens, the trigger among them or not."""
     ids = [first, *range(100, 136), *(TRIGGER if trigger else (1500, 1500, 1501))]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(token_ids=TokenIds(ids=ids), sampling=params)
 
 
 def faulty_environment(fault: str) -> dict[str, str]:
-    """`fault` is what WORKER_FAULT is to be."""
+    """The variables for faulty workers; `fault` is the value of WORKER_FAULT."""
     path = f"{Path(__file__).parent / 'faulty_worker'}:{ROOT}"
     return {"PYTHONPATH": path, "WORKER_FAULT": fault}
 
@@ -36,7 +36,7 @@ def faulty_stack(fault: str) -> Iterator[RealStack]:
 
 
 class HealthHistory:
-    """What a frontend's health has been."""
+    """The history of a frontend's health."""
 
     def __init__(self, address: str) -> None:
         self.seen: list[str] = []
@@ -48,7 +48,7 @@ class HealthHistory:
         self._thread.start()
 
     def wait_for(self, *expected: str) -> None:
-        """Returns once it has been all of this, from the beginning."""
+        """Returns once the whole history is exactly this."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.seen == [*expected], 180), self.seen
 

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces, and a router between them that can drop what it likes.
+"""Hosts that are network namespaces, and a router between them that can drop any traffic.
 
         client (this process)
            |
@@ -6,8 +6,8 @@
               \\          |          /
                 ------ router -----
 
-What the router drops vanishes without a word, as on a network: a rule of its routing sends it into
-a black hole. Needs root and iproute2.
+Dropped packets vanish without notice, as on a real network: a routing rule sends them into a black
+hole. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUTER = "router"
 
 
 def missing() -> str | None:
-    """Why there can be no such hosts here, None if there can."""
+    """The reason why there can be no such hosts here, or None."""
     if shutil.which("ip") is None:
         return "iproute2 is not installed"
     if os.geteuid() != 0:
@@ -38,10 +38,10 @@ def missing() -> str | None:
 
 
 class Hosts:
-    """Hosts in a network of their own; the first of them can be reached from here as well.
+    """Hosts in a network of their own; the first can also be reached from this process.
 
     Raises:
-        subprocess.CalledProcessError: the network cannot be made.
+        subprocess.CalledProcessError: the network cannot be created.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class Hosts:
 
     @property
     def public_address(self) -> str:
-        """The first host's, for this process."""
+        """The first host's address, for this process."""
         return f"100.127.{os.getpid() % 256}.2"
 
     def start(
@@ -85,8 +85,8 @@ class Hosts:
         )
 
     def kill(self, name: str) -> None:
-        """kill -9 of what runs on a host. If it is cut off, nobody hears of it, then or later."""
-        # The host's kernel would go on saying that the connections have ended, for minutes.
+        """Kills a host's process with SIGKILL. If the host is cut off, nobody ever hears of it."""
+        # Otherwise the host's kernel would keep announcing for minutes that the connections ended.
         retries = "echo 1 > /proc/sys/net/ipv4/tcp_orphan_retries"
         _ip("netns", "exec", _name(name), "sh", "-c", retries)
         process = self._processes.pop(name)
@@ -94,7 +94,7 @@ class Hosts:
         process.wait()
 
     def cut(self, source: str, target: str) -> None:
-        """From now on nothing that `source` sends reaches `target`."""
+        """Drops everything that `source` sends to `target`, until `heal`."""
         rule = ("from", self.address(source), "to", self.address(target), "blackhole")
         _ip("-n", _name(_ROUTER), "rule", "add", *rule)
         self._cuts.append(rule)
@@ -130,7 +130,7 @@ class Hosts:
 
 
 def _name(of: str) -> str:
-    """Of a namespace or a link, so that two runs of the tests do not meet: at most 15 letters."""
+    """Names a namespace or link: unique to this test run, and at most 15 letters."""
     return f"{of[:9]}{os.getpid() % 1_000_000}"
 
 

@@ -1,4 +1,4 @@
-"""Streams that never pause for long, each compared with what it was before anything happened."""
+"""Streams that never pause for long, each compared with the same one from before the fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Request = tuple[str, SamplingParams]
 
 
 def make_requests(count: int) -> list[Request]:
-    """Greedy and seeded ones in turn, no two alike."""
+    """Makes greedy and seeded requests in turn, no two alike."""
     return [
         (
             f"Story {number}: once upon a time there was",
@@ -27,7 +27,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 async def stream_tokens(address: str, request: Request) -> list[int]:
-    """The completion, by a client of its own: so that they spread over the frontends."""
+    """Streams a completion over a client of its own, so that clients spread over the frontends."""
     tokens: list[int] = []
     async with AsyncLLM(address) as llm:
         async for chunk in llm.stream(*request):
@@ -42,8 +42,8 @@ async def stream_all(address: str, requests: Sequence[Request]) -> list[list[int
 
 @asynccontextmanager
 async def steady_load(address: str, count: int = 20) -> AsyncIterator[None]:
-    """`count` streams at a time, again and again while the caller does something to the stack;
-    afterwards each must have had the tokens that it had before."""
+    """Keeps `count` streams open while the caller does something to the stack; each must get the
+    same tokens as before."""
     requests = make_requests(count)
     expected = await stream_all(address, requests)
     over = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Streams of a plain client, which neither resumes nor submits anything again."""
+"""Streams of a plain client, which neither resumes nor resubmits anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.transcript import Transcript
 from tests.stack import WAIT_S
 
-# They outlive whatever is done to them while they are open, but end soon enough.
+# Long enough to stay open through a fault, short enough to end soon.
 _TOKENS = 160
 
 
@@ -38,7 +38,7 @@ def _structured(text: str, **kind: Any) -> GenerateRequest:
 
 STORY = "Once upon a time, there was a little fox who"
 
-# Each has one right answer: it is greedy, or has a seed.
+# Each has exactly one right answer: it is greedy, or has a seed.
 REQUESTS: dict[str, GenerateRequest] = {
     "greedy": _request(STORY, temperature=0),
     "seeded": _request(STORY, temperature=1.0, seed=1),
@@ -65,7 +65,7 @@ REQUESTS: dict[str, GenerateRequest] = {
 
 
 def long_prompts(count: int, length: int, vocab_size: int) -> dict[str, GenerateRequest]:
-    """No two with a common prefix; greedy and seeded in turn."""
+    """Makes long prompts, no two with a common prefix; greedy and seeded in turn."""
     requests = {}
     for number in range(count):
         ids = [(7 * i * i + 13 * i + 101 * number) % (vocab_size - 10) + 3 for i in range(length)]
@@ -79,7 +79,7 @@ def long_prompts(count: int, length: int, vocab_size: int) -> dict[str, Generate
 
 
 class OpenStreams:
-    """Requests that are being answered, and what came of each so far."""
+    """Requests that are being answered, and the transcript of each so far."""
 
     def __init__(self, address: str, requests: Mapping[str, GenerateRequest]) -> None:
         self.transcripts = {name: Transcript() for name in requests}
@@ -98,7 +98,7 @@ class OpenStreams:
             thread.start()
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Returns as soon as `reached` is true, which is asked after each chunk."""
+        """Returns as soon as `reached` is true; it is checked after each chunk."""
         with self._changed:
             assert self._changed.wait_for(reached, WAIT_S), self.summary()
 
@@ -112,14 +112,14 @@ class OpenStreams:
         )
 
     def wait_ended(self) -> dict[str, Transcript]:
-        """What came of each request, once all have ended well."""
+        """Returns the transcripts once all requests have ended without an error."""
         self.wait_until(lambda: not self.open)
         assert not self.errors, self.errors
         return self.transcripts
 
     def summary(self) -> str:
         counts = {name: self.transcripts[name].num_tokens for name in sorted(self.open)}
-        return f"open, with so many tokens: {counts}"
+        return f"tokens of the open streams: {counts}"
 
     def close(self) -> None:
         self._channel.close()
@@ -141,7 +141,7 @@ class OpenStreams:
 
 @contextmanager
 def open_streams(address: str, requests: Mapping[str, GenerateRequest]) -> Iterator[OpenStreams]:
-    """All of them at once, over one connection; cancelled at the end if they have not ended."""
+    """Opens all streams at once, over one connection; cancels those still open at the end."""
     streams = OpenStreams(address, requests)
     try:
         yield streams
@@ -150,12 +150,12 @@ def open_streams(address: str, requests: Mapping[str, GenerateRequest]) -> Itera
 
 
 def undisturbed(address: str, requests: Mapping[str, GenerateRequest]) -> dict[str, Transcript]:
-    """What comes of the requests when nothing happens to them."""
+    """Returns the transcripts of requests that nothing disturbs."""
     with open_streams(address, requests) as streams:
         return streams.wait_ended()
 
 
 def assert_undamaged(found: dict[str, Transcript], expected: dict[str, Transcript]) -> None:
-    """Token by token, and in everything else that a client sees."""
+    """Compares tokens, and everything else that a client sees."""
     damage = {name: each.compare(expected[name]).differences for name, each in found.items()}
     assert not {name: differences for name, differences in damage.items() if differences}

@@ -21,12 +21,12 @@ from tests.stack import ROOT, WAIT_S, RealStack, running_stack
 pytestmark = pytest.mark.timeout(400)
 
 _MIB = 1 << 20
-# More than an allocator keeps of what it was given, less than a leak would be.
+# More than an allocator holds on to, less than a leak would take.
 _TOLERANCE = 16 * _MIB
-# Of all stalled streams together, and some 400 bytes each: more than is on its way at a time.
+# Over all stalled streams, at some 400 bytes each: more than can be in transit at a time.
 _UNREAD_TOKENS = 8 * 250
 
-# Opens streams of wide chunks, reads one chunk of each and no more.
+# Opens streams of wide chunks and reads only one chunk of each.
 _STALLED_CLIENT = """
 import asyncio, sys
 from grpc import aio
@@ -56,7 +56,7 @@ def stack() -> Iterator[RealStack]:
 
 
 def memory(stack: RealStack) -> dict[tuple[str, int], int]:
-    """Bytes that each process has that knows of requests, by service and index."""
+    """The resident bytes of each process that knows of requests, by service and index."""
     pids = {key: pid for key, pid in stack.pids().items() if key[0] != "worker"}
     return {key: psutil.Process(pid).memory_info().rss for key, pid in pids.items()}
 
@@ -68,7 +68,7 @@ def assert_no_growth(stack: RealStack, before: dict[tuple[str, int], int]) -> No
 
 
 def test_clients_that_stop_reading_and_vanish(stack: RealStack) -> None:
-    """Meanwhile others are not kept waiting, and nothing is left of them when they are gone."""
+    """They do not hold up others, and leave nothing behind once they are gone."""
     expected: list[int] = []
     before = None
     for _ in range(3):
@@ -103,7 +103,7 @@ def has_sampled(tokens: int, load: GetLoadResponse) -> bool:
 
 
 def has_a_thousand(sampled_before: int, load: GetLoadResponse) -> bool:
-    """A thousand requests, and tokens for some of them."""
+    """Whether there are a thousand requests, some of them with tokens."""
     return load.waiting + load.running == 1000 and load.sampled_tokens > sampled_before
 
 
@@ -123,9 +123,9 @@ def test_a_thousand_clients_that_cancel_at_once(stack: RealStack) -> None:
 
 
 async def open_and_cancel(stack: RealStack) -> None:
-    """A thousand streams, some running and some waiting, and then none.
+    """Opens a thousand streams, some running and some waiting, then cancels them all.
 
-    Which of them run is not known: gRPC sends calls that waited for the connection in any order.
+    Which of them run is unknown: gRPC sends calls that waited for the connection in any order.
     """
     sampled = stack.load().sampled_tokens
     params = SamplingParams(temperature=1, max_tokens=1900, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""SIGTERM to a frontend with open streams: real processes, on a scheduler that obeys the test."""
+"""SIGTERM to a frontend with open streams: real processes on a scheduler that obeys the test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 async def frontend(
     port: int, scheduler: FakeScheduler, drain_timeout_s: float
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A frontend that is connected to `scheduler`."""
+    """Runs a frontend that is connected to `scheduler`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "frontend", "--model", str(DEMO), "--port", str(port)),
         *("--scheduler-address", scheduler.address, "--log-format", "json"),
@@ -52,7 +52,7 @@ async def frontend(
 @asynccontextmanager
 async def obedient_scheduler(directory: Path) -> AsyncIterator[FakeScheduler]:
     scheduler = FakeScheduler(f"unix:{directory}/s")
-    scheduler.automatic = False  # a token when the test says so
+    scheduler.automatic = False  # a token only when the test says so
     await scheduler.start()
     try:
         yield scheduler
@@ -67,8 +67,8 @@ def start_stream(channel: aio.Channel) -> Any:
 
 
 async def tokenize(channel: aio.Channel) -> None:
-    """Succeeds on some frontend. One that drains may refuse what was sent before it was known to:
-    gRPC itself answers CANCELLED then."""
+    """Retries until a frontend answers. A draining one may refuse calls sent before the client knew
+    that it drains: gRPC itself then answers CANCELLED."""
     refusals = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     call = InferenceServiceStub(channel).Tokenize(pb.TokenizeRequest(text="a"))
     while (code := await call.code()) in refusals:
@@ -106,7 +106,7 @@ async def test_a_draining_frontend_finishes_its_streams_while_new_ones_go_elsewh
             assert tokens == TOKENS
             assert await stream.code() is grpc.StatusCode.OK
             assert await first.wait() == 0
-            # Whoever only watches does not hold it up.
+            # A health watch does not hold it up.
             assert await health.code() is grpc.StatusCode.UNAVAILABLE
 
             await tokenize(channel)

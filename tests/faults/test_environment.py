@@ -1,4 +1,4 @@
-"""The real stack where nothing can be written any more, and on a clock that jumps."""
+"""The real stack when no file can be written any more, and on a clock that jumps."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class StackInTime:
         return f"127.0.0.1:{self.port}"
 
     def set_clock(self, offset_s: int) -> None:
-        """For all processes of the stack at once, those to come too."""
+        """Sets the clock of all processes of the stack at once, including future ones."""
         with self.offset_file.open("r+b") as file:
             file.write(struct.pack("l", offset_s))
 
     def kill(self, module: str) -> None:
-        """Returns once the process that serves `module` has a successor."""
+        """Kills the process that serves `module`; returns once it has a successor."""
         killed = self.processes(module)[-1]
         killed.kill()
 
@@ -54,7 +54,7 @@ class StackInTime:
         wait_for(replaced, f"a successor in {module}")
 
     def processes(self, module: str) -> list[psutil.Process]:
-        """Those of `module`, the oldest first: that is the one that supervisord started."""
+        """The processes of `module`, oldest first: that is the one supervisord started."""
         running = [p for p in self.launcher.members(self.port) if module in _command(p)]
         return sorted(running, key=lambda process: process.create_time())
 
@@ -94,11 +94,11 @@ async def test_serving_goes_on_while_the_clock_jumps(stack: StackInTime) -> None
             await stream_all(stack.address, make_requests(2))
     log = stack.launcher.directory / ".run" / str(stack.port) / "scheduler-0.log"
     hours = {json.loads(line)["timestamp"][:13] for line in log.read_text().splitlines()}
-    assert len(hours) > 2  # it did jump
+    assert len(hours) > 2  # the clock did jump
 
 
 async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -> None:
-    """As on a full disk: every write to a file fails, of services and of supervisord."""
+    """As on a full disk, every write to a file fails, for services and supervisord alike."""
     members = stack.launcher.members(stack.port)
     async with steady_load(stack.address, count=8):
         for process in members:
@@ -115,5 +115,5 @@ async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -
         for process in stack.launcher.members(stack.port):
             process.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
         stack.processes("frontend")[0].kill()
-        # Logs go on, too.
-        await asyncio.to_thread(wait_for, lambda: log.read_text() != unchanged, "a line of the log")
+        # Logging resumes too.
+        await asyncio.to_thread(wait_for, lambda: log.read_text() != unchanged, "a line in the log")

@@ -1,5 +1,5 @@
-"""Promise 3: a frontend is killed. The scheduler drops what it asked for, other frontends notice
-nothing, and the client library goes on at another one."""
+"""Promise 3: a frontend is killed. The scheduler drops its requests, others notice nothing, and
+the client library goes on at another one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.stack import WAIT_S, RealStack, running_stack
 
 pytestmark = pytest.mark.timeout(400)
 
-_CONNECTIONS = 8  # of which some end at either frontend; how many is the kernel's to say
+_CONNECTIONS = 8  # some reach each frontend; how many is up to the kernel
 _CONNECTION_OF_ITS_OWN = (("grpc.use_local_subchannel_pool", 1),)
 _STORY = "Once upon a time, there was a little fox who"
 
@@ -54,14 +54,14 @@ def stack() -> Iterator[RealStack]:
 
 @dataclass
 class Streams:
-    """Requests that the client library is reading, and what came of each so far."""
+    """Requests that the client library is reading, and the transcript of each so far."""
 
     transcripts: dict[str, Transcript]
     news: asyncio.Condition
     tasks: dict[str, asyncio.Task[None]]
 
     async def wait_for_tokens(self, count: int) -> None:
-        """Returns once every stream but the beams', which come at their end, has so many."""
+        """Returns once every stream has `count` tokens, except beams, which come at the end."""
         async with asyncio.timeout(WAIT_S), self.news:
             await self.news.wait_for(
                 lambda: all(
@@ -71,7 +71,7 @@ class Streams:
             )
 
     async def ended(self) -> dict[str, Transcript]:
-        """What came of all, once all have ended well."""
+        """Returns the transcripts once all requests have ended without an error."""
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*self.tasks.values())
         return self.transcripts
@@ -129,7 +129,7 @@ async def test_streams_go_on_at_another_frontend(stack: RealStack) -> None:
 
 
 async def test_what_a_killed_frontend_asked_for_is_dropped(stack: RealStack) -> None:
-    """Seen through one plain connection, which ends at one of the two."""
+    """Seen through one plain connection, to one of the two."""
     before = await asyncio.to_thread(stack.load)
     assert before.frontends == 2
     async with aio.insecure_channel(stack.address) as channel:
@@ -143,7 +143,7 @@ async def test_what_a_killed_frontend_asked_for_is_dropped(stack: RealStack) -> 
         load = await asyncio.to_thread(
             stack.wait_load, lambda load: not (load.running or load.waiting or load.blocks_used)
         )
-        # Nobody computed them to their end.
+        # They were not computed to the end.
         assert load.sampled_tokens - before.sampled_tokens < 20 * 1900
         assert load.blocks_free + load.blocks_cached == load.blocks
     await asyncio.to_thread(stack.wait_serving)
@@ -175,14 +175,14 @@ async def test_streams_of_other_frontends_are_untouched(stack: RealStack) -> Non
 
 
 def connections_to(stack: RealStack, pid: int) -> int:
-    """How many clients' connections this frontend has."""
+    """The number of client connections that this frontend has."""
     port = int(stack.address.rpartition(":")[2])
     found = psutil.Process(pid).net_connections("tcp")
     return sum(each.laddr[1] == port for each in found if each.status == psutil.CONN_ESTABLISHED)
 
 
 async def rest_of(call: Any, transcript: Transcript) -> StatusCode:
-    """Adds what still comes; how it ended."""
+    """Adds the rest of the stream; returns the status with which it ended."""
     try:
         while (message := await call.read()) is not aio.EOF:
             transcript.add(decode_chunk(message))

@@ -1,4 +1,4 @@
-"""A worker that hangs is found and replaced; no stream notices more than a pause."""
+"""A worker that hangs is found and replaced; streams notice no more than a pause."""
 
 from __future__ import annotations
 

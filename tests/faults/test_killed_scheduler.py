@@ -1,4 +1,4 @@
-"""Promise 2: the scheduler is killed, the frontends bring the next one up to date."""
+"""Promise 2: the scheduler is killed, and the frontends bring the next one up to date."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_killed_mid_decode(victim: Victim) -> None:
     assert {"greedy", "seeded", "filters", "penalties", "several", "stop string"} <= open_then
     stack.wait_replaced("scheduler", 0, pid)
     victim.rest()
-    assert worker_pids(victim) == workers  # they took the new one's epoch
+    assert worker_pids(victim) == workers  # they accepted the new scheduler's epoch
 
 
 def test_killed_mid_prompt(victim: Victim) -> None:

@@ -46,14 +46,14 @@ def test_killed_mid_prompt(victim: Victim, rank: int) -> None:
         stack.wait_load(lambda load: load.step_tokens > before.step_tokens)
         without_a_token = [t for t in streams.transcripts.values() if not t.num_tokens]
         stack.kill("worker", rank)
-        assert without_a_token  # in order, one prompt after another: so one was in the middle
+        assert without_a_token  # prompts run one after another, so one was in the middle
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
     assert surviving_pids(victim, rank) == survivors
 
 
 def test_killed_again_and_again(victim: Victim) -> None:
-    """Also while it starts, and while the others wait for it."""
+    """Even while it starts and the others wait for it."""
     stack = victim.stack
     with open_streams(stack.address, REQUESTS) as streams:
         for count in (5, 20, 40):

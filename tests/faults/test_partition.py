@@ -23,7 +23,7 @@ _PORT = 50051
 
 @dataclass(frozen=True)
 class Network:
-    """A stack with a host for each service, and what it answers when nothing happens to it."""
+    """A stack with a host for each service, and its answers when undisturbed."""
 
     hosts: Hosts
     logs: Path
@@ -95,7 +95,7 @@ def test_a_cut_one_way(network: Network, source: str, target: str) -> None:
 
 
 def test_a_scheduler_that_vanishes_with_its_host(network: Network) -> None:
-    """Its kernel does not tell the frontend that the connection has ended, then or later."""
+    """Its kernel never tells the frontend that the connection has ended."""
     hosts = network.hosts
     with open_streams(network.address, REQUESTS) as streams:
         streams.wait_for_tokens(10, "greedy", "seeded", "penalties", "several", "schema")
@@ -113,7 +113,7 @@ def _cut_and_heal(network: Network, ways: list[tuple[str, str]], seconds: float)
         streams.wait_for_tokens(10, "greedy", "seeded", "penalties", "several", "schema")
         for source, target in ways:
             network.hosts.cut(source, target)
-        time.sleep(seconds)  # for so long there is no network
+        time.sleep(seconds)  # without a network
         open_then = set(streams.open)
         network.hosts.heal()
         assert_undamaged(streams.wait_ended(), network.expected)

@@ -1,4 +1,4 @@
-"""A request that ends the worker each time it is computed ends alone."""
+"""A request that kills the worker every time it is computed ends alone."""
 
 from __future__ import annotations
 

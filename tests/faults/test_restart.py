@@ -1,4 +1,4 @@
-"""`make restart` under load, of the real stack."""
+"""`make restart` of the real stack under load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deploy.ports import free_port
 from tests.deploy.conftest import launching
 from tests.faults.steady_load import steady_load
 
-# Each process loads what it needs again, one after the other, on cores that are busy.
+# Processes reload one after another, on busy cores.
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -31,6 +31,6 @@ async def test_a_rolling_restart_of_every_process_loses_no_token(tmp_path: Path)
         after = {process.pid for process in launcher.members(port)}
         assert len(before & after) == 2  # supervisord and the watchdog
         log = (tmp_path / ".run" / str(port) / "supervisord.log").read_text()
-        assert "killing" not in log  # all ended by themselves
+        assert "killing" not in log  # all ended on their own
         ps = launcher("ps", "--port", port)
         assert ps.stdout.count("RUNNING/SERVING") == 4

@@ -1,4 +1,4 @@
-"""A frontend whose log nobody reads, and then nobody could read any more."""
+"""A frontend whose log is not read, and later cannot be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_serving_goes_on_without_a_reader_of_the_log(tmp_path: Path) -> No
     scheduler = FakeScheduler(f"unix:{tmp_path}/s")
     await scheduler.start()
     reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, select.PIPE_BUF)  # a line for each request fills it
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, select.PIPE_BUF)  # a line per request fills it
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "frontend", "--model", str(DEMO), "--port", str(port)),
@@ -50,7 +50,7 @@ async def test_serving_goes_on_without_a_reader_of_the_log(tmp_path: Path) -> No
 
 
 async def generate(channel: aio.Channel, count: int) -> None:
-    """Requests one after the other, once the frontend takes them."""
+    """Sends one request after another, once the frontend accepts them."""
     stub = InferenceServiceStub(channel)
     while not await is_ready(stub):
         pass
@@ -60,6 +60,6 @@ async def generate(channel: aio.Channel, count: int) -> None:
 
 
 async def is_ready(stub: Any) -> bool:
-    """Whether it is connected to the scheduler."""
+    """Whether the frontend is connected to the scheduler."""
     call = stub.GetModel(pb.GetModelRequest(), wait_for_ready=True)
     return await call.code() is grpc.StatusCode.OK

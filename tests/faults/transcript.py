@@ -1,4 +1,4 @@
-"""What a client was given of a request, and whether that is what it should have been given."""
+"""Transcripts of what clients received, and their comparison with what they should have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontend.client.types import Chunk
 from frontend.client.wire import decode_chunk
 from shared.pb.frontend_pb2 import GenerateResponse, GenerateStreamResponse
 
-# Log-probabilities computed again in another batch differ in their last bits.
+# Log-probabilities recomputed in another batch differ in their last bits.
 _LOGPROB_TOLERANCE = 1e-3
 
 
@@ -27,12 +27,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Damage:
-    """How a transcript differs from the right one, in tokens."""
+    """The difference between a transcript and the right one, in tokens."""
 
     lost: int = 0
     duplicated: int = 0
     wrong: int = 0
-    differences: tuple[str, ...] = ()  # whatever differs, tokens or not, in words
+    differences: tuple[str, ...] = ()  # descriptions of all differences, not only in tokens
 
     def __add__(self, other: Damage) -> Damage:
         return Damage(
@@ -44,13 +44,13 @@ class Damage:
 
 
 class Transcript:
-    """Joins chunks, and keeps an account of those that do not fit."""
+    """Joins chunks, and records those that do not fit."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Part] = {}
         self.prompt_logprobs: list[dict[int, float]] = []
         self.prompt_tokens = 0
-        self.completion_tokens: int | None = None  # what the server says at the end
+        self.completion_tokens: int | None = None  # as the server reports at the end
         self._damage = Damage()
 
     @property
@@ -81,8 +81,8 @@ class Transcript:
             self.completion_tokens = chunk.usage["completion_tokens"]
 
     def compare(self, expected: Transcript, cut: bool = False) -> Damage:
-        """The damage done to this one, if `expected` is how it should be; `cut`: or how it should
-        begin, since the client has cancelled the rest."""
+        """Returns how this transcript differs from `expected`. With `cut`, it need only match the
+        beginning, since the client cancelled the rest."""
         damage = self._damage
         if cut:
             for index, part in self.parts.items():
@@ -105,7 +105,7 @@ class Transcript:
 
 
 def transcript_of(response: GenerateResponse) -> Transcript:
-    """What a unary call was answered, as a stream would have brought it."""
+    """Converts the answer of a unary call, as if a stream had brought it."""
     transcript = Transcript()
     for completion in response.completions:
         first = completion.index == response.completions[0].index

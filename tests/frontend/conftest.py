@@ -1,4 +1,4 @@
-"""The public service in this process, over real gRPC, on a fake scheduler."""
+"""The public service in this process, over real gRPC, with a fake scheduler behind it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 @dataclass
 class Service:
-    """A running frontend, the fake that it talks to, and a client of both."""
+    """A running frontend, the fake scheduler that it talks to, and a client."""
 
     address: str
     server: Server
@@ -42,7 +42,7 @@ class Service:
     stub: Any
 
     async def wait_for_health(self, serving: bool) -> None:
-        """Returns once the health service says so."""
+        """Waits until the health service reports `serving`."""
         status = health_pb2.HealthCheckResponse
         wanted = status.SERVING if serving else status.NOT_SERVING
         watch = health_pb2_grpc.HealthStub(self.channel).Watch(
@@ -58,7 +58,7 @@ class Service:
 
 
 async def read(stream: TokenStream, seen: int) -> Sequence[int]:
-    """The tokens after the first `seen`, once there are some or the completion is complete."""
+    """Waits for tokens after the first `seen`, or the completion's end, and returns them."""
     await stream.waiter.wait(stream.ended or len(stream.tokens) > seen)
     stream.check()
     return stream.tokens[seen:]
@@ -71,7 +71,7 @@ def demo() -> Path:
 
 @pytest.fixture(scope="session")
 def hf() -> Any:
-    """transformers' tokenizer of the demo model: the oracle."""
+    """The demo model's tokenizer in transformers: the oracle."""
     return AutoTokenizer.from_pretrained(str(DEMO))
 
 

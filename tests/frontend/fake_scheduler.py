@@ -25,12 +25,12 @@ INFO = pb.EngineInfo(
     max_waiting=32,
     tensor_parallel_size=1,
 )
-CACHED_PROMPT_TOKENS, QUEUE_S = 3, 0.25  # what every Finished says
+CACHED_PROMPT_TOKENS, QUEUE_S = 3, 0.25  # in every Started
 
 
 @dataclass
 class Live:
-    """A completion that the fake is running."""
+    """A completion that the fake scheduler is running."""
 
     submit: pb.Submit
     prompt: list[int]
@@ -43,12 +43,12 @@ def echo(live: Live) -> int:
 
 
 def echo_from_seed(live: Live) -> int:
-    """So that the completions of a request differ."""
+    """Starts elsewhere in the prompt for each seed, so that a request's completions differ."""
     return live.prompt[(len(live.tokens) + live.seed % 8) % len(live.prompt)]
 
 
 def logprob_row(token: int, position: int, count: int) -> list[tuple[int, float]]:
-    """The token's and `count` more log-probabilities, all exact in float32."""
+    """Log-probabilities of the token and of `count` others, all exact in float32."""
     others = [(other, -0.5 * other - position) for other in range(count)]
     return [(token, -0.25 - position), *others]
 
@@ -60,7 +60,7 @@ class Connection:
 
 
 class FakeScheduler(SchedulerServiceServicer):
-    """Serves `scheduler.proto` on `address`, several times over if need be."""
+    """Serves `scheduler.proto` on `address`; may be stopped and started again."""
 
     def __init__(self, address: str, info: pb.EngineInfo = INFO) -> None:
         self.address = address
@@ -68,7 +68,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.info.CopyFrom(info)
         self.next_token: Callable[[Live], int] = echo
         self.refusal: pb.Finished | None = None  # how every request ends, if set
-        self.automatic = True  # runs every request to its end; else `step` makes a token of each
+        self.automatic = True  # runs every request to its end; else `step` makes a token for each
         self.ready = asyncio.Event()  # until then connections wait for their EngineInfo
         self.ready.set()
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
@@ -88,7 +88,7 @@ class FakeScheduler(SchedulerServiceServicer):
             self._server = None
 
     def drop_connection(self) -> None:
-        """Ends the connection after what is on its way."""
+        """Ends the connection once queued messages are sent."""
         self.connection.outbox.put_nowait(None)
         self._connection = None
 
@@ -98,7 +98,7 @@ class FakeScheduler(SchedulerServiceServicer):
         return self._connection
 
     def step(self) -> None:
-        """Makes one token of every request of the latest connection, in one message."""
+        """Makes one token for every request of the latest connection, in one message."""
         self._step(self.connection)
 
     def _step(self, connection: Connection) -> None:
@@ -191,7 +191,7 @@ def logprob_rows(
 
 
 def _prompt_rows(number: int, live: Live) -> list[pb.LogprobRows]:
-    """In two pieces that overlap."""
+    """The prompt's log-probabilities, in two pieces that overlap."""
     count = live.submit.sampling.prompt_logprobs
     rows = [logprob_row(token, i, count) for i, token in enumerate(live.prompt)]
     middle = len(rows) // 2 + 1
@@ -208,7 +208,7 @@ def _end_beam(
     rows: list[tuple[int, int, int]],
     finished: list[pb.Finished],
 ) -> None:
-    """Beam number `index` begins so many tokens into the prompt."""
+    """Ends beam number `index`, whose tokens begin at that index of the prompt."""
     for offset in range(live.submit.sampling.max_tokens):
         token = live.prompt[(offset + index) % len(live.prompt)]
         rows.append((number + index, offset, token))

@@ -1,4 +1,4 @@
-"""Tokens, and limits of what one client may do, over real gRPC."""
+"""Tokens, and the limits on one client, over real gRPC."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def reflects(address: str, metadata: Metadata = ()) -> Any:
         bearer(""),
         (("authorization", FIRST),),
         (("authorization", f"Basic {FIRST}"),),
-        bearer(FIRST) + bearer("wrong-token-0123456789"),  # one of two is nobody in particular
+        bearer(FIRST) + bearer("wrong-token-0123456789"),  # two tokens identify nobody
         bearer("# of the web site"),
     ],
 )
@@ -86,7 +86,7 @@ async def test_who_has_no_token_is_told_so(tokens_file: Path, metadata: Metadata
                 message = await call.details()
                 assert "authorization: Bearer" in message
                 assert FIRST not in message
-        # Nor does it learn which methods there are.
+        # Nor does the caller learn which methods exist.
         assert await status(address, metadata, "NoSuch") is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -105,11 +105,11 @@ async def test_tokens_change_without_a_restart(tokens_file: Path) -> None:
         write(f"{SECOND}\n{THIRD}\n")
         assert await status(address, bearer(FIRST)) is grpc.StatusCode.UNAUTHENTICATED
         assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
-        write("short\n")  # no tokens: what was known stays
+        write("short\n")  # not a valid token: the old ones stay
         assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
         write(None)
         assert await status(address, bearer(THIRD)) is grpc.StatusCode.OK
-        write("")  # nobody's
+        write("")  # now nobody is let in
         assert await status(address, bearer(THIRD)) is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -174,7 +174,7 @@ async def test_a_client_over_its_limit_is_told_when_to_come_back(tokens_file: Pa
         trailers = dict(await refused.trailing_metadata())
         details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
         assert details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
-        other = await start(SECOND)  # another client has places of its own
+        other = await start(SECOND)  # another client has its own places
 
         calls[0].cancel()
         await asyncio.wait_for(echo.abandoned.wait(), TIMEOUT_S)
@@ -191,7 +191,7 @@ async def test_without_tokens_a_host_is_a_client() -> None:
     ):
         call = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
         assert (await call.read()).text == "open"
-        # On a connection, and so from a port, of its own.
+        # On a connection of its own, and so from another port.
         assert await status(address) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

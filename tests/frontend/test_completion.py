@@ -1,4 +1,4 @@
-"""Completions from tokens: what their text shows and where they end."""
+"""Completions built from tokens: what their text shows and where they end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from frontend.completion import CompletionBuilder
 from frontend.request import Sampling
 
-# Tokens 0-255 are bytes; then a few words, an end of sequence that has text, and a special token.
+# Tokens 0-255 are bytes; then a word, an end of sequence that has text, and a special token.
 TABLE = {i: bytes([i]) for i in range(256)}
 TABLE |= {256: b"stop", 257: b"</s>", 258: b""}
 
@@ -74,7 +74,7 @@ def test_ending_tokens_are_kept_without_their_text() -> None:
     for completion in (builder(eos=[257]), builder(stop_ids=[257])):
         delta = completion.feed([*b"a", 257])
         assert (delta.text, list(delta.token_ids)) == ("a", [*b"a", 257])
-    assert builder().feed([*b"a", 257]).text == "a</s>"  # not an end where nobody says so
+    assert builder().feed([*b"a", 257]).text == "a</s>"  # not an end unless it is declared one
 
 
 def test_what_ended_it_may_stay_in_the_text() -> None:
@@ -97,7 +97,7 @@ def test_what_ended_it_may_stay_in_the_text() -> None:
 def test_stop_strings_within_the_first_min_tokens_are_text(
     min_tokens: int, count: int, text: str
 ) -> None:
-    """As in vLLM: the token that completes it comes after the first `min_tokens`."""
+    """The token that completes one must come after the first `min_tokens`, as in vLLM."""
     for groups in ([[t] for t in b"abab"], [list(b"abab")]):
         completion = builder(stop=["ab"], min_tokens=min_tokens)
         shown = "".join(completion.feed(g).text for g in groups if completion.stop_string is None)

@@ -18,7 +18,7 @@ WAKE_UPS = 200
 
 
 class PollerCompletionQueue:
-    """Reads as grpc.aio's does: one byte at a time, however many there are."""
+    """Reads as grpc.aio's queue does: one byte at a time, however many there are."""
 
     def __init__(self) -> None:
         self.reader, self.writer = socket.socketpair()
@@ -41,7 +41,7 @@ def calls_for_all_wake_ups(queue: PollerCompletionQueue, *args: object) -> int:
         # Bound as grpc.aio binds it: the loop is an argument of a partial.
         loop.add_reader(queue.reader, functools.partial(queue.handle, *args))
         queue.writer.sendall(WAKE_UPS * b"1")
-        for _ in range(2 * WAKE_UPS):  # more than enough for one byte a round
+        for _ in range(2 * WAKE_UPS):  # more than enough at one byte per iteration
             await asyncio.sleep(0)
         loop.remove_reader(queue.reader)
         with pytest.raises(BlockingIOError):
@@ -65,7 +65,7 @@ def test_what_others_read_is_left_to_them() -> None:
 
 
 def test_grpc_is_recognized_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Fails when grpcio's reader is not what it was: then see whether the class is still needed.
+    # Fails if grpcio's reader has changed: then check whether `EventLoop` is still needed.
     rounds = 0
     read_then_call = event_loop._read_then_call
 
@@ -85,7 +85,7 @@ def test_grpc_is_recognized_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
         await server.start()
         async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
-            # More than the socket's buffer has room for, with several wake-ups each.
+            # With several wake-ups each, more than the socket's buffer has room for.
             answers = await asyncio.gather(
                 *(check(health_pb2.HealthCheckRequest()) for _ in range(500))
             )

@@ -41,7 +41,7 @@ def of_index(
 
 
 def join(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Completion:
-    """What Generate should return for the chunks of one completion."""
+    """Joins the chunks of one completion into what Generate should return."""
     last = responses[-1]
     return pb.Completion(
         index=last.index,
@@ -59,7 +59,7 @@ def entries(row: pb.Logprobs) -> list[tuple[int, float]]:
 
 
 async def begin(service: Service, message: pb.GenerateRequest) -> Any:
-    """A stream whose tokens come with `service.scheduler.step`, once it has been submitted."""
+    """Submits a request and returns its stream, whose tokens come from `service.scheduler.step`."""
     service.scheduler.automatic = False
     call = service.stub.GenerateStream(message)
     while (await service.scheduler.submits.get()).request not in service.scheduler.connection.live:
@@ -231,7 +231,7 @@ async def test_tokens_cut_off_by_a_stop_string_have_no_logprobs(service: Service
     stop = hf.decode([PROMPT[1]])
     message = request(max_tokens=5, logprobs=1, stop=[stop])
     call = await begin(service, message)
-    for _ in range(5):  # all are there when the first are read, so that some are to be dropped
+    for _ in range(5):  # all are there when the first are read, so some must be dropped
         service.scheduler.step()
     responses = await rest(call)
     completion = join(responses)
@@ -256,7 +256,7 @@ async def test_prompt_logprobs_come_once_with_the_first_chunk(service: Service) 
 
 
 async def test_the_first_chunk_waits_for_the_prompts_logprobs(service: Service) -> None:
-    """Completion 1 goes on after a lost connection sooner than the prompt's rows come again."""
+    """After a lost connection, completion 1 resumes before the prompt's rows arrive again."""
     service.scheduler.automatic = False
     call = await begin(service, request(n=2, prompt_logprobs=0, max_tokens=1))
     await reconnect(service)
@@ -328,7 +328,7 @@ async def test_beams_begin_anew_after_a_lost_connection(service: Service) -> Non
 
 RESUMED: list[tuple[str, dict[str, Any]]] = [
     ("naïve 👍🏽 你好!", {"max_tokens": 25}),
-    ("👍", {"max_tokens": 5}),  # ends within a character
+    ("👍", {"max_tokens": 5}),  # ends in the middle of a character
     ("Once upon a time", {"stop": ["a time", "never"], "max_tokens": 25}),
     ("Once upon a time", {"stop": ["upon a b"], "max_tokens": 14}),  # ends with text held back
     ("Once upon a time", {"stop": ["e u"], "min_tokens": 9, "max_tokens": 40}),

@@ -1,4 +1,4 @@
-"""`python -m frontend` as a process of its own."""
+"""`python -m frontend`, run as a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a model directory, and how a bad one is refused."""
+"""Reading a model directory, and refusing a bad one."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_what_is_given_is_taken() -> None:
 def test_what_changes_nothing_is_sent_as_off() -> None:
     greedy = check(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
     assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1, 0)
-    assert check(temperature=0).repetition_penalty == 1.1  # which changes what is largest
+    assert check(temperature=0).repetition_penalty == 1.1  # it may change which token is likeliest
     assert check(top_k=1000).top_k == 0
     assert check(logit_bias={3: 0}).logit_bias == ()
 
@@ -180,7 +180,7 @@ def test_every_range_is_checked(name: str) -> None:
 
 
 def test_every_field_of_the_contract_is_checked_or_free() -> None:
-    """So that none is silently ignored when the contract grows."""
+    """Makes sure that no new field of the contract is silently ignored."""
     free = {"seed", "include_stop_in_output", "ignore_eos", "skip_special_tokens"}
     checked = {name for fields, _ in BAD for name in fields} | set(BOUNDS)
     assert free | checked == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)

@@ -57,7 +57,7 @@ def request(
 
 
 class Connected:
-    """A client under test and what it said about being ready."""
+    """A client under test, and its reports of being ready or not."""
 
     def __init__(self, address: str, resume_timeout_s: float) -> None:
         self.readiness: asyncio.Queue[bool] = asyncio.Queue()
@@ -478,4 +478,4 @@ async def test_not_ready_while_the_engine_waits_for_workers(
         state = pb.SchedulerMessage(engine_state=pb.EngineState(serving=serving))
         scheduler.connection.outbox.put_nowait(state)
         assert await connected.readiness.get() is serving
-        assert await rest(submit_one(connected.client, request()))  # taken all the same
+        assert await rest(submit_one(connected.client, request()))  # accepted all the same

@@ -32,7 +32,7 @@ GENERATE = f"/{SERVICE_NAME}/Generate"
 
 @dataclass
 class UnreadCall:
-    """A stream of long chunks that nobody reads: after a few hundred, writing has to wait."""
+    """A stream of long chunks that nobody reads: after a few hundred, writes block."""
 
     service: Service
     stub: Any  # of the call's own connection
@@ -120,7 +120,7 @@ async def test_the_stream_joined_is_what_generate_returns(
     service: Service, sampling: dict[str, Any]
 ) -> None:
     whole = (await service.stub.Generate(request(**sampling))).completions[0]
-    # Steps one by one, so that the chunks are as many as they can be.
+    # Steps one by one, for as many chunks as possible.
     service.scheduler.automatic = False
     call = service.stub.GenerateStream(request(**sampling))
     while not service.scheduler.submits.empty():
@@ -278,7 +278,7 @@ async def test_a_client_that_vanishes_frees_its_requests(service: Service) -> No
 
 
 async def test_a_client_that_does_not_read_is_freed_when_it_goes(unread: UnreadCall) -> None:
-    """The call ends while a chunk is being written, not while tokens are waited for."""
+    """The call ends while a chunk is being written, not while waiting for tokens."""
     await unread.step(1_900)
     unread.call.cancel()
     assert await unread.service.scheduler.aborts.get() == unread.number
@@ -308,7 +308,7 @@ async def test_clients_that_cancel_all_at_once_leave_nothing_behind(service: Ser
 
 
 async def test_a_client_that_does_not_read_slows_nobody(unread: UnreadCall) -> None:
-    """Not even on its own connection."""
+    """It slows nobody even on its own connection."""
     await unread.step(1_900)
     scheduler = unread.service.scheduler
     other = unread.stub.GenerateStream(request(max_tokens=20))
@@ -583,7 +583,7 @@ async def _result(call: Any) -> Any:
 
 
 def _detail(error: aio.AioRpcError, kind: type[Any]) -> Any:
-    """The status detail of that kind that came with an error."""
+    """The status detail of type `kind` that came with an error."""
     trailers = dict(error.trailing_metadata())
     status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     detail = kind()

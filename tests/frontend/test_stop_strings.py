@@ -1,4 +1,4 @@
-"""Stop strings against a search that sees the whole text."""
+"""Stop strings, checked against a search of the whole text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from frontend.sampling_checks import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
 from frontend.stop_strings import Match, StopStringMatcher
 
-# é, 你 and 👍 have two, three and four bytes, € shares its first with 你.
+# é, 你 and 👍 have two, three and four bytes; like 你, € has three.
 ALPHABET = "ab c\u00e9\u4f60\u20ac\U0001f44d"
 PIECES = st.lists(st.text(ALPHABET, max_size=5), max_size=12)
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
@@ -18,7 +18,7 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size
 
 @st.composite
 def near_matches(draw: st.DrawFn) -> tuple[list[str], list[str]]:
-    """Stop strings up to the limits, and pieces of a text that nearly are such, over and over."""
+    """Draws stop strings up to the limits, and pieces of a text full of near matches."""
     character = draw(st.sampled_from("a\u4f60\U0001f44d"))
     length = draw(st.sampled_from([4, 60, MAX_STOP_STRING_LENGTH]))
     other = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=MAX_STOP_STRINGS))
@@ -35,7 +35,7 @@ def near_matches(draw: st.DrawFn) -> tuple[list[str], list[str]]:
 def run(
     stops: list[str], pieces: list[str], include: bool = False, ignored: int = 0
 ) -> tuple[str, str | None]:
-    """`ignored`: in so many of the first pieces nothing is looked for."""
+    """Feeds the pieces to a matcher, ignoring stop strings in the first `ignored` ones."""
     matcher = StopStringMatcher(stops, include=include)
     free = ""
     for count, piece in enumerate(pieces, start=1):
@@ -51,9 +51,9 @@ def run(
 def search(
     stops: list[str], text: str, include: bool = False, ignored: int = 0
 ) -> tuple[str, str | None]:
-    """The first character that completes a stop string, and the longest that it completes.
+    """Finds the first character that completes a stop string, and the longest that it completes.
 
-    `ignored`: not among so many of the first characters.
+    `ignored`: the number of characters at the start that do not count.
     """
     for end in range(ignored + 1, len(text) + 1):
         ending_here = [stop for stop in stops if text[:end].endswith(stop)]

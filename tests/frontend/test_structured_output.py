@@ -1,4 +1,4 @@
-"""What a completion must match: what is refused here, and how a choice is written as a grammar."""
+"""Structured output: what the frontend refuses, and how a choice is written as a grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizing against transformers, and what it refuses."""
+"""Tokenizing, checked against transformers, and what it refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer(demo: Path) -> Iterator[Tokenizer]:
 
 @pytest.fixture
 def copy(demo: Path, tmp_path: Path) -> Path:
-    """A copy of the demo model's tokenizer, to be spoilt."""
+    """A copy of the demo model's tokenizer, for tests to break."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(demo / name, tmp_path)
     return tmp_path
@@ -67,7 +67,7 @@ async def test_event_loop_goes_on_while_a_long_text_is_tokenized(tokenizer: Toke
     while not work.done():
         await asyncio.sleep(0)
         turns += 1
-    assert turns > 10  # on the loop's own thread it would be done after one or two
+    assert turns > 10  # on the loop's own thread one or two would do
 
 
 async def test_several_threads_do_not_disturb_each_other(tokenizer: Tokenizer, hf: Any) -> None:

@@ -1,4 +1,4 @@
-"""The fields of a request besides its sampling, at and beyond their limits."""
+"""A request's fields other than its sampling, at and beyond their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --messages N --seed S [service]`: N hostile messages to each service."""
+"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.fuzz.run import SERVICES, fuzz_service
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--messages", type=int, default=10_000, help="to each service")
-    parser.add_argument("--seed", type=int, help="default random")
-    parser.add_argument("service", nargs="?", choices=[*SERVICES], help="default all")
+    parser.add_argument("--messages", type=int, default=10_000, help="messages to each service")
+    parser.add_argument("--seed", type=int, help="random by default")
+    parser.add_argument("service", nargs="?", choices=[*SERVICES], help="all by default")
     args = parser.parse_args()
     seed = secrets.randbits(32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)

@@ -1,4 +1,4 @@
-"""Hostile requests to a frontend, on a real scheduler and a real worker with the demo model."""
+"""Hostile requests to a frontend on a real scheduler and a real worker with the demo model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stack:
     load_stub: SchedulerServiceStub
 
     async def completion(self) -> list[int]:
-        """Of a valid request, greedy."""
+        """Returns the tokens of a valid, greedy request."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=[5, 6, 7]),
             sampling=pb.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -57,10 +57,10 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(directory: Path) -> AsyncIterator[Stack]:
-    """Small enough that completions are short; Unix sockets in `directory`."""
+    """Runs a stack so small that completions are short, on Unix sockets in `directory`."""
     worker, scheduler = f"unix:{directory}/w", f"unix:{directory}/s"
     steps = ["--max-num-seqs=8", "--max-num-batched-tokens=64", f"--model={DEMO}"]
-    steps.append("--hang-timeout-s=600")  # messages are made on the same event loop
+    steps.append("--hang-timeout-s=600")  # drawing messages blocks the same event loop
     worker_flags = ["--device=cpu", "--dtype=float32", "--threads=1", "--max-model-len=48"]
     worker_settings = load_settings(
         WorkerSettings, [f"--worker-addresses={worker}", *steps, *worker_flags, "--kv-blocks=32"]
@@ -102,8 +102,8 @@ async def _serving(channel: aio.Channel, service: str) -> None:
 
 
 async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
-    """Sends `count` messages, a quarter of them to the small methods. Valid requests go beside them
-    all the time, and must get what they get alone; in the end nothing is left."""
+    """Sends `count` messages, nearly a fifth of them to the small methods. Valid requests run
+    alongside and must get what they get alone; nothing may be left in the end."""
     tally = Tally()
     expected = await stack.completion()
     messages = _messages(count, seed)
@@ -123,7 +123,7 @@ async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
 
 
 def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
-    """(method, message), in random order."""
+    """Draws pairs of method and message, in random order."""
     few = count // 12
     messages: list[tuple[str, bytes]] = []
     shares = [

@@ -1,4 +1,4 @@
-"""Valid messages made hostile at the level of bytes: what no protobuf library would send."""
+"""Makes valid messages hostile, byte by byte, in ways that no protobuf library would send."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import struct
 from collections.abc import Callable
 
 _EDGES = (0, 1, -1, 2, -2, 255, 1 << 16, (1 << 31) - 1, -(1 << 31))
-_NAN, _INF = 0x7FC00000, 0x7F800000  # as float32, the bits of these
+_NAN, _INF = 0x7FC00000, 0x7F800000  # the bits of these as float32
 
 
 def mutate(message: bytes, seed: int) -> bytes:
-    """One to four changes of any kind."""
+    """Applies one to four changes of any kind."""
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 4)):
         message = rng.choice(_MUTATIONS)(message, rng)
@@ -19,7 +19,7 @@ def mutate(message: bytes, seed: int) -> bytes:
 
 
 def splice(first: bytes, second: bytes, seed: int) -> bytes:
-    """The beginning of one message and the end of another, or one after the other."""
+    """Joins the beginning of one message to the end of another, or both as a whole."""
     rng = random.Random(seed)
     if rng.random() < 0.3:
         return first + second
@@ -27,7 +27,7 @@ def splice(first: bytes, second: bytes, seed: int) -> bytes:
 
 
 def column(seed: int) -> bytes:
-    """An array of some kind, or no whole number of entries."""
+    """Draws a column: an array of some kind, or bytes that need not be whole entries."""
     rng = random.Random(seed)
     match rng.randrange(6):
         case 0:
@@ -44,7 +44,7 @@ def column(seed: int) -> bytes:
 
 
 def number(seed: int) -> float:
-    """Any float32, mostly one of a usual size."""
+    """Draws any float32, mostly one of a usual size."""
     rng = random.Random(seed)
     if rng.random() < 0.7:
         return rng.uniform(-1, 2)
@@ -53,7 +53,7 @@ def number(seed: int) -> float:
 
 
 def change_entry(column: bytes, seed: int) -> bytes:
-    """An array of 4-byte entries of which one is another, is missing or is there twice."""
+    """Changes, drops or repeats one entry of an array of 4-byte entries."""
     rng = random.Random(seed)
     entries = [column[i : i + 4] for i in range(0, len(column), 4)]
     if not entries:
@@ -96,7 +96,7 @@ def _insert(message: bytes, rng: random.Random) -> bytes:
 
 
 def _unknown_field(message: bytes, rng: random.Random) -> bytes:
-    """A field of any number and wire type, 6 and 7 among them, which do not exist."""
+    """Appends a field of any number and wire type, including 6 and 7, which do not exist."""
     number = rng.choice((0, 1, 2, 3, 5, 19, 1000, (1 << 29) - 1))
     key = _varint(number << 3 | rng.randrange(8))
     value = rng.choice(
@@ -117,7 +117,7 @@ def _nested_groups(message: bytes, rng: random.Random) -> bytes:
 
 
 def _overlong_length(message: bytes, rng: random.Random) -> bytes:
-    """A field that says that it is longer than the message, or longer than anything."""
+    """Appends a field that claims to be longer than the message, or than anything could be."""
     length = rng.choice((1 << 10, (1 << 31) - 1, 1 << 32, (1 << 64) - 1))
     return message + _varint(rng.randint(1, 20) << 3 | 2) + _varint(length) + b"x"
 

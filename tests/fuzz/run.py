@@ -1,4 +1,4 @@
-"""Fuzzes one service: its messages, then what is below them."""
+"""Fuzzes one service: its messages, then the layers below them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile frontends of a scheduler, whose worker is a fake that checks every step."""
+"""Hostile frontends of a scheduler whose worker is a fake that checks every step."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Target:
 
 @asynccontextmanager
 async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
-    """On a Unix socket in `directory`."""
+    """Runs a scheduler on a Unix socket in `directory`."""
     worker = FakeWorker(num_blocks=64, block_size=4, max_model_len=64)
     server, worker_address = await start_worker(worker)
     address = f"unix:{directory}/s"
-    # A vocabulary for grammars, of the fake worker's size.
+    # A vocabulary for grammars, as large as the fake worker's.
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
     shutil.copy(DEMO / "tokenizer.json", directory)
     addresses = [f"--scheduler-address={address}", f"--worker-addresses={worker_address}"]
@@ -82,8 +82,8 @@ async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
 
 
 class Stream:
-    """A frontend's `Connect` stream on which anything can be sent. Whatever the server does to it
-    is found out by `read`."""
+    """A frontend's `Connect` stream on which anything can be sent. `read` shows what the server
+    does with it."""
 
     def __init__(self, target: Target, tally: Tally) -> None:
         self._call: Any = target.channel.stream_stream(f"/{SERVICE}/Connect")()
@@ -94,7 +94,7 @@ class Stream:
     async def send(self, *messages: bytes) -> None:
         for message in messages:
             self._sent.append(message)
-            with suppress(asyncio.InvalidStateError, aio.AioRpcError):  # it has ended already
+            with suppress(asyncio.InvalidStateError, aio.AioRpcError):  # it has already ended
                 await self._call.write(message)
 
     async def half_close(self) -> None:
@@ -102,10 +102,10 @@ class Stream:
             await self._call.done_writing()
 
     async def read(self) -> pb.SchedulerMessage | None:
-        """None when the server has ended the stream without an error.
+        """Reads a message; None if the server has ended the stream without an error.
 
         Raises:
-            AioRpcError: it has ended it with one.
+            AioRpcError: the server has ended the stream with an error.
         """
         data = await self._call.read()
         return pb.SchedulerMessage.FromString(data) if isinstance(data, bytes) else None
@@ -115,14 +115,14 @@ class Stream:
 
         Raises:
             AioRpcError: see `read`.
-            TimeoutError: neither has, for long.
+            TimeoutError: neither has within `DEADLINE_S`.
         """
         async with asyncio.timeout(DEADLINE_S):
             while (message := await self.read()) is not None and self._take(message, request):
                 pass
 
     def _take(self, message: pb.SchedulerMessage, request: int) -> bool:
-        """Whether `request` goes on."""
+        """Takes in a message. Returns whether `request` goes on."""
         output = message.step_output
         numbers = np.frombuffer(output.requests, "<u8").tolist()
         ids = np.frombuffer(output.token_ids, "<i4").tolist()
@@ -148,8 +148,8 @@ class Stream:
 
 
 async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends `count` messages on many streams. A valid frontend is served beside them all the time,
-    and must get what it gets alone; in the end nothing is left."""
+    """Sends `count` messages on many streams. A valid frontend is served alongside, and must get
+    what it gets alone; nothing may be left in the end."""
     tally = Tally()
     rng = random.Random(seed)
     messages = draw_messages(pb.FrontendMessage, EXAMPLES, count, seed)
@@ -193,8 +193,8 @@ async def _witness(target: Target, tally: Tally, over: asyncio.Event) -> None:
 
 
 async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_close: bool) -> None:
-    """A stream of hostile messages, and of a valid request of the lowest priority after them,
-    unless one of them ends the stream: grpc.aio hides its status from who goes on writing."""
+    """Sends hostile messages on a stream, then a valid request of the lowest priority. A message
+    that ends the stream is the last: grpc.aio hides its status from a client that keeps writing."""
     stream = Stream(target, tally)
     prompt = [1, 2, 3]
     last = next((i for i, message in enumerate(sent) if _ends_the_stream(message)), None)
@@ -204,7 +204,7 @@ async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_clo
         if last is not None:
             await stream.send(*sent[: last + 1])
             await stream.finish(_SENTINEL)
-            tally.problem("the stream goes on, or ended without a reason", stream.shown())
+            tally.problem("the stream goes on or ended without a reason", stream.shown())
         await stream.send(*sent, submit(_SENTINEL, prompt, priority=_LAST))
         await stream.finish(_SENTINEL)
         if half_close:
@@ -215,7 +215,7 @@ async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_clo
     except aio.AioRpcError as raised:
         error = raised
     except TimeoutError:
-        tally.problem("nothing comes", stream.shown())
+        tally.problem("no answer", stream.shown())
     stream.end(error)
 
 
@@ -229,7 +229,7 @@ def _ends_the_stream(data: bytes) -> bool:
 
 
 async def _hostile_sequences(target: Target, tally: Tally) -> None:
-    """Messages that are valid, each by itself."""
+    """Sends sequences of messages that are each valid on their own."""
     again = submit(5, [1, 2, 3])
     beams = submit(10, [1, 2], beam_width=4)
     last = submit((1 << 64) - 1, [1, 2], beam_width=4)
@@ -250,7 +250,7 @@ async def _hostile_sequences(target: Target, tally: Tally) -> None:
     for sequence in sequences:
         for half_close in (False, True):
             await _converse(target, tally, sequence, half_close=half_close)
-        # Ended at once, by a half-close and by going away.
+        # End the stream at once, by a half-close and by leaving.
         for leave in (Stream.half_close, None):
             stream = Stream(target, tally)
             await stream.send(*sequence[:100])

@@ -1,4 +1,4 @@
-"""Valid messages of a frontend to the scheduler, for all that a request can ask for."""
+"""Valid messages from a frontend to the scheduler, covering all that a request can ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.pb import scheduler_pb2 as pb
 from tests.fuzz.values import CANARY
 from tests.worker_svc.harness import f4, i4
 
-TOKENS = 6  # of a completion
+TOKENS = 6  # in a completion
 
 
 def abort(request: int) -> bytes:

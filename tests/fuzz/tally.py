@@ -1,4 +1,4 @@
-"""What services answered to hostile messages, and what among it they must not answer."""
+"""A tally of the answers to hostile messages, and of those that must never be given."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from grpc import aio
 from shared.pb.scheduler_pb2 import GetLoadResponse
 from tests.fuzz.values import CANARY
 
-DEADLINE_S = 60.0  # of each call: who has not answered by then hangs
+DEADLINE_S = 60.0  # per call; a service that has not answered by then hangs
 
-# Whatever a client sends, these say that it was not understood, or that it was not expected.
+# These mean that the service did not understand a message or expect it: never acceptable.
 _NEVER = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
@@ -26,25 +26,25 @@ _NEVER = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.ABORTED,
 }
-# What grpc.aio's client reports instead of the server's status if a stream ends while it writes.
+# grpc.aio's client reports this, not the server's status, if a stream ends while it writes.
 _OWN_DETAILS = "Internal error from Core"
-# Of exceptions, source files, addresses of objects, and of the prompts of others.
+# Traces of exceptions, source files, object addresses and other clients' prompts.
 _INTERNAL_TEXT = re.compile(
     r"Traceback|[a-z]Error\b|Exception|\.(py|cc|cpp|so)\b|/(tmp|home|usr|work)/|site-packages"
     r"|0x[0-9a-f]{6}|<\w+ object|grpc_aio|" + CANARY
 )
-_SHOWN = 300  # characters of a message that did harm
+_SHOWN = 300  # characters of a harmful message
 
 
 @dataclass
 class Tally:
-    """Answers by kind, and a line for each that must not be."""
+    """Counts answers by kind, and keeps a line for each that must not be given."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     def status(self, sent: object, error: aio.AioRpcError | None) -> None:
-        """A call that sent `sent` ended well, or with `error`."""
+        """Records that a call that sent `sent` ended well, or with `error`."""
         code = grpc.StatusCode.OK if error is None else error.code()
         details = "" if error is None else str(error.details())
         if details == _OWN_DETAILS:
@@ -59,7 +59,7 @@ class Tally:
             self.text(f"{key}: {shown}", sent)
 
     def text(self, text: str, sent: object) -> None:
-        """A client reads this."""
+        """Checks a text that a client reads."""
         if found := _INTERNAL_TEXT.search(text):
             self.problem(f"internal text {found.group()!r} in {text!r}", sent)
 
@@ -68,7 +68,7 @@ class Tally:
         self.problems.append(f"{what}\n    after {shown[:_SHOWN]}")
 
     def summary(self) -> str:
-        """`12 OK, 3 INVALID_ARGUMENT`"""
+        """The counts, as in `12 OK, 3 INVALID_ARGUMENT`."""
         return ", ".join(f"{count:,} {name}" for name, count in self.counts.most_common())
 
 
@@ -83,7 +83,7 @@ async def unary(channel: aio.Channel, method: str, message: bytes, **options: An
     """Sends bytes as they are.
 
     Raises:
-        AioRpcError: as the server says.
+        AioRpcError: with the status that the server sent.
     """
     call = channel.unary_unary(method, request_serializer=None, response_deserializer=None)
     answer: bytes = await call(message, timeout=DEADLINE_S, **options)

@@ -1,4 +1,4 @@
-"""Some hostile messages to each service; `python -m tests.fuzz` sends as many as wanted."""
+"""Some hostile messages to each service; `python -m tests.fuzz` sends any number."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is hostile below the messages: methods, metadata, compression, and bytes that are no HTTP/2.
-The same for every service."""
+"""Hostility below the level of messages, the same for every service: methods, metadata,
+compression, and bytes that are not HTTP/2."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from grpc import aio
 from tests.fuzz.tally import DEADLINE_S, Tally, unary
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_PATIENCE_S = 0.2  # that a server has to answer garbage, or to close, which it need not do
+_PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 
 
 async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally) -> None:
-    """Args:
-    method: of `service`, unary; an empty message is harmless to it.
+    """Attacks a service.
+
+    Args:
+        method: a unary method of `service`, to which an empty message is harmless.
     """
     rng = random.Random(seed)
     name = f"/{service}/{method}"
@@ -113,7 +115,7 @@ def _garbage(rng: random.Random) -> Iterator[bytes]:
     yield b""
     yield rng.randbytes(10_000)
     yield b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    yield bytes.fromhex("16030100a5010000a10303") + rng.randbytes(160)  # TLS's first words
+    yield bytes.fromhex("16030100a5010000a10303") + rng.randbytes(160)  # TLS's first bytes
     yield _PREFACE + rng.randbytes(5_000)
     yield _PREFACE[:10]
     yield _PREFACE + settings + _frame(_HEADERS, rng.randbytes(200), flags=4, stream=1)
@@ -136,7 +138,7 @@ def _garbage(rng: random.Random) -> Iterator[bytes]:
 
 
 def _frame(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
-    """RFC 9113, 4.1."""
+    """Encodes an HTTP/2 frame: RFC 9113, 4.1."""
     head = struct.pack(">IBBI", len(payload), kind, flags, stream)
     return head[1:] + payload
 

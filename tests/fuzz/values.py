@@ -1,5 +1,5 @@
-"""Hostile messages, made by hypothesis: of any message type from its descriptor, by changing fields
-of valid messages, and by changing the bytes of these."""
+"""Draws hostile messages with hypothesis: from the descriptor of any message type, and by changing
+fields or bytes of valid messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import mutations
 
-# Stands in the texts of requests, so that a reply that quotes them can be found.
+# Occurs in the texts of requests, so that a reply that quotes them can be detected.
 CANARY = "canary-of-a-prompt"
 
 _F = FieldDescriptor
@@ -31,9 +31,9 @@ _AT_ONCE = 250  # messages; the more hypothesis has drawn, the longer the next o
 def draw_messages(
     kind: type[Message], examples: Sequence[Message], count: int, first_seed: int
 ) -> list[bytes]:
-    """`count` serialized messages that were meant to be of `kind`; the same for the same seed."""
+    """Draws `count` serialized messages meant to be of `kind`; the same for the same seed."""
     drawn: list[bytes] = []
-    while len(drawn) < count:  # hypothesis leaves out duplicates, and gives up on some
+    while len(drawn) < count:  # hypothesis omits duplicates, and gives up on some
 
         @seed(first_seed + len(drawn))
         @settings(
@@ -52,11 +52,11 @@ def draw_messages(
 
 
 def hostile(kind: type[Message], examples: Sequence[Message]) -> st.SearchStrategy[bytes]:
-    """See the module."""
+    """Hostile messages of all sorts: drawn, twisted, mutated, spliced, and random bytes."""
     recorded = [example.SerializeToString() for example in examples]
     return st.one_of(
         generated(kind.DESCRIPTOR).map(lambda fields: _build(kind, fields)),
-        *[twisted(recorded, kind)] * (2 if kind.DESCRIPTOR.fields else 0),  # these come deepest
+        *[twisted(recorded, kind)] * (2 if kind.DESCRIPTOR.fields else 0),  # these reach deepest
         st.builds(mutations.mutate, st.sampled_from(recorded), st.integers(0, 1 << 32)),
         st.builds(
             mutations.splice,
@@ -69,7 +69,7 @@ def hostile(kind: type[Message], examples: Sequence[Message]) -> st.SearchStrate
 
 
 def generated(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
-    """Values for some fields, at most one of each oneof, by their names."""
+    """Values for some fields, by name, with at most one of each oneof."""
     return st.fixed_dictionaries(
         {}, optional={field.name: _field_values(field) for field in descriptor.fields}
     ).map(lambda values: _one_of_each(descriptor, values))
@@ -77,7 +77,7 @@ def generated(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
 
 @st.composite
 def twisted(draw: st.DrawFn, examples: Sequence[bytes], kind: type[Message]) -> bytes:
-    """A valid message of which one to three fields, at any depth, have other values."""
+    """A valid message with other values in one to three fields, at any depth."""
     message: Any = kind.FromString(draw(st.sampled_from(examples)))
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         target = message
@@ -171,7 +171,7 @@ def _assign(message: Any, field: FieldDescriptor, value: Any) -> None:
 
 
 def _one_of_each(descriptor: Descriptor, values: dict[str, Any]) -> dict[str, Any]:
-    """Of each oneof the first that is set: more are a fault of their own, which splices have."""
+    """Keeps the first field that is set of each oneof; splices cover the fault of setting more."""
     taken: set[str] = set()
     kept = {}
     for name, value in values.items():

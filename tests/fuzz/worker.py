@@ -43,7 +43,7 @@ class Target:
         return WorkerServiceStub(self.channel)
 
     async def configure(self) -> None:
-        """A new epoch, whatever was before."""
+        """Begins a new epoch, whatever came before."""
         info = await self.stub.GetInfo(pb.GetInfoRequest(), timeout=DEADLINE_S)
         self.epoch, self.next_step = info.epoch + 1, 1
         request = pb.ConfigureRequest(
@@ -58,15 +58,15 @@ class Target:
         return self.channel.stream_stream(f"/{SERVICE}/Execute")(timeout=DEADLINE_S)
 
     def due(self, message: bytes) -> bytes:
-        """Mostly the message as the next step of the epoch: of fields that come twice, the later
-        ones count."""
+        """Turns most messages into the next step of the epoch: of fields that occur twice, the last
+        one counts."""
         due = pb.StepRequest(epoch=self.epoch, step_id=self.next_step)
         return message + due.SerializeToString() if len(message) % 4 else message
 
 
 @asynccontextmanager
 async def running_worker(directory: Path) -> AsyncIterator[Target]:
-    """On a Unix socket in `directory`, with a random model."""
+    """Runs a worker with a random model on a Unix socket in `directory`."""
     save_model(directory / "model")
     address = f"unix:{directory}/w"
     settings = worker_settings(
@@ -76,7 +76,7 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
         max_num_batched_tokens=128,
         kv_blocks=_NUM_BLOCKS,
         max_message_bytes=1 << 18,
-        hang_timeout_s=600,  # messages are made on the same event loop
+        hang_timeout_s=600,  # drawing messages blocks the same event loop
     )
     serving = asyncio.create_task(worker_main.serve(settings))
     try:
@@ -94,8 +94,8 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
 
 
 async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends `count` messages, most of them steps. After each few, a valid step gets the tokens that
-    it gets at first."""
+    """Sends `count` messages, most of them steps. After every few, a valid step must get the same
+    tokens as at first."""
     tally = Tally()
     messages = _messages(count, seed)
     await target.configure()
@@ -114,7 +114,7 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
 
 
 def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
-    """(method, message), in random order."""
+    """Draws pairs of method and message, in random order."""
     few = count // 20
     configure = [
         pb.ConfigureRequest(epoch=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=128)
@@ -134,12 +134,12 @@ def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
 
 
 async def _send(target: Target, tally: Tally, messages: Sequence[tuple[str, bytes]]) -> None:
-    """Steps go on one stream until one of them ends it."""
+    """Sends messages; steps share a stream until one of them ends it."""
     call = None
     for method, message in messages:
         if method != "Execute":
             await _send_unary(target, tally, method, message)
-            if method == "Configure":  # it may have made a new epoch
+            if method == "Configure":  # it may have begun a new epoch
                 await target.configure()
                 call = None
             continue
@@ -154,7 +154,7 @@ async def _send(target: Target, tally: Tally, messages: Sequence[tuple[str, byte
         call = None
     if call is not None:
         call.cancel()
-        await target.configure()  # what it had accepted is of the old epoch
+        await target.configure()  # its accepted steps belong to the old epoch
 
 
 async def _send_unary(target: Target, tally: Tally, method: str, message: bytes) -> None:
@@ -168,7 +168,8 @@ async def _send_unary(target: Target, tally: Tally, method: str, message: bytes)
 
 
 async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list[int] | None:
-    """The tokens that a step samples, -1 of rows that sample none; None where the stream ends."""
+    """Returns the tokens that a step samples, -1 for rows that sample none; None if the stream
+    ends."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
@@ -184,7 +185,7 @@ async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list
 
 
 async def _valid_step(target: Target) -> list[int] | None:
-    """The tokens of a valid step on a stream of its own, None if it fails."""
+    """Returns the tokens of a valid step on a stream of its own, or None if it fails."""
     batch = Batch(limits(num_blocks=_NUM_BLOCKS), step_id=target.next_step - 1, epoch=target.epoch)
     request = batch.request([(0, [1, 2, 3]), (1, [7, 8])], temperatures=[0, 0.8], seeds=[0, 3])
     call = target.execute()
@@ -197,7 +198,7 @@ async def _valid_step(target: Target) -> list[int] | None:
 
 
 async def _hostile_sequences(target: Target, tally: Tally) -> None:
-    """Steps that are valid, each by itself."""
+    """Sends sequences of steps that are each valid on their own."""
     step = examples()[0]
     await target.configure()
     old = target.epoch
@@ -221,7 +222,7 @@ async def _hostile_sequences(target: Target, tally: Tally) -> None:
 async def _flood(
     target: Target, tally: Tally, name: str, steps: Sequence[bytes], *, half_close: bool
 ) -> None:
-    """All steps at once, without reading an answer before."""
+    """Sends all steps at once, before reading any answer."""
     call = target.execute()
     error = None
     try:

@@ -1,9 +1,9 @@
-"""`python -m tests.gpu.faulty_worker FAULT FILE ...`: a worker with a fault once FILE exists.
+"""`python -m tests.gpu.faulty_worker FAULT FILE ...` runs a worker with a fault once FILE exists.
 
 lose      the next step loses the device, and FILE is removed
 capture   steps cannot be captured in CUDA graphs
 
-Where there is no GPU it says what one would.
+Without a GPU, it raises the errors that one would cause.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plant(fault: str, file: Path) -> None:
 
     def run_and_wait(runner: ModelRunner, *arguments: Any) -> torch.Tensor:
         if file.exists() and ON_GPU and torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()  # which a capture does not allow
+            torch.cuda.synchronize()  # not allowed during a capture
         return run(runner, *arguments)
 
     def configure_without_gpu(runner: ModelRunner, *arguments: Any) -> None:

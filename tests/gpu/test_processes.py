@@ -1,5 +1,5 @@
-"""Processes that hold a GPU: forked before they touch it, lost, killed. On a CPU, the same as far
-as it goes without one."""
+"""Processes that hold a GPU: forked before they touch it, losing it, killed. On a CPU, as much of
+this as is possible without one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_what_is_imported_before_a_fork_leaves_the_device_to_it(tmp_path: Path) -> None:
-    """A worker forks its processes like this, the second one as a successor."""
+    """Forks processes as a worker does, the second as a successor."""
     save_model(tmp_path)
     command = [sys.executable, "-c", FORK, DEVICE.type, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
@@ -72,7 +72,7 @@ class Worker:
         self.stub = WorkerServiceStub(self._channel)
 
     def wait_serving(self) -> str:
-        """-> the incarnation that is."""
+        """Waits until the worker serves; returns its incarnation."""
         wait_for(lambda: check_health(self._address) == SERVING, "the worker to be SERVING")
         return str(self.stub.GetInfo(GetInfoRequest(), wait_for_ready=True).incarnation)
 
@@ -84,14 +84,14 @@ class Worker:
         )
 
     def run(self, epoch: int) -> list[bytes]:
-        """-> what a prompt and two decodes sample, fed with each other's tokens."""
+        """Runs a prompt and two decodes, each fed the token before it; returns their tokens."""
         size = self.stub.GetInfo(GetInfoRequest()).block_size
         batch = Batch(limits(num_blocks=NUM_BLOCKS, block_size=size), epoch=epoch)
         steps = [batch.request([(0, ids)]) for ids in ([3, 14, 15, 92], [-1], [-1])]
         return [answer.token_ids for answer in self.stub.Execute(iter(steps), timeout=60)]
 
     def end(self) -> int:
-        """-> the exit status."""
+        """Ends the worker with SIGTERM; returns its exit status."""
         self._channel.close()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(WAIT_S)
@@ -124,7 +124,7 @@ def test_an_illegal_access_ends_the_worker_and_its_successor_serves(tmp_path: Pa
 
 
 def test_a_failed_capture_ends_the_worker_with_its_reason(tmp_path: Path) -> None:
-    """For good: a successor would fail likewise."""
+    """It ends for good, since a successor would fail likewise."""
     with faulty_worker("capture", tmp_path) as worker:
         worker.trigger.touch()
         worker.wait_serving()
@@ -134,10 +134,10 @@ def test_a_failed_capture_ends_the_worker_with_its_reason(tmp_path: Path) -> Non
         assert "a step of 8 sequences cannot be captured" in worker.log.read_text()
 
 
-@gpu_only  # tests/faults does it on a CPU, and far more
+@gpu_only  # tests/faults does this and far more on a CPU
 def test_a_worker_killed_under_load_costs_no_stream() -> None:
-    """Every stream goes on after the tokens that it has. Which come then may differ: those before
-    are computed again in one step instead of many, and bfloat16 rounds that differently."""
+    """Every stream continues after the tokens that it has. Later tokens may differ: earlier ones
+    are recomputed in one step instead of many, which bfloat16 rounds differently."""
     with running_stack(device=DEVICE.type, kv_blocks=1024) as stack:
         assert asyncio.run(streams_through_a_kill(stack)) == [TOKENS] * STREAMS
         stack.wait_serving()
@@ -145,7 +145,7 @@ def test_a_worker_killed_under_load_costs_no_stream() -> None:
 
 
 async def streams_through_a_kill(stack: RealStack) -> list[int]:
-    """-> the tokens that each stream got."""
+    """Returns the number of tokens that each stream got."""
 
     async def stream(llm: AsyncLLM, number: int, begun: asyncio.Event) -> int:
         params = SamplingParams(temperature=0.8, seed=number, max_tokens=TOKENS, ignore_eos=True)

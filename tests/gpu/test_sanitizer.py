@@ -14,9 +14,9 @@ from tests.worker_svc.device import gpu_only
 
 LIMIT_S = 200
 FOUND = 99
-# Prompts and decodes on the smallest model, by Triton's kernels; without graphs, which cannot be
-# captured where every tensor is an allocation of CUDA's own. Else what is out of a tensor's bounds
-# lies in another one's, and nothing is found.
+# Prompts and decodes on the smallest model, with Triton's kernels. Every tensor is an allocation of
+# its own: otherwise an access beyond one tensor's bounds would hit another and go unnoticed. CUDA
+# cannot capture such allocations, so there are no graphs.
 TEST = "tests/worker_svc/gpu_path/test_model.py::test_half_precision"
 OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -28,7 +28,7 @@ def test_no_access_is_out_of_bounds() -> None:
     if sanitizer is None:
         pytest.skip("there is no compute-sanitizer")
     command = [sanitizer, "--tool=memcheck", f"--error-exitcode={FOUND}", "--print-limit=5"]
-    command += ["--report-api-errors=no"]  # torch asks what may fail
+    command += ["--report-api-errors=no"]  # torch makes calls that may fail
     command += [sys.executable, "-m", "pytest", "-q", "-c", "bench/gpu/pytest.ini"]
     command += [f"--rootdir={ROOT}", TEST]
     done = subprocess.run(
@@ -40,7 +40,7 @@ def test_no_access_is_out_of_bounds() -> None:
         timeout=LIMIT_S,
         env={**os.environ, **OWN_ALLOCATIONS},
     )
-    # It may refuse the device, as in some virtual machines: it then finds nothing, right or wrong.
+    # It may refuse the device, as in some virtual machines, and then checks nothing.
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
     assert done.returncode == 0, done.stdout[-4000:]

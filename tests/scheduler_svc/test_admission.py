@@ -1,4 +1,4 @@
-"""Whatever a worker would refuse is refused here, with a message that names it."""
+"""Whatever a worker would refuse is refused on admission, with a message that names it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAN, INF = float("nan"), float("inf")
             "beam_width: 2; must be 0 with a grammar",
         ),
         ({"bias_ids": (1,)}, "logit_bias: 0 values for 1 token ids"),
-        ({"bias_ids": (1, 1), "bias_values": (1.0, 2.0)}, "logit_bias: a token id twice"),
+        ({"bias_ids": (1, 1), "bias_values": (1.0, 2.0)}, "logit_bias: a token id occurs twice"),
         ({"bias_ids": (-1,), "bias_values": (1.0,)}, "logit_bias: token ids must be below 1000"),
         ({"bias_ids": (1000,), "bias_values": (1.0,)}, "logit_bias: token ids must be below 1000"),
         ({"bias_ids": (1,), "bias_values": (-INF,)}, "logit_bias: values must be finite"),
@@ -75,7 +75,7 @@ def test_bad_values_are_named(fields: dict[str, Any], message: str) -> None:
         {"temperature": 0.0, "top_p": 1.0, "min_p": 1.0, "min_tokens": 9, "top_k": 2**31 - 1},
         {"logprobs": 0, "prompt_logprobs": 1000, "presence_penalty": -2.0},
         {"bias_ids": (0, 999), "bias_values": (-100.0, 100.0)},
-        {"stop_token_ids": frozenset([5000])},  # can never be sampled
+        {"stop_token_ids": frozenset([5000])},  # outside the vocabulary, so never sampled
     ],
 )
 def test_good_values_are_accepted(fields: dict[str, Any]) -> None:

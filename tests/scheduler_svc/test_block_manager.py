@@ -27,7 +27,7 @@ def test_a_full_prefix_hit_leaves_a_token_to_compute() -> None:
     assert blocks.allocate_prompt(first)
     compute_all(blocks, first)
     assert blocks.allocate_prompt(second)
-    assert second.num_computed_tokens == 4  # two blocks match, the second is computed again
+    assert second.num_computed_tokens == 4  # two blocks match, but the second is recomputed
     assert second.block_table[0] == first.block_table[0]
     assert second.block_table[1] != first.block_table[1]
     blocks.check_integrity([first, second])
@@ -82,7 +82,7 @@ def test_too_few_blocks_change_nothing() -> None:
     assert not second.block_table
     blocks.check_integrity([first])
     assert blocks.append_slot(first)
-    assert blocks.num_free_blocks == 1  # positions 0 to 7 fill two blocks, computed are none yet
+    assert blocks.num_free_blocks == 1  # positions 0 to 7 fill two blocks, none computed yet
 
 
 def test_cached_blocks_are_not_counted_as_free_for_the_one_who_shares_them() -> None:
@@ -92,7 +92,7 @@ def test_cached_blocks_are_not_counted_as_free_for_the_one_who_shares_them() -> 
     compute_all(blocks, first)
     blocks.free(first)
     assert blocks.num_free_blocks == 3
-    assert not blocks.allocate_prompt(make(2, list(range(16))))  # 2 shared + 2 new, 3 exist
+    assert not blocks.allocate_prompt(make(2, list(range(16))))  # needs 2 shared + 2 new of 3
     assert blocks.allocate_prompt(make(3, list(range(12))))
 
 

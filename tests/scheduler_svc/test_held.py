@@ -1,4 +1,4 @@
-"""Sequences whose next token depends on what somebody decides after the last one."""
+"""Held sequences, whose next token depends on a decision made after the last one."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_can_be_released_and_aborted_in_any_state() -> None:
     scheduler.release(waits, MASK)
     assert waits.status is Status.WAITING
     scheduler.abort(runs.key)
-    scheduler.release(runs)  # has ended
+    scheduler.release(runs)  # already ended
     step = answered(scheduler)
     assert step is not None
     assert [(row.seq.key.number, row.samples) for row in step.rows] == [(2, True)]

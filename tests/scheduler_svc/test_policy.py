@@ -1,4 +1,4 @@
-"""Who gets the tokens of a step, who is preempted, who is refused."""
+"""The scheduling policy: sharing out a step, preemption and refusal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add(
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
-    """Plans and applies one: tokens per sequence, in order."""
+    """Plans and applies a step; returns the tokens per sequence, in order."""
     planned = scheduler.schedule()
     assert planned
     scheduler.apply(planned, Answer([7] * len(planned.rows)))
@@ -77,11 +77,11 @@ def test_short_prompts_do_not_wait_for_a_long_ones_chunks() -> None:
     assert step(scheduler) == {1: 1, 2: 16}
     for number in (4, 5, 6):
         add(scheduler, number, 5)
-    # Half of the 16 tokens for the short ones, the rest for the long one that came first.
+    # Half of the 16 tokens go to short prompts, the rest to the long one that came first.
     assert step(scheduler) == {1: 1, 4: 5, 2: 11}
     assert step(scheduler) == {1: 1, 4: 1, 5: 5, 2: 11}
     assert step(scheduler) == {1: 1, 4: 1, 5: 1, 6: 5, 2: 11}
-    # One long prompt after another.
+    # Long prompts run one after another.
     assert step(scheduler) == {1: 1, 4: 1, 5: 1, 6: 1, 2: 16}
 
 
@@ -123,8 +123,8 @@ def test_the_lowest_priority_is_preempted_then_the_latest_arrival() -> None:
         for number, priority in enumerate([0, 5, 0, 0])
     ]
     step(scheduler)
-    step(scheduler)  # to 8 tokens each: all blocks are full
-    step(scheduler)  # three others need a block each: two are gained by each preemption
+    step(scheduler)  # 8 tokens each: all blocks are full
+    step(scheduler)  # all need another block; each preemption frees two
     assert [s.status for s in seqs] == [
         Status.RUNNING,
         Status.WAITING,
@@ -147,7 +147,7 @@ def test_no_work_is_spent_on_what_is_past_its_deadline() -> None:
 
 def test_the_queue_is_limited_in_tokens_too() -> None:
     scheduler = make_scheduler(max_waiting_tokens=100, max_waiting=5)
-    add(scheduler, 1, 150)  # alone it may be over the limit
+    add(scheduler, 1, 150)  # may exceed the limit if alone
     refused = scheduler.add(Sequence((0, 2), [1] * 3, SamplingParams(5)))
     assert refused
     assert refused.cause is FinishCause.QUEUE_FULL
@@ -221,5 +221,5 @@ def test_retry_after_is_shorter_where_the_queue_moves_faster() -> None:
             load.update(0.1, float(second))
         return load.retry_after_s(20.0)
 
-    assert retry_after(10) == pytest.approx(0.5, rel=0.2)  # a tenth of 50 waiting
+    assert retry_after(10) == pytest.approx(0.5, rel=0.2)  # one tenth of the 50 waiting
     assert retry_after(1) == pytest.approx(5, rel=0.2)

@@ -47,14 +47,14 @@ def make(
 
 
 def sample(step: Step) -> Answer:
-    """The tokens of a step that is the oldest in flight, so that what it needs is known."""
+    """The answer to the oldest step in flight, whose inputs are all known."""
     return Answer(
         [next_token(r.seq.tokens[: r.start + r.num_tokens]) if r.samples else -1 for r in step.rows]
     )
 
 
 def run(scheduler: Scheduler, max_steps: int = 10_000, ahead: int = 0) -> list[Output]:
-    """Runs until nothing is left to do, with up to `ahead` steps sent before an answer comes."""
+    """Runs until nothing is left to do, with up to `ahead` steps sent before an answer arrives."""
     outputs: list[Output] = []
     in_flight: deque[Step] = deque()
     for _ in range(max_steps):
@@ -69,7 +69,7 @@ def run(scheduler: Scheduler, max_steps: int = 10_000, ahead: int = 0) -> list[O
         step = in_flight.popleft()
         outputs += scheduler.apply(step, sample(step))
         scheduler.check_integrity()
-    raise AssertionError("does not come to an end")
+    raise AssertionError("does not finish")
 
 
 def check_limits(scheduler: Scheduler, step: Step) -> None:
@@ -209,7 +209,7 @@ def test_generated_text_is_cached_for_the_next_turn() -> None:
     second = make(2, turn, 2)
     scheduler.add(second)
     run(scheduler)
-    assert second.num_cached_prompt_tokens == 12  # 15 computed tokens fill three blocks
+    assert second.num_cached_prompt_tokens == 12  # the 15 computed tokens fill three blocks
     assert generated(second) == completion(turn, 2)
 
 
@@ -223,7 +223,7 @@ def test_abort_frees_blocks_and_a_step_in_flight_fences_them() -> None:
     scheduler.abort(waits.key)
     scheduler.abort(runs.key)
     scheduler.check_integrity()
-    assert scheduler.blocks.num_free_blocks == 64 - 3  # not before the answer
+    assert scheduler.blocks.num_free_blocks == 64 - 3  # still held until the answer
     assert scheduler.apply(step, sample(step)) == []
     assert scheduler.blocks.num_free_blocks == 64
     assert scheduler.blocks.num_cached_blocks == 0  # nothing of an aborted step is published
@@ -287,11 +287,11 @@ def test_a_step_ahead_names_the_rows_of_tokens_that_are_not_known() -> None:
     assert rows == [[(1, 0, 3, None), (2, 0, 6, None)], [(1, 3, 1, 0), (2, 6, 1, 1)]]
     assert steps[0]
     scheduler.apply(steps[0], sample(steps[0]))
-    # The second is known to end with the step in flight, by its max_tokens.
+    # By its max_tokens, the second is known to end with the step in flight.
     third = scheduler.schedule()
     assert third
     assert [(r.seq.key.number, r.start, r.previous_row) for r in third.rows] == [(1, 4, 0)]
-    assert scheduler.schedule() is None  # the first will end too
+    assert scheduler.schedule() is None  # and so will the first
 
 
 def test_a_token_after_the_end_is_dropped_and_its_blocks_fenced() -> None:
@@ -308,7 +308,7 @@ def test_a_token_after_the_end_is_dropped_and_its_blocks_fenced() -> None:
     assert scheduler.blocks.num_free_blocks == 8 - 1  # still written by the second step
     assert scheduler.apply(second, Answer([7])) == []
     assert scheduler.blocks.num_free_blocks == 8
-    assert scheduler.blocks.num_cached_blocks == 0  # three tokens are known, none fills a block
+    assert scheduler.blocks.num_cached_blocks == 0  # three known tokens fill no block
     assert generated(seq) == tokens[:1]
 
 
@@ -346,7 +346,7 @@ def test_nothing_in_flight_is_preempted() -> None:
     first, second = make(1, [1] * 7, 8), make(2, [2] * 7, 8)
     scheduler.add(first)
     scheduler.add(second)
-    steps = [scheduler.schedule(), scheduler.schedule()]  # to 8 tokens each, all blocks taken
+    steps = [scheduler.schedule(), scheduler.schedule()]  # 8 tokens each, all blocks taken
     assert all(steps)
     assert scheduler.schedule() is None
     assert scheduler.num_running == 2

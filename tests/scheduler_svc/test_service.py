@@ -32,7 +32,7 @@ Row = tuple[list[int], list[float]]
 
 
 class Frontend:
-    """Speaks the frontend's side of one `Connect` stream and collects what comes."""
+    """Speaks the frontend's side of one `Connect` stream and collects what arrives."""
 
     def __init__(self, stub: SchedulerServiceAsyncStub) -> None:
         self._call = stub.Connect()
@@ -71,7 +71,7 @@ class Frontend:
         await self._call.write(message)
 
     async def read(self) -> None:
-        """Takes in the next message; every token must come in its place."""
+        """Takes in the next message; every token must arrive in order."""
         message = await self._call.read()
         assert isinstance(message, scheduler_pb2.SchedulerMessage), await self._call.details()
         if message.HasField("engine_state"):
@@ -265,7 +265,7 @@ async def test_a_frontend_that_goes_leaves_the_others_alone(tmp_path: Path) -> N
 async def test_steps_are_as_large_as_the_workers_say(
     tmp_path: Path, prefill: object, beside_decodes: int
 ) -> None:
-    """The rank that says least decides; beside decodes, prompts get half of a step."""
+    """The smallest of the ranks' limits applies; prompts beside decodes get half of a step."""
     workers = [FakeWorker(rank=rank, world_size=2) for rank in range(2)]
     workers[0].info.max_num_batched_tokens = 20
     workers[1].info.max_num_batched_tokens = 12
@@ -311,7 +311,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off(
         await stack.until(lambda load: load.running == load.blocks_used == 0)
         assert (await stack.load()).sampled_tokens < 31 * 400
 
-        # When it reads on it finds tokens in their places, and then that it is to connect again.
+        # When it reads on, it finds tokens in order, then a status that tells it to reconnect.
         with pytest.raises(aio.AioRpcError) as caught:
             await stuck.read_until_finished(*range(31))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -433,7 +433,7 @@ async def test_workers_that_fail_at_everything_end_no_request(tmp_path: Path) ->
 
 
 async def test_a_rank_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
-    """As one whose process is stopped: its step does not end, and GetInfo is not answered."""
+    """Like a stopped process: its step does not end, and GetInfo is not answered."""
     ranks = [FakeWorker(rank=r, world_size=2) for r in range(2)]
     async with stack_of(tmp_path, *ranks, hang_timeout_s=1) as stack:
         frontend = await stack.frontend()
@@ -450,7 +450,7 @@ async def test_a_rank_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
 
 
 class SilentOnceRecovered(FakeWorker):
-    """Answers nothing more once it is configured for epoch 2."""
+    """A worker that stops answering once it is configured for epoch 2."""
 
     async def Configure(
         self, request: worker_pb2.ConfigureRequest, context: object
@@ -463,13 +463,13 @@ class SilentOnceRecovered(FakeWorker):
 
 
 async def test_a_rank_that_falls_silent_in_its_first_step_is_given_up(tmp_path: Path) -> None:
-    """The one by which a recovery is proved."""
+    """That is the step that proves a recovery."""
     worker = SilentOnceRecovered()
     worker.fails = lambda step: step.epoch == 1
     async with stack_of(tmp_path, worker, hang_timeout_s=1) as stack:
         frontend = await stack.frontend()
         await frontend.submit(1, [1, 2], 9)
-        while worker.num_infos < 2 or worker.gate.is_set():  # asked in vain, and then anew
+        while worker.num_infos < 2 or worker.gate.is_set():  # asked in vain, then again
             await stack.load()
         worker.gate.set()
         worker.answers_info.set()
@@ -486,7 +486,7 @@ async def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:
         await frontend.submit(1, [1, 2], 9)
         await worker.step_arrived.wait()
         worker.num_infos = 0
-        while worker.num_infos < 10:  # the scheduler looks again and again
+        while worker.num_infos < 10:  # the scheduler keeps looking
             await stack.load()
         worker.gate.set()
         await frontend.read_until_finished(1)
@@ -750,7 +750,8 @@ async def test_health_is_serving_only_with_workers(tmp_path: Path) -> None:
 
 
 async def _ends(stack: Stack, *submits: tuple[int, dict[str, Any]]) -> dict[int, tuple[int, str]]:
-    """Cause and message of each end, of requests of one frontend; another one goes on."""
+    """Submits requests from one frontend while another goes on; returns each end's cause and
+    message."""
     other, frontend = await stack.frontend(), await stack.frontend()
     await other.submit(1, [4, 5], 60)
     for request, fields in submits:
@@ -767,13 +768,13 @@ async def _ends(stack: Stack, *submits: tuple[int, dict[str, Any]]) -> dict[int,
 @pytest.mark.parametrize(
     ("request_number", "fields", "message"),
     [
-        (2, {"timeout_s": float("nan")}, "timeout_s: is no number"),
+        (2, {"timeout_s": float("nan")}, "timeout_s: must be a number"),
         (2, {"sampling": {"grammar": {"kind": 9}}}, "sampling.grammar: kind 9 is unknown"),
         (2, {"sampling": {"beam_width": 2, "grammar": {"kind": 2}}}, "sampling.beam_width: 2; mus"),
         (
             2,
             {"sampling": {"beam_width": 2}, "generated_ids": bytes(4)},
-            "sampling.beam_width: 2; must be 0 where tokens are resumed",
+            "sampling.beam_width: 2; must be 0 when tokens are resumed",
         ),
         (
             2,

@@ -41,7 +41,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """What a block holds is written down beside it, as the prefix that ends with it."""
+    """Records the content of each block independently, as the prefix that ends with it."""
 
     NUM_BLOCKS = 8
     sequences = Bundle("sequences")
@@ -72,7 +72,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(seq=sequences, num_tokens=st.integers(1, 9))
     def compute(self, seq: Sequence, num_tokens: int) -> None:
-        """A step that computes some of the tokens, answered."""
+        """Runs a step that computes some of the tokens, and its answer."""
         if seq not in self.live:
             return
         self.copy()
@@ -86,7 +86,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(seq=sequences, token=st.integers(0, 1))
     def append(self, seq: Sequence, token: int) -> None:
-        """The next token of one that has computed all it had."""
+        """Appends a token to a sequence that has computed all of its own."""
         if seq not in self.live or seq.num_computed_tokens < seq.num_tokens:
             return
         free, room = self.blocks.num_free_blocks, len(seq.block_table) * BLOCK - seq.num_tokens
@@ -97,7 +97,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, parent=sequences, token=st.none() | st.integers(0, 1))
     def fork(self, parent: Sequence, token: int | None) -> Sequence:
-        """With the same tokens, or one more than the parent has computed."""
+        """Forks a child with the same tokens, or with one more than the parent has computed."""
         self.number += 1
         if token is None or parent not in self.live:
             tokens = parent.tokens.tolist()
@@ -114,7 +114,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return child
 
     def copy(self) -> None:
-        """What a step does first."""
+        """Makes the pending copies, as a step does first."""
         tables = {block: seq for seq in self.live for block in seq.block_table}
         copies = self.blocks.take_copies()
         read = {block: list(self.content[block]) for block, _ in copies}
@@ -122,7 +122,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             seq = tables[block]
             place = seq.block_table.index(block)
             end = min((place + 1) * BLOCK, seq.num_computed_tokens)
-            assert read[source][:end] == seq.tokens[:end].tolist(), "copies something else"
+            assert read[source][:end] == seq.tokens[:end].tolist(), "copies the wrong content"
             self.content[block] = read[source]
 
     @rule(seq=consumes(sequences))
@@ -135,12 +135,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def every_block_is_where_it_belongs(self) -> None:
         self.blocks.check_integrity(self.live)
         held = {block for seq in self.live for block in seq.block_table}
-        held.update(self.blocks._copies.values())  # also where nobody has them in a table
+        held.update(self.blocks._copies.values())  # even if they are in no table
         assert self.blocks.num_free_blocks == self.NUM_BLOCKS - len(held)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Up to two steps in flight, whose tokens the sanitizer computes."""
+    """Keeps up to two steps in flight; the sanitizer computes their tokens."""
 
     NUM_BLOCKS = 7
     LIMITS = Limits(
@@ -155,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.scheduler = Scheduler(self.LIMITS, BlockManager(self.NUM_BLOCKS, BLOCK))
         self.in_flight: deque[tuple[Step, Answer]] = deque()
-        self.expected: dict[int, list[int]] = {}  # what open requests are still to get
+        self.expected: dict[int, list[int]] = {}  # tokens that open requests are still owed
         self.deadlines: dict[int, float] = {}
         self.now = 0.0
         self.sequences: dict[int, tuple[Sequence, Owner]] = {}
@@ -256,9 +256,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         step = self.scheduler.schedule(self.now)
         if step is None:
-            assert self.in_flight or not self.expected, "nothing to do, and requests are open"
+            assert self.in_flight or not self.expected, "nothing to do, but requests are open"
             return
-        assert all(row.seq.key.number in self.expected for row in step.rows), "one that has ended"
+        assert all(row.seq.key.number in self.expected for row in step.rows), "one has ended"
         self.step_id += 1
         request = encode_step(step, BLOCK, self.epoch, self.step_id)
         response = self.sanitizer.run(request, self.beside(step))
@@ -274,14 +274,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert output.prompt_logprobs.ids.shape[1] == output.seq.params.prompt_logprobs + 1
                 continue
             left = self.expected[output.seq.key.number]
-            assert output.token == left.pop(0), "a wrong token"
+            assert output.token == left.pop(0), "wrong token"
             assert (output.finished is not None) == (not left), "ends too early or too late"
             if not left:
                 del self.expected[output.seq.key.number]
 
     @rule(number=st.integers(1 - _MAX_N, 2 * _MAX_N))
     def abort(self, number: int) -> None:
-        """One of the latest, which may have ended."""
+        """Aborts one of the latest, which may have ended."""
         self.scheduler.abort(self.key(self.number - number))
         self.expected.pop(self.number - number, None)
 
@@ -314,7 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {key.number for key in self.scheduler.open_sequences()} == self.expected.keys()
 
     def teardown(self) -> None:
-        """Everything comes to its end, and to rest."""
+        """Runs until every request has ended and all is at rest."""
         for _ in range(500):
             if len(self.in_flight) < 2:
                 self.schedule()
@@ -322,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.answer()
             self.scheduler.check_integrity()
-        assert not self.expected, "requests wait for ever"
+        assert not self.expected, "requests wait forever"
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         assert self.scheduler.blocks.num_free_blocks == self.NUM_BLOCKS
 

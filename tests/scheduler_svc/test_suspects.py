@@ -1,4 +1,4 @@
-"""Finding the sequence that makes workers fail, against workers that do."""
+"""Finding the sequence that makes workers fail, on workers that do."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from scheduler_svc.suspects import MIN_LOSSES, Suspects
 
 @dataclass
 class Trial:
-    """Names are computed a token at a time, all in each step, two steps ahead or, on trial, one."""
+    """Computes all names a token at a time, with two steps in flight, or one during a trial."""
 
-    length: int  # tokens of each
+    length: int  # tokens per name
     fails: Callable[[Collection[tuple[int, int]]], bool]  # of (name, position) in a step
 
-    def run(self, names: list[int], *, most_losses: int = 10_000) -> tuple[list[int], int]:
-        """-> the convicted, and how often workers were lost."""
+    def run(self, names: list[int], *, max_losses: int = 10_000) -> tuple[list[int], int]:
+        """Returns the convicted, and how often workers were lost."""
         suspects: Suspects[int] = Suspects()
         done = dict.fromkeys(names, 0)
         convicted: list[int] = []
         losses = 0
-        while done and losses < most_losses:
+        while done and losses < max_losses:
             group = suspects.on_trial or list(done)
             assert set(group) <= done.keys()
             steps = [[(name, done[name]) for name in group]]
@@ -46,7 +46,7 @@ class Trial:
             for name in [name for name, at in done.items() if at == self.length]:
                 del done[name]
                 suspects.forget(name)
-        assert losses == most_losses or not suspects
+        assert losses == max_losses or not suspects
         return convicted, losses
 
 

@@ -49,7 +49,7 @@ def test_frontends_take_turns() -> None:
     queue.push(make(2, 0))
     queue.push(make(2, 1))
     assert [admit(queue) for _ in range(3)] == [(1, 0), (2, 0), (1, 1)]
-    queue.push(make(3, 0))  # a newcomer gets the next turn, not those that it did not use
+    queue.push(make(3, 0))  # a newcomer gets the next turn, not the turns it missed
     queue.push(make(3, 1))
     assert [admit(queue) for _ in range(3)] == [(2, 1), (3, 0), (1, 2)]
     assert [admit(queue) for _ in range(2)] == [(3, 1), (1, 3)]
@@ -69,7 +69,7 @@ def test_a_frontend_that_withdraws_its_requests_does_not_pay_for_them() -> None:
 
 
 def test_nothing_starves() -> None:
-    """However many better ones keep coming, the documented bound holds."""
+    """The documented bound holds, however many better ones keep coming."""
     queue = WaitingQueue(8)
     before = [make(0, number) for number in range(5)]
     for seq in before:
@@ -82,7 +82,7 @@ def test_nothing_starves() -> None:
             break
     assert late not in queue
     assert number < OLDEST_EVERY * (len(before) + 1)
-    # It keeps its place: preempted, it goes before everything else.
+    # It keeps its place: if preempted, it goes ahead of everything else.
     queue.push(make(1, 2000, priority=-(2**31)))
     queue.push(late)
     assert admit(queue) == late.key
@@ -130,7 +130,7 @@ def test_random_operations_agree_with_a_sorted_list() -> None:
             seq = rng.choice(waiting) if rng.random() < 0.5 else queue.peek()
             assert seq
             waiting.remove(seq)
-            queue.remove(seq)  # not admitted: the oldest one's turn never comes
+            queue.remove(seq)  # not admitted, so the oldest one's turn never comes
         queue.check_integrity()
         expected = min(waiting, key=lambda s: (s.priority, s.arrival_number), default=None)
         assert queue.peek() is expected

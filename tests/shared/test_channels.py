@@ -1,4 +1,4 @@
-"""Keepalive: a silent stream lives, a peer that vanished is noticed by both ends."""
+"""Keepalive: a silent stream lives on, and either end notices if its peer vanishes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.echo_server import echo_server
 
-KEEPALIVE_S = 2.0  # a late answer to a ping, on a busy machine, must not look like none
+KEEPALIVE_S = 2.0  # a ping answered late, on a busy machine, must not look unanswered
 TIMEOUT_S = 60
 
 
 class Network:
-    """Passes bytes on in both directions, until it is cut: then it swallows them, and connections
+    """Passes bytes on in both directions until it is cut; then it swallows them, while connections
     stay open."""
 
     def __init__(self) -> None:
         self.is_cut = False
-        self.sent = asyncio.Semaphore(0)  # one for each piece that came from the client
+        self.sent = asyncio.Semaphore(0)  # one for each piece from the client
 
     async def connect(
         self,
@@ -60,7 +60,7 @@ class Network:
 
 @asynccontextmanager
 async def network_to(address: str) -> AsyncIterator[tuple[str, Network]]:
-    """An address that leads to `address`."""
+    """A network, and an address that leads through it to `address`."""
     network, tasks = Network(), set[asyncio.Task[None]]()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -80,13 +80,13 @@ async def test_a_silent_stream_outlives_many_pings() -> None:
     async with (
         echo_server(keepalive_s=KEEPALIVE_S) as (address, echo),
         network_to(address) as (through, network),
-        # Sooner than the server, which else would ask first each time.
+        # Pings sooner than the server, which otherwise would always ping first.
         Dialer(keepalive_s=0.75 * KEEPALIVE_S).open(through) as channel,
     ):
         stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
         assert (await stream.read()).text == "open"
-        # The client has nothing to say, so these are pings: more of them than a server takes that
-        # does not expect them.
+        # The client has nothing to say, so these are pings: more of them than a server would take
+        # by default.
         async with asyncio.timeout(TIMEOUT_S):
             for _ in range(8):
                 await network.sent.acquire()

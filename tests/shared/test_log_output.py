@@ -40,7 +40,7 @@ def line(number: int) -> bytes:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """Its reading end, which does not block, and its writing end, which does."""
+    """A pipe's reading end, which does not block, and its writing end, which does."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -104,7 +104,7 @@ def test_a_pipe_whose_reader_is_gone_is_no_error() -> None:
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "2>&1 >/dev/null | exit"])
 def test_a_service_logs_into_the_void(stderr: str) -> None:
-    """Warnings too; and standard error never becomes the number of another file."""
+    """Warnings go there, too, and no other file ever gets standard error's number."""
     result = subprocess.run(
         ["sh", "-c", f'"$0" -c "$1" {stderr}', sys.executable, LOGGING_PROGRAM],
         stdout=subprocess.PIPE,
@@ -116,7 +116,7 @@ def test_a_service_logs_into_the_void(stderr: str) -> None:
 
 
 def test_the_notice_is_a_log_line_like_others() -> None:
-    """A reader that comes late finds it, with the service's name."""
+    """A late reader finds it, with the service's name."""
     with subprocess.Popen(
         [sys.executable, "-c", LOGGING_PROGRAM + "input(); structlog.get_logger().info('late')"],
         stdin=subprocess.PIPE,
@@ -128,7 +128,7 @@ def test_the_notice_is_a_log_line_like_others() -> None:
         assert process.stdout
         assert process.stderr
         process.stdout.readline()
-        # The first part of it is read before the program goes on, or it would still be full.
+        # Part of the pipe is read before the program goes on, or it would still be full.
         first = os.read(process.stderr.fileno(), 1 << 16).decode().splitlines()
         _, rest = process.communicate("\n")
     events = [json.loads(text) for text in rest.splitlines()]

@@ -14,7 +14,7 @@ from shared.logging import configure_logging
 
 @pytest.fixture(autouse=True)
 def _defaults_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "stderr", sys.stderr)  # which is replaced
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # the tests replace it
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()

@@ -1,4 +1,4 @@
-"""Forks that take the place of one that died."""
+"""Forks that take over from one that died."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_signals_are_passed_on(tmp_path: Path, sign: signal.Signals) -> None:
 
 
 def test_a_signal_that_interrupts_no_system_call_is_passed_on(tmp_path: Path) -> None:
-    """One that arrives just before the wait does not; nor does one that another thread gets."""
+    """A signal interrupts none if it arrives just before the wait, or on another thread."""
     prelude = """
 import threading
 

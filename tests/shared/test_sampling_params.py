@@ -1,4 +1,4 @@
-"""A parameter of the table is in every contract, and the other way round."""
+"""Every parameter in the table is in every contract, and vice versa."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TO_SCHEDULER = scheduler_pb2.TokenSampling.DESCRIPTOR
 TO_WORKERS = worker_pb2.SamplingFeatures.DESCRIPTOR
 API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
-# What is a number in the public contract and has a meaning of its own.
+# Numbers in the public contract with a meaning of their own.
 OTHER_NUMBERS = {"seed", "min_tokens"}
-# What TokenSampling and SamplingFeatures have besides.
+# Other fields of TokenSampling and SamplingFeatures.
 OTHERS_TO_SCHEDULER = {
     *("seed", "max_tokens", "min_tokens", "eos_token_ids", "stop_token_ids", "bias_ids"),
     *("bias_values", "logprobs", "prompt_logprobs", "beam_width", "length_penalty", "grammar"),

@@ -32,11 +32,11 @@ LIMIT = 1000
 
 
 class Service(InferenceServiceServicer):
-    """Raises what it is told to; detokenizing answers how many ids came."""
+    """Raises what it is told to; Detokenize answers with the number of ids."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.waits: asyncio.Event | None = None  # streams do, for it
+        self.waits: asyncio.Event | None = None  # if set, streams wait for it
 
     async def Detokenize(
         self, request: frontend_pb2.DetokenizeRequest, context: object
@@ -157,7 +157,7 @@ async def test_health_is_what_the_service_says(tmp_path: Path) -> None:
 
 
 async def test_calls_that_outlast_the_grace_end_as_unavailable(tmp_path: Path) -> None:
-    """A stream that waits for ever, of a generator, and a health watch that would."""
+    """A stream from a generator that waits for ever, and a health watch that would, too."""
     service = Service()
     service.waits = asyncio.Event()
     async with serving(tmp_path, service, "--drain-timeout-s", "0") as (channel, server):

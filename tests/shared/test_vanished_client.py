@@ -1,4 +1,4 @@
-"""A client's process that dies while it is being written to is no error of the server."""
+"""A client that dies while being written to causes no error in the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.pb.frontend_pb2_grpc import (
 from shared.server import Server
 
 CALLS = 10
-# Reads one message of each stream and no more: the server's writes wait.
+# Reads only one message of each stream, so that the server's writes block.
 CLIENT = f"""
 import asyncio, sys
 from grpc import aio
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 
 class Service(InferenceServiceServicer):
-    """Writes for ever."""
+    """Streams responses for ever."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -77,7 +77,7 @@ async def test_nothing_is_logged_or_printed(
         assert client.stdout is not None
         assert await client.stdout.readline() == b"READ\n"
         writes = -1
-        while writes < service.writes:  # until they all wait
+        while writes < service.writes:  # until they all block
             writes = service.writes
             await asyncio.sleep(0.2)
         client.kill()

@@ -12,8 +12,8 @@ from tests.simulation.run_seeds import run_seeds
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
-    parser.add_argument("--seed", type=int, help="the first one, default random")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds")
+    parser.add_argument("--seed", type=int, help="the first seed; random by default")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
     first = secrets.randbits(32) if args.seed is None else args.seed

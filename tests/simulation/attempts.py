@@ -1,4 +1,4 @@
-"""Clients and what was submitted for them."""
+"""Clients, and the submissions made for them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.simulation.workload import Request
 
 @dataclass
 class Attempt:
-    """A submission of a request; there are more of it after a lost connection."""
+    """A submission of a request, of which a lost connection leads to more."""
 
     client: Client
     seq: Sequence
     owner: Owner
     num_tokens: int
-    num_scored: int = 0  # of the prompt's tokens, the first one left out
+    num_scored: int = 0  # of the prompt's tokens, not counting the first
     ended: bool = False
-    twin: bool = False  # of one that has its number, to be refused
+    twin: bool = False  # repeats the number of an open request, so it must be refused
 
     def check_prompt_logprobs(self, output: Output) -> None:
-        """Each position comes once, in order, and before the first token."""
+        """Every position must arrive once, in order, and before the first token."""
         found = output.prompt_logprobs
         assert found is not None
         assert output.offset == self.num_scored + 1, f"{self.owner.name}: position {output.offset}"
@@ -32,7 +32,7 @@ class Attempt:
         self._check(output.offset, found, self.client.request.params.prompt_logprobs)
 
     def check_logprobs(self, output: Output) -> None:
-        """A token comes with what was asked for."""
+        """A token must come with the log-probabilities that were asked for."""
         request = self.client.request
         if request.params.prompt_logprobs is not None:
             assert self.num_scored == len(request.prompt) - 1, f"{self.owner.name}: not scored"
@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass
 class Client:
-    """Whoever waits for a request."""
+    """The client that waits for a request."""
 
     request: Request
     delivered: list[int]

@@ -1,4 +1,4 @@
-"""The scheduler, with an eye on it."""
+"""The scheduler under observation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from scheduler_svc.step import Answer, Output, Step
 
 
 class CheckedScheduler(Scheduler):
-    """Checks itself after every answer and counts them."""
+    """A scheduler that counts answers and checks itself after each."""
 
-    answered = 0  # steps, since the cache was lost
+    answered = 0  # steps since the cache was last lost
 
     def sequence(self, key: SequenceKey) -> Sequence:
-        """One that has not ended."""
+        """Returns a sequence that has not ended."""
         return self._sequences[key]
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:

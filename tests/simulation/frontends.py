@@ -1,5 +1,5 @@
-"""Frontends that trust nothing: each output has to be the one that the oracle expects, at the
-scheduler's edge and again where a frontend receives it."""
+"""Frontends that trust nothing: every output must be the one that the oracle expects, both at the
+scheduler's edge and when a frontend receives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TWINS_END = (FinishCause.INVALID, FinishCause.QUEUE_FULL)
 
 
 class Connection:
-    """A frontend's stream. Outputs come in order, some time after they were sent."""
+    """A frontend's stream. Outputs arrive in order, some time after they were sent."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -31,7 +31,7 @@ class Connection:
 
 
 class Frontends:
-    """All of them."""
+    """All frontends, with their clients."""
 
     def __init__(
         self, knobs: Knobs, rng: Random, requests: Seq[Request], counts: Counter[str]
@@ -48,7 +48,7 @@ class Frontends:
         self.all_ended = self._loop.create_future()
 
     def serve(self, engine: Engine, scheduler: CheckedScheduler) -> None:
-        """Plans all that they will do with this engine."""
+        """Plans everything that the frontends will do with this engine."""
         self._engine, self._scheduler = engine, scheduler
         for _ in range(self._knobs.frontends):
             self._connections.append(self._connect())
@@ -68,12 +68,12 @@ class Frontends:
         return self._by_key[key]
 
     def emit(self, outputs: Seq[Output]) -> None:
-        """What the engine calls."""
+        """Checks outputs and sends them off; the engine calls this."""
         delivered: dict[Connection, list[Output]] = {}
         for output in outputs:
             attempt = self.attempt_of(output.seq)
             if attempt.twin:
-                assert output.finished in _TWINS_END, "two requests of one number"
+                assert output.finished in _TWINS_END, "two requests with one number"
                 continue
             self._check(attempt, output)
             connection = self._connections[attempt.client.request.frontend]
@@ -109,7 +109,7 @@ class Frontends:
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
         request = attempt.client.request
         if cause is FinishCause.INTERNAL:
-            # Or it was in flight whenever workers were lost, when alone for other reasons.
+            # Or it was in flight at every loss, though the losses while alone had other reasons.
             by_chance = self._counts["losses"]
             losses = by_chance + self._counts["poisonings"]
             convicted = by_chance >= MIN_LOSSES_ALONE and losses >= MIN_LOSSES
@@ -129,7 +129,7 @@ class Frontends:
             return
         for output in outputs:
             client = self.attempt_of(output.seq).client
-            if client.ended:  # aborted meanwhile
+            if client.ended:  # aborted in the meantime
                 continue
             if output.token is not None:
                 assert output.offset == len(client.delivered), "tokens lost or repeated"
@@ -142,8 +142,8 @@ class Frontends:
                 self._end(client, output.finished.name)
 
     def _submit_group(self, client: Client) -> None:
-        """All completions of a prompt at once, unless some have ended meanwhile."""
-        n = client.request.n if client.request.tokens else 1  # else it is to be refused
+        """Submits all completions of a prompt together, unless some have ended in the meantime."""
+        n = client.request.n if client.request.tokens else 1  # otherwise it must be refused
         group = self._clients[client.request.number : client.request.number + n]
         if any(member.ended for member in group):
             for member in group:
@@ -160,11 +160,11 @@ class Frontends:
             self._counts["siblings"] += 1
 
     def _submit(self, client: Client, n: int = 1, *, resubmitted: bool = False) -> bool:
-        """Whether it was accepted."""
+        """Submits a request. Returns whether it was accepted."""
         client.submitted = True
         connection = self._connections[client.request.frontend]
         if client.ended or connection is None:
-            return False  # it is submitted again with the next connection
+            return False  # the next connection will submit it
         request, now = client.request, self._loop.time()
         key = (connection.number, request.number)
         seq = request.sequence(key, client.delivered, now, resubmitted=resubmitted)
@@ -194,7 +194,7 @@ class Frontends:
             self._submit_group(client)
 
     def _abort(self, client: Client) -> None:
-        """The client has gone, or has what it wants."""
+        """Aborts: the client has gone, or has what it wants."""
         if client.ended:
             return
         if attempt := client.current:
@@ -227,7 +227,7 @@ class Frontends:
         self._loop.call_later(self._rng.uniform(0, 1), self._reconnect, frontend)
 
     def _reconnect(self, frontend: int) -> None:
-        """Prompt and delivered tokens are submitted again."""
+        """Connects and resubmits prompts and delivered tokens."""
         self._connections[frontend] = self._connect()
         for client in self._clients:
             if client.request.frontend == frontend and client.submitted:

@@ -1,4 +1,4 @@
-"""What a seed decides before anything runs: limits, traffic, faults."""
+"""The choices that a seed makes before anything runs: limits, traffic, faults."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.oracle import VOCAB_SIZE
 
 @dataclass(frozen=True)
 class Knobs:
-    """Times are virtual seconds and upper bounds, probabilities are per request if not said
-    otherwise."""
+    """A simulation's parameters. Times are virtual seconds and upper bounds; probabilities are per
+    request unless noted."""
 
     # The engine
     block_size: int
@@ -27,33 +27,33 @@ class Knobs:
     # The transport
     ranks: int
     send_s: float  # until a step is written
-    step_s: float  # of a step on a rank
-    answer_s: float  # until an answer has come
-    output_s: float  # until a frontend has an output
+    step_s: float  # for a step on a rank
+    answer_s: float  # until an answer arrives
+    output_s: float  # until an output arrives at a frontend
     recover_s: float
-    loss: float  # per step, until there were `most_losses`
-    most_losses: int
+    loss: float  # per step, until there have been `max_losses`
+    max_losses: int
     # The traffic
     frontends: int
     requests: int
     burst: int  # requests at once
     pause_s: float  # between bursts
     longest_prompt: int
-    most_new_tokens: int
-    prompt_ids: int  # prompts are made of that many ids: few make common prefixes
+    max_new_tokens: int
+    prompt_ids: int  # number of ids that prompts draw from: few make common prefixes likely
     priorities: int
     salts: int
-    repeats: float  # the prompt of an earlier request, or a part of it
-    turns: float  # prompt and completion of an earlier request, and more
+    repeats: float  # that a prompt repeats an earlier one, or part of it
+    turns: float  # that it extends an earlier prompt and completion
     resumed: float
-    ends: float  # by an end-of-sequence or stop token
+    ends: float  # ends by an end-of-sequence or stop token
     min_tokens: float
-    many: float  # completions of one prompt
+    many: float  # several completions of one prompt
     logprobs: float
-    filters: float  # which the oracle's model does not know; they travel all the same
+    filters: float  # unknown to the oracle's model, but sent all the same
     aborts: float
     deadlines: float
-    refused: float  # for what can never be served
+    refused: float  # can never be served
     disconnects: int  # in all
     poisons: float
 
@@ -71,7 +71,7 @@ class Knobs:
 
     @property
     def longest_turn_s(self) -> float:
-        """Of the engine: from one look at the deadlines to the next."""
+        """The longest that the engine takes from one look at the deadlines to the next."""
         return 2 * (self.send_s + self.step_s) + self.answer_s + self.recover_s
 
 
@@ -98,13 +98,13 @@ def draw(rng: Random) -> Knobs:
         output_s=rng.choice([0.0, 0.01, 0.1]),
         recover_s=rng.choice([0.0, 0.5]),
         loss=rng.choice([0.0, 0.01, 0.05, 0.5]),
-        most_losses=rng.randint(1, 6),
+        max_losses=rng.randint(1, 6),
         frontends=rng.randint(1, 3),
         requests=rng.choice([rng.randint(3, 20), rng.randint(20, 45)]),
         burst=rng.choice([1, 4, 30]),
         pause_s=rng.choice([0.01, 0.03, 0.2]),
         longest_prompt=rng.choice([4, 16, max_model_len]),
-        most_new_tokens=rng.choice([2, 16, 32, max_model_len]),
+        max_new_tokens=rng.choice([2, 16, 32, max_model_len]),
         prompt_ids=rng.choice([1, 2, 3, VOCAB_SIZE]),
         priorities=rng.choice([1, 1, 3]),
         salts=rng.choice([1, 1, 2]),

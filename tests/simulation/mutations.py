@@ -1,9 +1,9 @@
-"""Bugs planted by hand, one at a time, in a copy of the code: who finds them?
+"""Plants hand-written bugs, one at a time, in a copy of the code: which tests find them?
 
     python -m tests.simulation.mutations [--seeds 200] [--only WORD]
 
-A row per bug: whether the scheduler's unit tests and its state machines find it, and how many
-simulated seeds. Exits with 1 if one is found by nothing, or its text is not in the code any more.
+Prints a row per bug: whether the scheduler's unit tests and state machines find it, and how many
+simulated seeds do. Exits with 1 if nothing finds a bug, or its text is no longer in the code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNIT = [
 ]
 _UNIT += [f"{_TESTS}/forks/test_followers.py", f"{_TESTS}/edge/test_step_features.py"]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
-_MOST_SECONDS = 600
+_MAX_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,15 @@ class Finding:
 
 
 def plant(bug: Bug, root: Path) -> None:
-    """Raises:
-    LookupError: a text to be replaced is not there exactly once.
+    """Replaces a bug's text in a copy of the code.
+
+    Raises:
+        LookupError: the text does not occur exactly once.
     """
     path = root / "scheduler_svc" / bug.file
     text = path.read_text()
     if text.count(bug.old) != 1:
-        raise LookupError(f"{bug.name}: {bug.file} has {text.count(bug.old)} times\n{bug.old}")
+        raise LookupError(f"{bug.name}: {text.count(bug.old)} times in {bug.file}:\n{bug.old}")
     path.write_text(text.replace(bug.old, bug.new))
 
 
@@ -80,14 +82,14 @@ def _fails(root: Path, module: str, *args: str) -> bool:
 def _failing_seeds(root: Path, seeds: int) -> int:
     result = _run(root, "tests.simulation", f"--seeds={seeds}", "--seed=0")
     counted = re.search(r"(\d+) fail$", result.stdout, re.MULTILINE)
-    return int(counted[1]) if counted else seeds  # it does not start or end
+    return int(counted[1]) if counted else seeds  # it did not start or did not end
 
 
 def _run(root: Path, module: str, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *args]
     try:
         return subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=_MOST_SECONDS
+            command, cwd=root, capture_output=True, text=True, timeout=_MAX_SECONDS
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", "")
@@ -96,10 +98,10 @@ def _run(root: Path, module: str, *args: str) -> subprocess.CompletedProcess[str
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations")
     parser.add_argument("--seeds", type=int, default=200)
-    parser.add_argument("--only", default="", help="bugs with this in their name")
+    parser.add_argument("--only", default="", help="only bugs with this in their name")
     args = parser.parse_args()
     if find(None, args.seeds):
-        print("fails without a planted bug: look at that first")
+        print("something fails without a planted bug: fix that first")
         return 1
     print("| planted bug | unit tests | state machines | seeds |\n|---|---|---|---|", flush=True)
     all_found = True

@@ -1,4 +1,4 @@
-"""A pytest plugin: any failing example of Hypothesis will do, it need not be the shortest."""
+"""A pytest plugin that keeps Hypothesis from shrinking: any failing example will do."""
 
 from __future__ import annotations
 

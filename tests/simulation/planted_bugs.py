@@ -1,4 +1,4 @@
-"""Bugs that a hand might write: (file, text, what it becomes)."""
+"""Bugs that somebody might write: a file, a text in it and its replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many seeds on several processes."""
+"""Runs many seeds on several processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from tests.simulation.simulate import SimulationError, simulate
 
-_MOST_CPU_SECONDS = 5  # of a seed, which takes a tenth of one: it must be an endless loop
+_MAX_CPU_SECONDS = 5  # per seed, which takes a tenth of one: beyond that it is an endless loop
 _CHUNK = 20
 
 
@@ -26,9 +26,9 @@ class Summary:
 
 
 def run_seeds(seeds: range, processes: int, progress: bool = False) -> Summary:
-    """All of them, also after one failed."""
+    """Runs all seeds, even after one has failed."""
     summary = Summary()
-    # Not forked: gRPC, which the scheduler's step encoder imports, does not like to be.
+    # Not forked: the scheduler's step encoder imports gRPC, which is not fork-safe.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _quiet) as pool:
         results = pool.map(_run, seeds, chunksize=_CHUNK)
@@ -41,13 +41,13 @@ def run_seeds(seeds: range, processes: int, progress: bool = False) -> Summary:
 
 
 def _quiet() -> None:
-    """Lost workers are what a simulation is about: no word of them in the log."""
+    """Keeps lost workers, which simulations are all about, out of the log."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     signal.signal(signal.SIGPROF, _too_long)
 
 
 def _run(seed: int) -> Counter[str] | str:
-    signal.setitimer(signal.ITIMER_PROF, _MOST_CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)
     try:
         return simulate(seed).counts
     except SimulationError as error:

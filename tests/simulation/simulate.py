@@ -1,4 +1,4 @@
-"""One seed: an engine, its workers and its frontends in virtual time, until all requests ended."""
+"""Runs a seed: an engine, workers and frontends in virtual time, until all requests have ended."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from tests.simulation.knobs import Knobs, draw
 from tests.simulation.workers import SimulatedWorkers
 from tests.simulation.workload import plan
 
-_MOST_SECONDS = 1_000.0
-_MOST_STEPS = 20_000
+_MAX_SECONDS = 1_000.0
+_MAX_STEPS = 20_000
 
 
 class SimulationError(Exception):
-    """A seed that fails, with how to see it again."""
+    """A seed failed; the message says how to replay it."""
 
 
 @dataclass(frozen=True)
 class Result:
     counts: Counter[str]
-    digest: int  # of all steps: equal for equal seeds
+    digest: int  # of all steps; equal for equal seeds
 
 
 def simulate(seed: int) -> Result:
-    """Raises:
-    SimulationError: something went wrong; its message says what, and shows the last steps.
+    """Runs a seed.
+
+    Raises:
+        SimulationError: something went wrong; the message says what, and shows the last steps.
     """
     rng = Random(seed)
     knobs = draw(rng)
@@ -86,10 +88,10 @@ class Simulation:
         return Result(counts, self._workers.digest)
 
     async def _end(self, *endless: asyncio.Future[None]) -> None:
-        """Waits for the end of all requests, then for the answers that are still to come."""
+        """Waits for the end of all requests, then for the answers still outstanding."""
         ended = self._frontends.all_ended
         await asyncio.wait(
-            [*endless, ended], timeout=_MOST_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            [*endless, ended], timeout=_MAX_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         await asyncio.wait(
             endless,
@@ -100,7 +102,7 @@ class Simulation:
             if future.done():
                 future.result()
         open_sequences = self._scheduler.open_sequences()
-        assert ended.done(), f"requests that wait for ever, some of them {open_sequences}"
+        assert ended.done(), f"some requests wait forever; open sequences: {open_sequences}"
         scheduler = self._scheduler
         scheduler.check_integrity()
         assert scheduler.num_waiting == scheduler.num_running == 0, "not at rest"
@@ -109,8 +111,8 @@ class Simulation:
         assert free == blocks, f"{free} blocks of {blocks} are free at rest"
 
     def _beside(self, step: Step) -> Beside:
-        """What the scheduler knows as it sends a step, for the sanitizer."""
-        assert self._counts["steps"] < _MOST_STEPS, "does not come to an end"
+        """The scheduler's knowledge as it sends a step, for the sanitizer."""
+        assert self._counts["steps"] < _MAX_STEPS, "does not finish"
         owners = []
         for row in step.rows:
             attempt = self._frontends.attempt_of(row.seq)
@@ -137,7 +139,7 @@ class Simulation:
 
 
 def _failed_callback() -> asyncio.Future[None]:
-    """Fails with the first exception of a callback, which asyncio would only log."""
+    """A future that fails with the first exception of a callback, which asyncio would only log."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Every bug can still be planted: its file and its text are in the code."""
+"""Every bug can still be planted: its file and its text exist."""
 
 import shutil
 from pathlib import Path

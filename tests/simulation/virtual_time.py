@@ -21,13 +21,13 @@ class _Selector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise DeadlockError("everything waits, for ever")
+            raise DeadlockError("everything is waiting, and no timer is set")
         self.now += timeout
         return []
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 0 and passes only in timers."""
+    """An event loop whose `time()` begins at 0 and advances only to timers."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -38,6 +38,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in no time."""
+    """Like `asyncio.run`, but in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(coroutine)

@@ -1,4 +1,4 @@
-"""Workers behind a simulated transport: the sanitizer runs the steps, answers take their time, and
+"""Workers behind a simulated transport: the sanitizer runs the steps, answers take time, and
 connections break."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
 from tests.step_columns import describe
 
-Pending = asyncio.Future[Answer | None]  # None: it was lost
+Pending = asyncio.Future[Answer | None]  # None if the workers were lost
 _SHOWN_STEPS = 8
 
 
 class SimulatedWorkers:
     """An `Executor`. `beside` tells what the scheduler knows when it sends a step, `is_poisoned`
-    whether the workers are lost at it."""
+    whether that step loses the workers."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SimulatedWorkers:
         beside = self._beside(step)
         names = [owner.name for owner in beside.owners]
         self._shown.append((self._loop.time(), request, names))
-        loses = self._counts["losses"] < self._knobs.most_losses and self._happens(self._knobs.loss)
+        loses = self._counts["losses"] < self._knobs.max_losses and self._happens(self._knobs.loss)
         if self._broken or (loses and self._happens(0.25)):
             raise self._lost("before a step was written")
         response = self._sanitizer.run(request, beside)
@@ -94,7 +94,7 @@ class SimulatedWorkers:
         return await never  # a loss is noticed by the next step
 
     async def recover(self) -> None:
-        assert self._broken, "recovers although nothing was lost"
+        assert self._broken, "recovers, but nothing was lost"
         self._break(self._epoch)
         await asyncio.sleep(self._rng.uniform(0, self._knobs.recover_s))
         self._configure()
@@ -116,8 +116,8 @@ class SimulatedWorkers:
         self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.block_size, self._epoch)
 
     def _answered_at(self) -> float:
-        """When the last rank's answer comes. A rank runs one step after the other, and ranks do
-        not wait for each other."""
+        """The time at which the last rank's answer arrives. A rank runs one step after another, and
+        ranks do not wait for each other."""
         knobs, now = self._knobs, self._loop.time()
         for rank, free_at in enumerate(self._free_at):
             self._free_at[rank] = max(free_at, now) + self._rng.uniform(0, knobs.step_s)

@@ -1,4 +1,4 @@
-"""The requests of a simulation, and how each has to end."""
+"""The requests of a simulation, and how each must end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.step_columns import Ints
 
 @dataclass(frozen=True)
 class Request:
-    """What one client asks for; `tokens` are what it is to get if nothing cuts it short."""
+    """A client's request; `tokens` is the completion it must get if nothing cuts it short."""
 
     number: int
     frontend: int
@@ -29,9 +29,9 @@ class Request:
     params: SamplingParams
     tokens: list[int]
     cause: FinishCause
-    n: int = 1  # completions of this prompt that are submitted with it: this and the next ones
-    siblings: int = 0  # how many of those this one is
-    resumed: int = 0  # tokens that it has already
+    n: int = 1  # completions of this prompt, submitted together: this and the next ones
+    siblings: int = 0  # its index among those
+    resumed: int = 0  # number of tokens that it already has
     priority: int = 0
     salt: int = 0
     deadline: float | None = None
@@ -42,7 +42,7 @@ class Request:
     def sequence(
         self, key: SequenceKey, tokens: list[int], now: float, *, resubmitted: bool = False
     ) -> Sequence:
-        """As the scheduler's server makes it from a submission that has `tokens` already."""
+        """The sequence that the scheduler makes of a submission that already has `tokens`."""
         return Sequence(
             key,
             self.prompt,
@@ -59,7 +59,7 @@ class Request:
         return Owner(name, number, self.salt, self.params, self.prompt, self._states)
 
     def logprobs(self, first: int, count: int, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Ids and values of the tokens at `count` positions of prompt and completion."""
+        """Ids and values of the log-probabilities at `count` positions of prompt and completion."""
         tokens = (self.prompt + self.tokens)[first : first + count]
         before = self._states[first - 1 :].tolist()
         rows = [logprobs(s, token, k) for s, token in zip(before, tokens, strict=False)]
@@ -72,7 +72,7 @@ class Request:
 
 
 def plan(knobs: Knobs, rng: Random) -> list[Request]:
-    """In order of time."""
+    """Draws all requests, in order of time."""
     requests: list[Request] = []
     at, left = 0.0, 0
     while (number := len(requests)) < knobs.requests:
@@ -90,14 +90,14 @@ def plan(knobs: Knobs, rng: Random) -> list[Request]:
 def _served(
     knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Request]
 ) -> list[Request]:
-    """One request, or several that are completions of one prompt."""
+    """Draws one request, or several that are completions of one prompt."""
 
     def maybe(probability: float, value: Callable[[], Any]) -> Any:
         return value() if rng.random() < probability else None
 
     prompt = _prompt(knobs, rng, earlier)
     room = knobs.max_model_len - len(prompt)
-    max_tokens = rng.randint(1, min(room, knobs.most_new_tokens))
+    max_tokens = rng.randint(1, min(room, knobs.max_new_tokens))
     seed = rng.choice([rng.getrandbits(64), (1 << 64) - 1])
     tokens = completion(prompt, max_tokens, seed)
     eos, stop = (
@@ -137,7 +137,7 @@ def _served(
 
 
 def _sibling(first: Request, i: int) -> Request:
-    """Completion i of its prompt."""
+    """The request for completion i of the first one's prompt."""
     seed = (first.params.seed + i) % (1 << 64)
     params = replace(first.params, seed=seed, prompt_logprobs=None)
     tokens, cause = _end(params, first.prompt)
@@ -188,7 +188,7 @@ def _refused(knobs: Knobs, rng: Random, number: int, at: float) -> Request:
 
 
 def _prompt(knobs: Knobs, rng: Random, earlier: list[Request]) -> list[int]:
-    """At least one token is left for the completion."""
+    """Draws a prompt that leaves at least one token for the completion."""
     longest = min(knobs.longest_prompt, knobs.max_model_len - 1)
     fresh = [rng.randrange(knobs.prompt_ids) for _ in range(rng.randint(1, longest))]
     kind = rng.random()
@@ -203,13 +203,13 @@ def _prompt(knobs: Knobs, rng: Random, earlier: list[Request]) -> list[int]:
 
 
 def _completion(prompt: list[int], params: SamplingParams, num_tokens: int) -> list[int]:
-    """As if no token ended it."""
+    """The completion, as if no token ended it."""
     ends = params.eos_token_ids | params.stop_token_ids
     return completion(prompt, num_tokens, params.seed, params.min_tokens, ends)
 
 
 def _end(params: SamplingParams, prompt: list[int]) -> tuple[list[int], FinishCause]:
-    """A completion up to its end, written down once more, apart from the scheduler's code."""
+    """A completion up to its end, and its cause. Written independently of the scheduler's code."""
     tokens = _completion(prompt, params, params.max_tokens)
     for place, token in enumerate(tokens):
         if token in params.eos_token_ids:

@@ -1,4 +1,4 @@
-"""The recording's renderer: which rows show when, and that XML readers accept the file."""
+"""The renderer of the recording: when its rows show, and that XML readers accept the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def row(text: str) -> tuple[Run, ...]:
 
 
 def shown(svg: str) -> dict[str, list[tuple[float, str]]]:
-    """Per text, when (percent of a round) it becomes visible or hidden; nothing if never."""
+    """For each text, when it becomes visible or hidden, in percent of a round; empty if never."""
     rules = dict(re.findall(r"@keyframes (k\d+)\{(.*?\})\}", svg))
     changes = {}
     for element in ElementTree.fromstring(svg).iter(f"{SVG}text"):

@@ -1,4 +1,4 @@
-"""Models of random weights: what transformers reads is what was asked for."""
+"""Models with random weights: transformers reads exactly what was asked for."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.make_model import main, make_model, model_config, tensor_shapes
 
-# Sizes that the public checkpoints state, tied embeddings counted once.
+# As stated by the public checkpoints; tied embeddings count once.
 PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,

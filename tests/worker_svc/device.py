@@ -1,5 +1,5 @@
-"""Where the tests of the worker's kernels run: in Triton's interpreter on small CPU tensors, or on
-a GPU, with the sizes of real models, if TEST_DEVICE is cuda."""
+"""Chooses where the tests of the worker's kernels run: in Triton's interpreter on small CPU tensors
+or, if TEST_DEVICE is cuda, on a GPU with the sizes of real models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 ODD = Heads(6, 2, 80)
-# Sizes on a GPU, first of rows between matrix products; the odd one is no multiple of 16.
+# Sizes on a GPU, first of rows between matrix products; the odd one is not a multiple of 16.
 WIDTHS = [1024, 4096, 1003]
 TOKENS = [1, 3, 256, 1000, 4096]
 VOCAB_SIZES = [151_936, 32_003]
@@ -39,13 +39,13 @@ gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
 def reference(implementation: Any) -> Any:
-    """A parameter of a kernel's test that is no kernel."""
+    """A parameter of a kernel's test that is not a kernel."""
     return pytest.param(implementation, marks=[pytest.mark.launches_nothing, cpu_only])
 
 
 def of_numba(module: str, function: str | None = None) -> list[Any]:
-    """Parameters of a kernel's test: what a CPU has instead of the kernel. There need be no numba
-    beside a GPU."""
+    """Parameters of a kernel's test: a CPU's substitutes for the kernel. A machine with a GPU need
+    not have numba."""
     if ON_GPU:
         return []
     found = import_module(f"worker_svc.kernels.{module}")

@@ -79,7 +79,7 @@ class Asked(SamplingNumbers):
 
 
 def sampling_features(asked: Mapping[int, Asked], vocab_size: int) -> SamplingFeatures:
-    """Of rows in ascending order."""
+    """Encodes the features of rows in ascending order."""
     each = list(asked.values())
     masked = [i for i, row in enumerate(each) if row.allowed is not None]
     masks = np.zeros((len(masked), -(-vocab_size // 32) * 32), np.uint8)
@@ -102,7 +102,7 @@ def sampling_features(asked: Mapping[int, Asked], vocab_size: int) -> SamplingFe
 
 
 def prompt_logprobs(targets: Mapping[int, Sequence[int]], k: int) -> PromptLogprobs:
-    """Of rows in ascending order."""
+    """Encodes the targets of rows in ascending order."""
     return PromptLogprobs(
         rows=i4(list(targets)),
         num_logprobs=i4([k] * len(targets)),
@@ -123,7 +123,7 @@ class Batch:
     epoch: int = 1
 
     def __post_init__(self) -> None:
-        # Neither in order nor adjacent, as after a while of serving.
+        # Neither in order nor adjacent, as after serving for a while.
         order = np.random.default_rng(0).permutation(self.limits.num_blocks)
         self.free = order.tolist()
 
@@ -139,8 +139,8 @@ class Batch:
         targets: Mapping[int, Sequence[int]] | None = None,
         num_prompt_logprobs: int = 0,
     ) -> StepRequest:
-        """A step that appends `chunks` (sequence, token ids); the sequences in `silent` sample
-        nothing. Features and prompt targets by row."""
+        """Makes a step that appends `chunks` (sequence, token ids); the sequences in `silent`
+        sample nothing. Features and prompt targets are by row."""
         size = self.limits.block_size
         ids: list[int] = []
         positions: list[int] = []
@@ -180,7 +180,8 @@ class Batch:
         )
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> Step:
-        """The same, decoded. The step before counts as one with as many rows, all sampling."""
+        """Does the same and decodes it. The previous step counts as one with as many rows, all
+        sampling."""
         request = self.request(chunks, **kwargs)
         request.step_id = 1
         known = np.maximum(np.frombuffer(request.input_ids, "<i4"), 0).tobytes()

@@ -1,4 +1,4 @@
-"""The GPU's path of a worker on CPU tensors, its kernels in Triton's interpreter."""
+"""A worker's GPU path on CPU tensors, its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.platforms.cpu import CpuPlatform
 from worker_svc.settings import WorkerSettings
 
-NUM_SMS = 1  # so that small batches are split, but in few parts: each is slow here
+NUM_SMS = 1  # splits small batches, but into few parts: each is slow here
 
 
 class InterpretedPlatform(CpuPlatform):
-    """Steps that decode are padded and run on static buffers, as in a CUDA graph; what replays is
+    """Pads steps that decode and runs them on static buffers, as in a CUDA graph; a replay calls
     the function that would have been captured."""
 
     ops: Ops = triton_ops

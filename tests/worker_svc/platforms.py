@@ -1,4 +1,4 @@
-"""The GPU's path of a worker on DEVICE: on a GPU itself, or on CPU tensors in the interpreter."""
+"""A worker's GPU path on DEVICE: on a GPU itself, or on CPU tensors in the interpreter."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ else:
 
 
 class Uncaptured(GpuPlatform):
-    """Steps are padded to static buffers as for graphs, and launched kernel by kernel."""
+    """Pads steps to static buffers as for graphs, and launches them kernel by kernel."""
 
     def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
         return run
 
 
 def make_backend(name: str, heads: Heads, dtype: torch.dtype) -> PagedBackend[Any]:
-    """Skips the test if a library is not installed, not for this GPU, or was not built for these
-    heads or this dtype."""
+    """Makes a backend, or skips the test if a library is not installed, not for this GPU, or not
+    built for these heads or this dtype."""
     settings = worker_settings(Path(), attention=name)
     shape = AttentionShape(1, *heads, dtype, DEVICE)
     try:

@@ -1,4 +1,4 @@
-"""A run that was meant to prove something on a GPU must not pass without."""
+"""A run that was meant to prove something on a GPU must not pass without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a hang, and what does not. Times are short, waits are for events."""
+"""Tells hangs from what is none. Times are short, waits are for events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step_of(num_tokens: int, context_len: int = 0) -> Step:
 
 
 class Watched:
-    """A watch on a loop of its own thread, and what it says."""
+    """A watch on a loop in its own thread, and its verdict."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -54,7 +54,7 @@ class Watched:
         self.loop.close()
 
     def looks(self, times: int) -> None:
-        """Returns after so many looks of the watch, which it knows by its timer."""
+        """Returns after `times` looks of the watch, which it knows by its timer."""
         for _ in range(times):
             looked = threading.Event()
             asyncio.run_coroutine_threadsafe(self._after_a_look(looked), self.loop)
@@ -89,7 +89,7 @@ def test_a_first_step_may_compile_and_later_ones_may_not_hang(watched: Watched) 
         watched.looks(30)
     assert not watched.gave_up.is_set()
     watched.watch.record(step_of(1), time.monotonic() - started)
-    with watched.watch.running(step_of(1), 0.0):  # as long again is allowed, several times
+    with watched.watch.running(step_of(1), 0.0):  # as long is allowed again, several times over
         watched.looks(15)
         assert not watched.gave_up.is_set()
         assert watched.gave_up.wait(60)
@@ -105,7 +105,7 @@ def test_waiting_for_other_ranks_is_their_fault(watched: Watched) -> None:
 
 
 def test_a_kernel_may_be_compiled_in_any_step(watched: Watched) -> None:
-    """A variant that no step of this size has needed so far; but not for ever."""
+    """Any step may need a variant that none of its size has needed so far; but not for ever."""
     with watched.watch.doing("step 3", 0.0):
         watched.compiles = True
         watched.looks(30)
@@ -130,7 +130,7 @@ def test_a_step_may_take_a_few_times_as_long_as_those_of_its_size() -> None:
     times.record(small, 0.5)
     times.record(small, 0.1)
     assert times.max_s(small) == pytest.approx(2.0)
-    # What is much larger than anything before gets as much more time.
+    # A step much larger than any before gets as much more time.
     assert times.max_s(large) > 512
     times.record(large, 3.0)
     assert times.max_s(large) == pytest.approx(12.0)

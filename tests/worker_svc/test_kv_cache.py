@@ -11,7 +11,8 @@ MIB = 1 << 20
 
 
 def fit(memory: int, **settings: int) -> int:
-    """Blocks of 16 tokens and 1 MiB, for sequences of up to 100 tokens: 7 blocks each."""
+    """The number of blocks of 16 tokens and 1 MiB, for sequences of up to 100 tokens: 7 blocks
+    each."""
     limits = WorkerSettings(**{"max_num_seqs": 4, **settings})
     return blocks_that_fit(limits, memory, block_bytes=MIB, block_size=16, max_model_len=100)
 
@@ -35,15 +36,15 @@ def test_too_little_for_one_sequence() -> None:
     with pytest.raises(StartError) as error:
         fit(5 * MIB)
     assert str(error.value).startswith(
-        "memory: 2 MiB are missing: the KV cache of one sequence of 100 tokens takes 7 MiB, "
+        "memory: 2 MiB short: the KV cache of one sequence of 100 tokens takes 7 MiB, "
         "5 MiB are left for it"
     )
-    with pytest.raises(StartError, match=r"10 MiB are missing.* 0 MiB are left"):
+    with pytest.raises(StartError, match=r"10 MiB short.* 0 MiB are left"):
         fit(-3 * MIB)
 
 
 def test_copied_blocks() -> None:
-    """Keys, values and tokens of the blocks named, in every layer, and of no other."""
+    """Copies keys, values and tokens of the blocks named, in every layer, and of no other."""
     caches = [torch.randn(2, 6, 3, 4, 5).bfloat16() for _ in range(2)]
     tokens = TokenCache(torch.arange(24, dtype=torch.int32), 4)
     before = [cache.clone() for cache in caches]

@@ -81,7 +81,7 @@ def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_
     worst = 0.0
 
     def run(chunks: list[tuple[int, int]], silent: tuple[int, ...] = ()) -> None:
-        """Each (sequence, number of its next tokens)."""
+        """Runs a step of (sequence, number of its next tokens) each."""
         nonlocal worst
         starts = {seq: batch.contexts.get(seq, 0) for seq, _ in chunks}
         parts = [(seq, texts[seq][starts[seq] : starts[seq] + n]) for seq, n in chunks]
@@ -117,7 +117,7 @@ def test_greedy_tokens_match_transformers(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_as_close_as_transformers_own(tmp_path: Path) -> None:
-    """Both round differently; ours may not be further from float32 than theirs."""
+    """They round differently; ours may not be further from float32 than theirs."""
     rounded = save_model(tmp_path, dtype=torch.bfloat16, attention_bias=True)
     runner, batch = make_runner(tmp_path)
     assert runner.info.dtype == "bfloat16"
@@ -175,7 +175,7 @@ def test_kv_blocks(tiny_dir: Path) -> None:
     assert ModelRunner(worker_settings(tiny_dir, kv_blocks=7)).info.num_blocks == 7
     few = ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-4)).info.num_blocks
     assert few < 256 * 32
-    with pytest.raises(StartError, match=r"memory: 1 MiB are missing.* 512 tokens takes 1 MiB"):
+    with pytest.raises(StartError, match=r"memory: 1 MiB short.* 512 tokens takes 1 MiB"):
         ModelRunner(worker_settings(tiny_dir, memory_utilization=1e-12))
 
 
@@ -206,13 +206,13 @@ def test_float16_is_refused_on_a_cpu(tiny_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "tp", "reason"),
     [
-        ({}, 3, "num_attention_heads: 4 cannot be cut over tp = 3"),
+        ({}, 3, "num_attention_heads: 4 cannot be split over tp = 3"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             2,
-            "num_key_value_heads: 3 cannot be cut or copied over tp = 2",
+            "num_key_value_heads: 3 cannot be split or copied over tp = 2",
         ),
-        ({"intermediate_size": 111}, 2, "intermediate_size: 111 cannot be cut over tp = 2"),
+        ({"intermediate_size": 111}, 2, "intermediate_size: 111 cannot be split over tp = 2"),
     ],
 )
 def test_what_cannot_be_cut_is_named(

@@ -25,7 +25,7 @@ from tests.stack import wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
 from worker_svc.distributed import JOIN_TIMEOUT
 
-# Four ranks that load share the cores with other tests.
+# Four loading ranks share the cores with other tests.
 pytestmark = pytest.mark.timeout(400)
 
 NUM_BLOCKS = 64
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def address_of_another_interface() -> str:
-    """The first of one that is not loopback."""
+    """The first address of an interface that is not loopback."""
     for interface, addresses in psutil.net_if_addrs().items():
         ipv4 = [each.address for each in addresses if each.family == socket.AF_INET]
         up = psutil.net_if_stats()[interface].isup
@@ -74,7 +74,7 @@ class Ranks:
         """A client of a rank that has loaded."""
         address = self._addresses[rank]
         wait_for(lambda: check_health(address) == SERVING, f"rank {rank} to be SERVING")
-        # With a connection of its own: an earlier one may be that of a process that has just died.
+        # With a connection of its own: an earlier one may lead to a process that has just died.
         channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         return WorkerServiceStub(self._channels.enter_context(channel))
 
@@ -93,7 +93,7 @@ class Ranks:
             future.result(timeout=timeout_s)
 
     def execute(self, requests: list[Any]) -> list[StepResponse]:
-        """Rank 0's answers; those of the others must hold nothing."""
+        """Returns rank 0's answers; those of the others must hold nothing."""
 
         def execute(stub: WorkerServiceStub) -> list[StepResponse]:
             return list(stub.Execute(iter(requests), timeout=60))
@@ -105,7 +105,7 @@ class Ranks:
         return first
 
     def run(self, requests: list[Any]) -> list[list[int]]:
-        """-> the tokens."""
+        """Runs steps -> the tokens."""
         return [np.frombuffer(a.token_ids, "<i4").tolist() for a in self.execute(requests)]
 
     def listening(self, rank: int) -> set[str]:
@@ -178,7 +178,7 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class OneRank:
-    """What it answers to the workloads."""
+    """Its answers to the workloads."""
 
     tokens: list[list[int]]
     of_features: list[StepResponse]
@@ -207,7 +207,7 @@ def test_ranks_give_the_tokens_of_one(
         values = [np.frombuffer(each.logprob_values, "<f4") for each in (ours, theirs)]
         assert len(values[0]) == len(np.frombuffer(ours.logprob_ids, "<i4"))
         np.testing.assert_allclose(values[0], values[1], atol=1e-4)
-        # Less likely ones may change places: sums over ranks round differently.
+        # Less likely ones may swap places: sums over ranks round differently.
         assert ours.logprob_ids[:24] == theirs.logprob_ids[:24]
 
 
@@ -239,7 +239,7 @@ def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path, lo
 
 
 def test_nobody_is_waited_for_once_a_newer_epoch_begins(odd_model: Path, tmp_path: Path) -> None:
-    """As when a rank is killed before it has come to the meeting."""
+    """This happens when a rank is killed before it has come to the meeting."""
     with ranks(odd_model, 2, tmp_path / "2") as two:
         for epoch in (1, 2):
             request = ConfigureRequest(

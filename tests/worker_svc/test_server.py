@@ -81,7 +81,8 @@ async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
 
 
 class Gate:
-    """Replaces `ModelRunner.launch`: holds steps until `open`, tells when the first has begun."""
+    """Replaces `ModelRunner.launch`: holds steps until `open` and tells when the first has
+    begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -100,7 +101,7 @@ class Gate:
 
 @dataclass
 class DeviceArrays:
-    """The results of a step on a device that works until it is told that it is done."""
+    """The results of a step on a device that works until it is told to be done."""
 
     token_ids: Int32s
     done: threading.Event = field(default_factory=threading.Event)
@@ -117,7 +118,7 @@ class DeviceArrays:
 
 
 class Device:
-    """Replaces `ModelRunner.launch` by one that returns at once, as on a GPU."""
+    """Replaces `ModelRunner.launch` with one that returns at once, as on a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: queue.Queue[DeviceArrays] = queue.Queue()
@@ -281,8 +282,8 @@ async def test_a_device_that_fails_ends_the_epoch(
 async def test_what_a_launch_takes_says_nothing_of_a_step(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU has launched in milliseconds what it computes for seconds: a watch that took the one
-    for the other would end a healthy worker."""
+    """A GPU launches in milliseconds what it computes for seconds: a watch that mistook one for the
+    other would end a healthy worker."""
     device = Device(monkeypatch)
     learned: list[int] = []
     record = worker.service._execution._watch.record
@@ -329,7 +330,7 @@ async def test_a_lost_device_ends_the_process(
 async def test_a_failed_capture_ends_the_start(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order and with the reason, instead of serving slowly without graphs."""
+    """It ends cleanly and with the reason, instead of serving slowly without graphs."""
     stopped: list[None] = []
     monkeypatch.setattr(worker.service, "_stop", lambda: stopped.append(None))
 
@@ -412,7 +413,7 @@ async def test_bytes_that_are_no_step(worker: Worker) -> None:
 async def test_a_new_epoch_drops_waiting_steps(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler that comes back is served at once, not after what the lost one had sent."""
+    """A scheduler that comes back is served at once, not after what the lost one sent."""
     gate = Gate(monkeypatch)
     old = await worker.configure(1)
     lost = worker.execute()
@@ -431,7 +432,7 @@ async def test_a_new_epoch_drops_waiting_steps(
     call = worker.execute()
     await call.write(new.request([(0, [1])]))
     assert (await call.read()).step_id == 1
-    assert gate.step_ids == [1, 1]  # of the old epoch only the step that was running
+    assert gate.step_ids == [1, 1]  # only the running step of the old epoch
     assert "epoch" in await refused(lost, grpc.StatusCode.FAILED_PRECONDITION)
     call.cancel()
 
@@ -479,7 +480,7 @@ async def test_a_step_that_fails_is_internal(
         ({"epoch": 2}, grpc.StatusCode.FAILED_PRECONDITION, "epoch: 2"),
         ({"num_blocks": 0}, grpc.StatusCode.INVALID_ARGUMENT, "num_blocks: 0"),
         ({"num_blocks": 1 << 30}, grpc.StatusCode.INVALID_ARGUMENT, f"num_blocks: {1 << 30}"),
-        # Slots of so many would fit their column, their keys and values no memory.
+        # Slots of this many would fit their column, but their keys and values no memory.
         ({"num_blocks": (1 << 27) - 1}, grpc.StatusCode.INVALID_ARGUMENT, "num_blocks: 134217727"),
         (
             {"epoch": (1 << 64) - 1},
@@ -514,7 +515,7 @@ async def test_a_new_worker_joins_at_a_high_epoch_that_leaves_higher_ones(worker
 
 
 async def test_steps_far_ahead_stay_unread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a stream has bounded memory, however fast they are sent."""
+    """A stream thus has bounded memory, however fast they are sent."""
     gate = Gate(monkeypatch)
     batch = await worker.configure(1)
     call = worker.execute()

@@ -23,7 +23,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def edit(model_dir: Path, **changes: torch.Tensor | None) -> None:
-    """Replaces tensors, or removes them where None is given; `__` stands for a dot."""
+    """Replaces tensors, or removes those given as None; `__` stands for a dot."""
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in changes.items():
@@ -121,7 +121,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 def test_peak_memory_of_loading(tmp_path: Path) -> None:
     """Mapped pages of the file count too: a loader that kept the file open would take twice the
-    model."""
+    model's size."""
     save_model(
         tmp_path,
         vocab_size=16384,

@@ -33,13 +33,13 @@ class ThreadRank(TensorParallel):
 
 
 class _OneAtATime:
-    """Not every threading layer of numba can be entered by several threads."""
+    """Serializes calls: not every threading layer of numba can be entered by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        from worker_svc.kernels.cpu import ops as cpu_ops  # needs numba, which a GPU does without
+        from worker_svc.kernels.cpu import ops as cpu_ops  # needs numba, which a GPU does not
 
         def run(*args: object) -> Any:
             with self._lock:
@@ -52,7 +52,7 @@ OPS: Any = _OneAtATime()  # `cpu_ops`
 
 
 def on_ranks(ranks: int, run: Callable[[TensorParallel], Result]) -> list[Result]:
-    """Of `run` on every rank."""
+    """Calls `run` on every rank -> the results."""
     barrier, parts = threading.Barrier(ranks), [torch.empty(0)] * ranks
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(lambda rank: run(ThreadRank(rank, parts, barrier)), range(ranks)))

@@ -1,4 +1,4 @@
-"""What the model asks of an attention backend."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class AttentionShape:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """The size of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def scale(self) -> float:
-        """Of the scores, before the softmax."""
+        """The factor on the scores before the softmax."""
         return float(self.head_dim**-0.5)
 
 
@@ -48,7 +48,7 @@ class QKNorm:
 
 
 class AttentionBackend(ABC, Generic[Metadata]):
-    """Owns the layout of the paged KV cache and all that reads or writes it."""
+    """Owns the layout of the paged KV cache and everything that reads or writes it."""
 
     name: str
 
@@ -58,25 +58,26 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
-        """One cache per layer, of whatever contents, for `num_blocks` blocks."""
+        """Allocates one cache of `num_blocks` blocks per layer, with arbitrary contents."""
 
     def plan_column(self, step: Step) -> Int32s:
-        """A column that `plan` wants on the device besides those of the step itself; for decodes as
-        many entries for every step of as many sequences."""
+        """A column that `plan` needs on the device besides the step's own. If the step only
+        decodes, its length depends on the number of sequences alone."""
         return step.query_lens[:0]
 
     @abstractmethod
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> Metadata:
-        """What all layers of `step` share, worked out once. On a GPU, plans of decodes hold for
-        whatever a later step of as many sequences puts into `tensors`, with contexts up to
-        `max_context_len`: of `step` they use the number of sequences alone."""
+        """Works out once what all layers of `step` share. On a GPU, a plan of decodes also holds
+        for whatever a later step of as many sequences puts into `tensors`, with contexts up to
+        `max_context_len`: of `step` it uses only the number of sequences."""
 
     @abstractmethod
     def norm_rope_store(
         self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata
     ) -> torch.Tensor:
-        """qkv [T, (heads + 2 · kv_heads) · head_dim] -> the queries normalized and rotated
-        [T, heads, head_dim]; the keys likewise, and the values, go to their slots of `cache`."""
+        """qkv [T, (heads + 2 · kv_heads) · head_dim] -> the queries [T, heads, head_dim],
+        normalized and rotated. Stores the keys, treated likewise, and the values in their slots of
+        `cache`."""
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: Metadata) -> torch.Tensor:

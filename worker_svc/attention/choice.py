@@ -1,4 +1,4 @@
-"""Which attention backend a GPU gets."""
+"""Chooses the attention backend of a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError
 
 BACKENDS = ("triton", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton")
-# The first that can be used. The libraries' are for prompts: to decode, they spend tiles of 64 to
-# 128 queries on the two that share a KV head in Qwen3-0.6B.
+# Auto takes the first that works. The libraries are for prompts: to decode, they spend tiles of 64
+# to 128 queries on the two that share a KV head in Qwen3-0.6B.
 PREFERRED = ("fa3+triton", "flash_attn+triton", "triton")
 # Tokens. Small enough that prompts which differ late still share most of their blocks; but
 # FlashAttention 3 loads whole pages with the tensor memory accelerator only from 128 on.
@@ -35,14 +35,15 @@ def choose_backend(
     capability: tuple[int, int],
     num_sms: int,
 ) -> PagedBackend[Any]:
-    """
+    """Makes the backend of that name, or the best that works.
+
     Args:
         name: a setting: auto, or one of `BACKENDS`.
-        block_size: tokens; None for what the backend wants.
-        capability, num_sms: compute capability and multiprocessors of the GPU.
+        block_size: tokens; None for the backend's preference.
+        capability, num_sms: the GPU's compute capability and number of multiprocessors.
 
     Raises:
-        StartError: a backend asked for by name is not installed, or cannot serve this.
+        StartError: a backend requested by name is not installed, or cannot serve this.
     """
     reason = ""
     for candidate in PREFERRED if name == "auto" else (name,):
@@ -61,7 +62,7 @@ def choose_backend(
 def _make(
     name: str, shape: AttentionShape, block_size: int | None, num_sms: int
 ) -> tuple[PagedBackend[Any], PagedBackend[Any] | None]:
-    """-> the backend, and what of it is others' and has to be tried."""
+    """Makes a backend -> it, and the part of it that is a library's and has to be tried."""
     if name == "triton":
         return TritonBackend(shape, block_size or TRITON_BLOCK_SIZE, num_sms), None
     library: PagedBackend[Any]
@@ -77,7 +78,7 @@ def _make(
 def _obstacle(
     name: str, shape: AttentionShape, block_size: int | None, capability: tuple[int, int]
 ) -> str:
-    """Why `name` cannot be used here, nothing if there is no reason yet."""
+    """The reason why `name` cannot be used here; empty if none is known yet."""
     if name.startswith("fa3"):
         if capability != HOPPER:
             return f"it is for Hopper GPUs, this one has capability {_dotted(capability)}"
@@ -90,9 +91,9 @@ def _obstacle(
         if not flash_attn.load():
             return f"module {flash_attn.MODULE} is missing or does not load; pip install flash-attn"
         if block_size and block_size % BLOCK_SIZE_MULTIPLE:
-            return f"block_size {block_size} is no multiple of {BLOCK_SIZE_MULTIPLE}"
+            return f"block_size {block_size} is not a multiple of {BLOCK_SIZE_MULTIPLE}"
     if name != "triton" and shape.head_dim % 8:
-        return f"head_dim {shape.head_dim} is no multiple of 8"
+        return f"head_dim {shape.head_dim} is not a multiple of 8"
     if not 8 < shape.head_dim <= 256:
         return f"head_dim {shape.head_dim} is not in 9..256"
     return ""

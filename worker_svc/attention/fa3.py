@@ -17,12 +17,12 @@ MODULE = "flash_attn_interface"
 
 
 def load() -> bool:
-    """Imports FlashAttention 3, if it is there -> whether its operators are registered."""
+    """Imports FlashAttention 3 if it is installed -> whether its operators are registered."""
     if hasattr(torch.ops.flash_attn_3, "fwd"):
         return True
     try:
         importlib.import_module(MODULE)
-    except (ImportError, OSError):  # not there, or built for another torch or CUDA
+    except (ImportError, OSError):  # missing, or built for another torch or CUDA
         return False
     return hasattr(torch.ops.flash_attn_3, "fwd")
 
@@ -37,8 +37,8 @@ class FlashMetadata3(PagedMetadata):
 
 
 class FlashAttention3(PagedBackend[FlashMetadata3]):
-    """One call for a step of any mix; how its work is dealt to the processors is computed once a
-    step, on the GPU, for all layers."""
+    """One call serves a step of any mix; how its work is dealt to the multiprocessors is computed
+    on the GPU, once per step for all layers."""
 
     name = "fa3"
 
@@ -49,8 +49,8 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata3:
         shape = self.shape
         max_query_len = int(step.query_lens.max())
-        # In a CUDA graph the most splits must be named: FlashAttention would size its buffers by
-        # what it sees while capturing, and divide by what it sees later.
+        # A CUDA graph needs the maximum number of splits: FlashAttention would size its buffers by
+        # what it sees while capturing, and split by what it sees later.
         max_splits = 0
         if step.decodes_only:
             max_splits = choose_splits(step.num_seqs, shape.num_kv_heads, self._num_sms)

@@ -15,14 +15,14 @@ from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn"
-BLOCK_SIZE_MULTIPLE = 256  # of tokens: all that its paged kernels take
+BLOCK_SIZE_MULTIPLE = 256  # tokens: its paged kernels take no other block sizes
 
 
 def load() -> bool:
-    """Imports FlashAttention 2, if it is there -> whether its paged kernels are."""
+    """Imports FlashAttention 2 if it is installed -> whether it has the paged kernels."""
     try:
         return hasattr(importlib.import_module(MODULE), "flash_attn_with_kvcache")
-    except (ImportError, OSError):  # not there, or built for another torch or CUDA
+    except (ImportError, OSError):  # missing, or built for another torch or CUDA
         return False
 
 

@@ -28,8 +28,8 @@ class PagedBackend(AttentionBackend[Metadata]):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
         size = (2, num_blocks, self.block_size, s.num_kv_heads, s.head_dim)
-        # Zeros: a kernel may load the rest of a block and weigh it with 0, which does not rid it of
-        # NaN.
+        # Zeros: a kernel may load the rest of a block and give it weight 0, which NaN would
+        # survive.
         return [torch.zeros(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
 
     def norm_rope_store(

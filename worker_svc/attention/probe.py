@@ -1,7 +1,7 @@
-"""Whether an attention backend computes what it should on this GPU.
+"""Checks that an attention backend computes what it should on this GPU.
 
-That its library loads says little: a build may lack paged keys and values, a head size or a dtype,
-and says so with the first call, or not at all.
+That its library loads proves little: a build may lack paged keys and values, a head size or a
+dtype, and say so only in the first call, or never.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from worker_svc.kernels.triton.paged_attention import attention_reference
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import upload_step
 
-CONTEXTS = (3, 2)  # tokens in the cache of the sequences it tries, a block each
-# Of the largest value. Wrong blocks or heads are off by all of it, rounding by a hundredth.
+CONTEXTS = (3, 2)  # tokens in the cache of the sequences tried, one block each
+# Share of the largest value. Wrong blocks or heads are off by all of it, rounding by a hundredth.
 TOLERANCE = 0.05
 
 
 def find_obstacle(backend: PagedBackend[Any], *, decodes: bool) -> str:
-    """Attends to a few tokens, with `decodes` also with one query a sequence -> why the result
-    cannot be used, nothing if it can.
+    """Attends to a few tokens, and with `decodes` also with one query per sequence -> the reason
+    why the result cannot be used, empty if it can.
 
     Raises:
         RuntimeError: the device is lost.
@@ -32,11 +32,11 @@ def find_obstacle(backend: PagedBackend[Any], *, decodes: bool) -> str:
     for queries in ((2, 2), (1, 1)) if decodes else ((2, 2),):
         try:
             error = _error(backend, np.array(queries, np.int32))
-        except Exception as failure:  # of an extension: anything
+        except Exception as failure:  # an extension may raise anything
             if is_device_lost(failure):
                 raise
             return str(failure).strip().partition("\n")[0] or repr(failure)
-        if not error <= TOLERANCE:  # NaN, too
+        if not error <= TOLERANCE:  # also if NaN
             return f"its result is off by {error:.2g} of the largest value"
     return ""
 

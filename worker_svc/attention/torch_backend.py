@@ -27,12 +27,12 @@ class Chunk:
     rows: slice  # of the step's tokens
     blocks: torch.Tensor  # [blocks that hold the context] int64
     context_len: int
-    mask: torch.Tensor | None  # [query_len, context_len] bool; None: the chunk is all there is
+    mask: torch.Tensor | None  # [query_len, context_len] bool; None: nothing is cached
 
 
 @dataclass(frozen=True)
 class Decodes:
-    """The sequences with one token in the step, N of them."""
+    """The N sequences with one token in the step."""
 
     rows: Int64s  # [N] of the step's tokens
     context_lens: Int64s  # [N]
@@ -49,7 +49,7 @@ class TorchMetadata:
 
 
 class TorchBackend(AttentionBackend[TorchMetadata]):
-    """Cache layout [2, blocks, kv_heads, block_size, head_dim]: what a head reads of a block is
+    """Cache layout [2, blocks, kv_heads, block_size, head_dim]: a head's part of a block is
     contiguous."""
 
     name = "torch"
@@ -63,7 +63,7 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
         size = (2, num_blocks, s.num_kv_heads, self.block_size, s.head_dim)
-        # Left uninitialized: memory that no sequence has used yet is then not touched either.
+        # Left uninitialized, so that memory which no sequence has used yet stays untouched.
         return [torch.empty(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TorchMetadata:

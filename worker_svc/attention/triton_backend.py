@@ -1,4 +1,4 @@
-"""Attention by Triton kernels: always there on a GPU."""
+"""Attention in Triton kernels, always available on a GPU."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from worker_svc.step.wire import Int32s
 @dataclass(frozen=True)
 class TritonMetadata(PagedMetadata):
     decodes: torch.Tensor  # [N] int32, the sequences with one token in the step, longest first
-    tiles: torch.Tensor  # [n, 2] int32, those of the others, see `query_tiles`
+    tiles: torch.Tensor  # [n, 2] int32, the queries of the others, see `query_tiles`
     splits: int
     workspace: torch.Tensor
 
 
 class TritonBackend(PagedBackend[TritonMetadata]):
-    """Decodes and prompt chunks of one step run in a kernel each."""
+    """A step's decodes run in one kernel, its prompt chunks in another."""
 
     name = "triton"
 
@@ -43,7 +43,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
 
     def plan_column(self, step: Step) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
-        # One that starts when most have ended keeps a few processors busy and the others idle.
+        # A long one that starts when most have ended would leave most processors idle.
         decodes = decodes[np.argsort(-step.context_lens[decodes], kind="stable")]
         if len(decodes) == step.num_seqs:
             return decodes

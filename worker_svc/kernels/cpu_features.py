@@ -1,4 +1,4 @@
-"""What this machine's CPU can do."""
+"""The abilities of this machine's CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def has_avx512() -> bool:
 
 
 def has_bfloat16_instructions() -> bool:
-    """Whether this CPU multiplies bfloat16 itself, rather than by way of float32."""
+    """Whether this CPU multiplies bfloat16 itself rather than through float32."""
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return True  # not x86: trust the library

@@ -1,24 +1,24 @@
-"""How kernels of every device read logits: bounds of the temperature that they are divided by, and
-the keys that filters search among."""
+"""Conventions for logits in the kernels of every device: bounds on the temperature that divides
+them, and the keys that filters search."""
 
 from __future__ import annotations
 
 import torch
 
-# Outside of these bounds the distribution is no other than at them, but float32 overflows.
+# Beyond these bounds the distribution is the same as at them, but float32 overflows.
 MIN_TEMPERATURE = 1e-30
 MAX_TEMPERATURE = 1e30
 
-# Of a logit's key one of the searches of `sampling.filters` settles so many bits at a time.
+# Bits of a logit's key that the searches of `sampling.filters` settle at a time.
 BIN_BITS = 8
 BINS = 2**BIN_BITS
-# Of the largest logit: weights of a vocabulary of 2²² tokens add up to less than 2⁶³.
+# The largest logit's weight: those of a vocabulary of 2²² tokens add up to less than 2⁶³.
 LARGEST_WEIGHT = 2.0**40
 SIGN = 2**31
 
 
 def inverse_temperatures(temperatures: torch.Tensor) -> torch.Tensor:
-    """What logits are multiplied with; 1 where the temperature is 0."""
+    """The factors to multiply logits by; 1 where the temperature is 0."""
     temperatures = temperatures.masked_fill(temperatures == 0, 1)
     return temperatures.clamp(MIN_TEMPERATURE, MAX_TEMPERATURE).reciprocal_()
 
@@ -31,5 +31,5 @@ def keys_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def logits_of(keys: torch.Tensor) -> torch.Tensor:
-    """The inverse of `keys_of`; keys that no logit has are those of NaN."""
+    """The inverse of `keys_of`; keys that no logit has give NaN."""
     return torch.where(keys < SIGN, -1 - keys, keys - SIGN).int().view(torch.float32)

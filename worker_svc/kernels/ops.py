@@ -1,4 +1,4 @@
-"""What the layers ask of the device they run on."""
+"""The operations that layers ask of the device they run on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 class PackedWeight(Protocol):
-    """A weight matrix W [out_features, in_features] in the layout that the device multiplies with
+    """A weight matrix W [out_features, in_features] in the layout that the device multiplies
     fastest."""
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -18,7 +18,7 @@ class PackedWeight(Protocol):
 
 
 class PlainWeight:
-    """W as it is, through `F.linear`."""
+    """W as it is, multiplied by `F.linear`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -28,11 +28,11 @@ class PlainWeight:
 
 
 class Ops(Protocol):
-    """The operations between matrix products and attention: modules of functions, of numba
-    (`kernels.cpu.ops`) or Triton (`kernels.triton.ops`)."""
+    """The operations between matrix products and attention, implemented as modules of functions in
+    numba (`kernels.cpu.ops`) or Triton (`kernels.triton.ops`)."""
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """Packs `weight` [out, in]. The caller should let go of it, since this may be a copy."""
+        """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy."""
         ...
 
     def embed(
@@ -80,9 +80,9 @@ class Ops(Protocol):
         temperatures: torch.Tensor,
         uniforms: torch.Tensor,
     ) -> torch.Tensor:
-        """The statistics of all chunks of all ranks [S, C_all], of which this rank's begin at
-        first_chunk, and a uniform number per row [S] float64 -> token ids [S] int32, −1 where the
-        chosen chunk is another rank's."""
+        """Selects tokens by the statistics of all ranks' chunks [S, C_all], of which this rank's
+        begin at first_chunk, and a uniform number per row [S] float64 -> token ids [S] int32, −1
+        where the chosen chunk is another rank's."""
         ...
 
     def store_tokens(
@@ -92,8 +92,8 @@ class Ops(Protocol):
         input_ids: torch.Tensor,
         last_tokens: torch.Tensor,
     ) -> None:
-        """input_ids [T] int32 into the slots slot_mapping [T] int32 (−1: nowhere) of cache [slots]
-        int32. An id −1−r stands for last_tokens[r] int32."""
+        """Stores input_ids [T] int32 in the slots slot_mapping [T] int32 (−1: nowhere) of cache
+        [slots] int32. An id −1−r stands for last_tokens[r] int32."""
         ...
 
     def penalize(
@@ -112,14 +112,14 @@ class Ops(Protocol):
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> None:
-        """Penalizes logits [F, shard] float32 in place for the tokens that a sequence has already.
-        This rank's ids are [start, start + count), in the first columns; the others stay.
+        """Penalizes logits [F, shard] float32 in place for the tokens that a sequence already has.
+        This rank's ids [start, start + count) are the first columns; the other columns stay.
 
-        Of row f, sequence rows[f] of the step: position p of its context_lens[rows[f]] is in tokens
-        [slots] int32 at block p // block_size of its part of the ragged table; from prompt_lens[f]
-        on they are generated. A logit l of a token among them becomes l / r or, where negative,
-        l · r, with r = repetition[f]; then that of a token generated n times loses
-        frequency[f] · n + presence[f]. (As in transformers and vLLM.)
+        Row f is sequence rows[f] of the step, of context_lens[rows[f]] positions. Position p is in
+        tokens [slots] int32, in block p // block_size of the sequence's part of the ragged table;
+        positions from prompt_lens[f] on are generated. The logit l of each of these tokens becomes
+        l / r or, if negative, l · r, with r = repetition[f]; that of one generated n > 0 times then
+        loses frequency[f] · n + presence[f]. (As in transformers and vLLM.)
 
             block_table               int32 [blocks of all sequences]
             table_offsets             int32 [S + 1]
@@ -137,8 +137,9 @@ class Ops(Protocol):
         masked: torch.Tensor,
         masks: torch.Tensor,
     ) -> None:
-        """−inf into logits [F, shard] float32 of rows masked [M] int32 where masks [M, W] has a 0:
-        token t is bit t % 32, the lowest first, of int32 number t // 32. Columns as above."""
+        """Sets logits [F, shard] float32 of rows masked [M] int32 to −inf where masks [M, W] has a
+        0: token t is bit t % 32, the lowest first, of int32 number t // 32. Columns as in
+        `penalize`."""
         ...
 
     def count_by_key(
@@ -150,11 +151,11 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
-        """Adds to bins [G, BINS] int64 how many of the first num_tokens logits of row
-        rows[g] (int32 [G]; logits [F, shard] float32) have (key − low[g]) >> shifts[g] = the bin's
-        number. Keys, and BINS, are those of `kernels.logits`; low, of which each is a key, and
-        shifts are int64 [G]. Logits of −inf or NaN, and keys below low, are in no bin; nor is a row
-        of negative shift."""
+        """Adds to bins [G, BINS] int64 how many of the first num_tokens logits of row rows[g]
+        (int32 [G]; logits [F, shard] float32) have the bin's number as (key − low[g]) >> shifts[g].
+        Keys and BINS are those of `kernels.logits`; low, which holds keys, and shifts are int64
+        [G]. Logits of −inf or NaN and keys below low are in no bin, nor are rows of negative
+        shift."""
         ...
 
     def weigh_by_key(
@@ -168,8 +169,8 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
-        """As `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋, both
-        float32 [G], the same whichever column it is in: such integers add up alike in any order."""
+        """Like `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋,
+        both float32 [G], the same in whichever column: such integers add up alike in any order."""
         ...
 
     def pick_bins(
@@ -180,8 +181,8 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         above: torch.Tensor,
     ) -> None:
-        """Of each row of bins [G, BINS] the last one that with those after it and above [G]
-        has targets [G], or more; the first, where none has. low [G] moves to where it begins, above
-        to the weight after it, and shifts [G] to what settles its next bits: to −1, where there are
-        none or from low on is just the target. All int64. Rows of negative shift stay."""
+        """Picks, per row of bins [G, BINS], the last bin whose suffix sum plus above [G] reaches
+        targets [G], else bin 0. Moves low [G] to its beginning, sets above to the weight after it,
+        and shifts [G] to what settles its next bits: −1 if there are none, or if the weight from
+        low on is just the target. All int64. Rows of negative shift stay."""
         ...

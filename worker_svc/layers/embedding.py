@@ -1,4 +1,4 @@
-"""Token embedding and output head, cut over the ranks by vocabulary."""
+"""Token embedding and output head, split across the ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class VocabPartition:
 
     The chunks depend on the vocabulary alone, never on the number of ranks: the sampler's two
     levels are the chunks and the tokens in one, so it draws the same token however many ranks there
-    are. About as many chunks as tokens in one makes both levels cheap.
+    are. With about as many chunks as tokens in each, both levels are cheap.
     """
 
     vocab_size: int
@@ -27,12 +27,12 @@ class VocabPartition:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens: the power of two next to the square root of the vocabulary."""
+        """Tokens per chunk: the power of two nearest to the square root of the vocabulary."""
         return int(2 ** round(math.log2(max(self.vocab_size, 2)) / 2))
 
     @property
     def num_chunks(self) -> int:
-        """Of this rank; the same on every rank."""
+        """Chunks of this rank, as many as on every other."""
         return math.ceil(math.ceil(self.vocab_size / self.chunk_size) / self.ranks)
 
     @property
@@ -84,7 +84,8 @@ class VocabParallelHead:
         self._plain = weight if isinstance(self._weight, PlainWeight) else None
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The first rows of `out`, if it is given and the weight is as it was; else new memory."""
+        """Uses the first rows of `out`, if given and the weight is not repacked; else new
+        memory."""
         if out is None or self._plain is None:
             return self._weight.matmul(hidden, None)
         return torch.mm(hidden, self._plain.t(), out=out[: len(hidden)])
@@ -93,7 +94,7 @@ class VocabParallelHead:
 def read_vocab_shard(
     reader: WeightReader, vocab: VocabPartition, name: str, hidden_size: int
 ) -> torch.Tensor:
-    """-> [shard_size, hidden], rows past the vocabulary zero."""
+    """Reads this rank's rows [shard_size, hidden]; those past the vocabulary are zero."""
     weight = torch.empty(vocab.shard_size, hidden_size, dtype=reader.dtype, device=reader.device)
     weight[vocab.num_tokens :] = 0
     start = vocab.start if vocab.num_tokens else 0

@@ -1,4 +1,4 @@
-"""Linear layers cut over the tensor-parallel ranks (Shoeybi et al., "Megatron-LM", 2019)."""
+"""Linear layers split across the tensor-parallel ranks (Shoeybi et al., "Megatron-LM", 2019)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rows:
 
 
 class ColumnParallelLinear:
-    """One matrix made of several of the checkpoint (q, k and v; gate and up), cut by output
+    """One matrix made of several in the checkpoint (q, k and v; gate and up), split by output
     feature: x [T, in], equal on all ranks -> this rank's outputs [T, sum of counts], parts side by
     side."""
 
@@ -46,7 +46,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """A matrix cut by input feature: this rank's inputs [T, in / ranks] -> x Wᵀ + bias [T, out],
+    """A matrix split by input feature: this rank's inputs [T, in / ranks] -> x Wᵀ + bias [T, out],
     summed over the ranks and equal on all of them."""
 
     def __init__(

@@ -23,8 +23,8 @@ class RMSNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, and what it is to be added to if anything, both [T, size] -> (the sum normalized, the
-        sum). `residual` is overwritten with the sum."""
+        """x and the residual to add it to, if any, both [T, size] -> (the normalized sum, the sum).
+        `residual` is overwritten with the sum."""
         if residual is None:
             return self._ops.rms_norm(x, self.weight, self._eps), x
         return self._ops.add_rms_norm(x, residual, self.weight, self._eps), residual

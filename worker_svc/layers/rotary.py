@@ -23,7 +23,7 @@ def rotary_table(
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """-> ([head_dim / 2] float32, the factor on cosines and sines)."""
+    """The inverse frequencies [head_dim / 2] float32, and the factor on cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = rope.theta**exponents
     if rope.rope_type == "yarn":
@@ -33,8 +33,8 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, 
 
 
 def _yarn(head_dim: int, rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023):
-    high frequencies stay, low ones are interpolated, a ramp lies between."""
+    """Keeps high frequencies and interpolates low ones, with a ramp between (Peng et al., "YaRN:
+    Efficient Context Window Extension of Large Language Models", 2023)."""
     low = _correction_dim(rope.beta_fast, head_dim, rope)
     high = _correction_dim(rope.beta_slow, head_dim, rope)
     if rope.truncate:

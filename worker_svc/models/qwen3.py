@@ -31,7 +31,7 @@ from worker_svc.weights import WeightReader
 
 @dataclass(frozen=True)
 class Parts:
-    """What all layers are made with."""
+    """The parts that all layers are built with."""
 
     config: ModelConfig
     reader: WeightReader
@@ -117,7 +117,7 @@ class MLP:
 
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the next layer's norm,
-    which makes one pass of both."""
+    which does both in one pass."""
 
     def __init__(self, parts: Parts, name: str) -> None:
         self.input_norm = _norm(parts, f"{name}.input_layernorm")
@@ -128,7 +128,7 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: torch.Tensor, metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and what it is to be added to -> the same for the next layer, all [T, hidden]."""
+        """x and the residual to add it to -> the same for the next layer, all [T, hidden]."""
         x, residual = self.input_norm(x, residual)
         x = self.attention(x, cache, metadata)
         x, residual = self.post_attention_norm(x, residual)
@@ -139,8 +139,8 @@ class Qwen3ForCausalLM:
     """Reads itself from a checkpoint.
 
     Raises:
-        ModelError: a weight is missing, unknown or of another shape, or the model cannot be cut
-            over this many ranks.
+        ModelError: a weight is missing, unknown or of another shape, or the model cannot be split
+            across this many ranks.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class Qwen3ForCausalLM:
         *,
         every_token: bool = False,
     ) -> torch.Tensor:
-        """A step, the tokens [R] int32 that the step before sampled, a cache per layer and the
-        backend's plan of the step -> what `lm_head` makes logits of: the normalized hidden states
+        """A step, the tokens [R] int32 that the previous step sampled, a cache per layer and the
+        backend's plan of the step -> the input of `lm_head`: the normalized hidden states
         [S, hidden] after each sequence's last token, or [T, hidden] after every token."""
         x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -198,32 +198,32 @@ def _norm(parts: Parts, name: str) -> RMSNorm:
 
 
 def attention_shape(config: ModelConfig, ranks: int, device: torch.device) -> AttentionShape:
-    """What one of `ranks` ranks asks of its attention backend.
+    """The shape that one of `ranks` ranks asks of its attention backend.
 
     Raises:
-        ModelError: the model cannot be cut into that many.
+        ModelError: the model cannot be split across that many.
     """
     heads, kv_heads = local_heads(config, ranks)
     if config.intermediate_size % ranks:
         raise ModelError(
-            f"intermediate_size: {config.intermediate_size} cannot be cut over tp = {ranks} ranks"
+            f"intermediate_size: {config.intermediate_size} cannot be split over tp = {ranks} ranks"
         )
     return AttentionShape(config.num_layers, heads, kv_heads, config.head_dim, config.dtype, device)
 
 
 def local_heads(config: ModelConfig, ranks: int) -> tuple[int, int]:
-    """Query heads and key-value heads of a rank.
+    """The numbers of query heads and key-value heads of a rank.
 
     Raises:
-        ModelError: they cannot be cut into `ranks`.
+        ModelError: they cannot be split across `ranks`.
     """
     if config.num_heads % ranks:
         raise ModelError(
-            f"num_attention_heads: {config.num_heads} cannot be cut over tp = {ranks} ranks"
+            f"num_attention_heads: {config.num_heads} cannot be split over tp = {ranks} ranks"
         )
     if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
         raise ModelError(
-            f"num_key_value_heads: {config.num_kv_heads} cannot be cut or copied over "
+            f"num_key_value_heads: {config.num_kv_heads} cannot be split or copied over "
             f"tp = {ranks} ranks"
         )
     return config.num_heads // ranks, max(config.num_kv_heads // ranks, 1)

@@ -1,4 +1,4 @@
-"""What a model runner asks of the kind of device it runs on."""
+"""The interface of the kinds of device that a model runner can run on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PendingArrays(Protocol):
         ...
 
     def wait(self) -> tuple[list[NDArray[Any]], float]:
-        """-> what was fetched, and the seconds that the step took on the device.
+        """Returns the arrays fetched and the seconds that the step took on the device.
 
         Raises:
             RuntimeError: the device failed.
@@ -31,11 +31,11 @@ class PendingArrays(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Runs from the start of a step."""
+    """Times a step, from its start."""
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingArrays:
-        """Has `tensors` copied to the host once they are there, before anything that is launched
-        later can overwrite them."""
+        """Has `tensors` copied to the host once they are ready, before anything launched later can
+        overwrite them."""
         ...
 
 
@@ -46,15 +46,16 @@ class Platform(ABC):
     ops: Ops
     captures: bool  # whether decodes may run from graphs
     num_batched_tokens: int  # of a step, unless settings say otherwise
-    compiles: bool  # whether launches of another size may have to wait for a compiler
+    compiles: bool  # whether launches of a new size may have to wait for a compiler
     pinned: bool  # whether host memory is to be pinned for copies
 
     @abstractmethod
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
-        """
+        """Chooses the dtype to compute in.
+
         Args:
             setting: auto or the name of a dtype.
-            checkpoint: what the weights have.
+            checkpoint: the dtype of the weights.
 
         Raises:
             ModelError: the device does not compute in it.
@@ -62,13 +63,14 @@ class Platform(ABC):
 
     @abstractmethod
     def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
-        """
+        """Makes the attention backend.
+
         Raises:
-            StartError: the one asked for is not there.
+            StartError: the one asked for is not available.
         """
 
     def weight_copies(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """-> what copies a tensor on the host (second) into a contiguous one on the device."""
+        """Returns a function that copies a host tensor (second) into a contiguous device tensor."""
         return torch.Tensor.copy_
 
     @abstractmethod
@@ -76,7 +78,7 @@ class Platform(ABC):
         """Begins a step."""
 
     def graph_pool(self) -> Any:
-        """Memory for graphs that never run at the same time, for `capture`."""
+        """Memory for `capture`, shared by graphs that never run at the same time."""
         return None
 
     @abstractmethod
@@ -86,11 +88,11 @@ class Platform(ABC):
         pool: Any = None,
         superseded: Callable[[], bool] = lambda: False,
     ) -> Callable[[], None]:
-        """-> what does the same again, on the same tensors.
+        """Captures `run` -> a function that repeats it, on the same tensors.
 
         Args:
-            pool: of `graph_pool`; one whose graphs are all gone cannot be used again.
-            superseded: whether to wait no longer for what `run` launches: another rank may be gone.
+            pool: from `graph_pool`; unusable once all its graphs are gone.
+            superseded: whether to stop waiting for what `run` launches: another rank may be gone.
 
         Raises:
             SupersededError: see `superseded`.
@@ -99,21 +101,21 @@ class Platform(ABC):
 
     @abstractmethod
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        """Runs it -> the device memory that it takes beyond what is taken before and after."""
+        """Calls `run` -> the device memory it takes beyond what is taken before and after."""
 
     @abstractmethod
     def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:
-        """Memory for KV caches, beside what is taken now and `activations`."""
+        """Memory left for KV caches besides what is taken now and `activations`."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """All memory that a cache could be in, taken or not."""
+        """All memory that could hold a cache, taken or not."""
 
     @abstractmethod
     def graph_bytes(self) -> int:
-        """Device memory taken, for the progress bar of capturing."""
+        """Device memory in use, for the progress bar of capturing."""
 
     @property
     def compiling(self) -> bool:
-        """Whether a launch may be waiting for a compiler just now."""
+        """Whether a launch may be waiting for a compiler right now."""
         return False

@@ -1,4 +1,4 @@
-"""Which kind of device this process runs on."""
+"""Chooses the kind of device that this process runs on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from worker_svc.settings import WorkerSettings
 
 
 def choose_platform(settings: WorkerSettings) -> Platform:
-    """
+    """Sets up the device that the settings ask for.
+
     Raises:
         StartError: the device asked for is not there.
     """
-    # Only the one that is needed: there is no Triton without a GPU, and a GPU needs no numba.
+    # Imports only the one needed: there is no Triton without a GPU, and a GPU needs no numba.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from worker_svc.platforms.cuda import CudaPlatform
 
@@ -28,12 +29,12 @@ def choose_platform(settings: WorkerSettings) -> Platform:
 def preload(device: str) -> None:
     """Imports most of what `choose_platform` and a first step would, for forks of this process.
 
-    It asks for no device: once CUDA was asked for any, it does not work in forks.
+    It asks for no device: once CUDA has been asked for any, it does not work in forks.
     """
     if device == "cuda" or (device == "auto" and torch.version.cuda):
         import_module("worker_svc.platforms.cuda")
         return
     import_module("worker_svc.platforms.cpu")
     target = import_module("numba.core.registry").cpu_target
-    target.typing_context.refresh()  # otherwise done with the first function
+    target.typing_context.refresh()  # otherwise done for the first function
     target.target_context.refresh()

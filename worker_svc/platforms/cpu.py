@@ -22,14 +22,14 @@ from worker_svc.platforms.base import Platform
 from worker_svc.settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = 16
-# Of the memory that is free after the warm-up step. It belongs to others too: other ranks, the page
+# Share of the memory that is free after the warm-up step. Others need it too: other ranks, the page
 # cache, the rest of the stack.
 CACHE_SHARE = 0.4
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """Already there."""
+    """Results that are already there."""
 
     arrays: list[NDArray[Any]]
     seconds: float
@@ -60,8 +60,8 @@ class CpuPlatform(Platform):
     pinned = False
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Sets the calling thread's number of threads: a thread per core, divided among the ranks
-        of one machine. Both libraries keep the number per thread."""
+        """Sets the calling thread's number of threads: as in the settings, or one per core, divided
+        among the ranks of one machine. Both libraries keep the number per thread."""
         share = max(num_cores() // settings.tp, 1)
         threads = share if settings.threads == "auto" else settings.threads
         torch.set_num_threads(threads)
@@ -92,7 +92,8 @@ class CpuPlatform(Platform):
         return run
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        """Runs it, and measures nothing: activations are small beside what `CACHE_SHARE` leaves."""
+        """Calls `run` and measures nothing: activations are small beside what `CACHE_SHARE`
+        leaves."""
         run()
         return 0
 

@@ -24,7 +24,7 @@ from worker_svc.settings import WorkerSettings
 log = structlog.get_logger(__name__)
 
 OLDEST = (8, 0)  # Ampere: the first with bfloat16
-# Of the whole memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
+# Share of all memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
 MEMORY_SHARE = 0.9
 CAPTURE_WARM_UPS = 2  # cuBLAS and Triton allocate and compile in the first runs
 _LOOK_S = 0.001
@@ -42,7 +42,7 @@ class ArraysOnTheWay:
         return bool(self.copied.query())
 
     def wait(self) -> tuple[list[NDArray[Any]], float]:
-        # On a thread that has not said which, CUDA would open another context on GPU 0.
+        # On a thread that has chosen no GPU, CUDA would open another context on GPU 0.
         torch.cuda.set_device(self.device)
         self.copied.synchronize()  # lets other threads of Python run
         arrays = [tensor.numpy() for tensor in self.tensors]
@@ -50,8 +50,8 @@ class ArraysOnTheWay:
 
 
 class CudaStopwatch:
-    """Everything of a step is on one stream: a copy of some hundred bytes takes less of it than to
-    hand the step over to a second stream, and to have the next one wait for that."""
+    """All of a step runs on one stream: copying a few hundred bytes takes it less time than handing
+    the step over to a second stream and having the next step wait for that."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,13 +73,14 @@ class CudaPlatform(Platform):
 
     ops: Ops = triton_ops
     compiles = True
-    # A step of prompts is launched kernel by kernel, in about the time that the GPU takes for some
+    # A step of prompts is launched kernel by kernel, in about the time that the GPU takes for a few
     # thousand tokens of a small model: fewer would leave it idle.
     num_batched_tokens = 8192
     pinned = True
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """
+        """Takes this rank's GPU.
+
         Raises:
             StartError: there is no GPU for this rank, or it is too old.
         """
@@ -102,7 +103,7 @@ class CudaPlatform(Platform):
             )
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
-        if setting == "auto":  # as others do, float32 weights are served in half the size
+        if setting == "auto":  # like other servers, serves float32 weights at half size
             return torch.bfloat16 if checkpoint == torch.float32 else checkpoint
         dtype: torch.dtype = getattr(torch, setting)
         if dtype not in (torch.bfloat16, torch.float16):
@@ -150,7 +151,7 @@ class CudaPlatform(Platform):
             time.sleep(_LOOK_S)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # The outer stream: a capture that fails leaves its own as the current one.
+        # The outer stream: a failed capture leaves its own as the current one.
         # thread_local: other threads, NCCL's among them, may go on using CUDA.
         with (
             torch.cuda.stream(current),

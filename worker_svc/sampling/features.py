@@ -1,5 +1,5 @@
-"""Sampling for the rows of a step that ask for more than a temperature: what they ask for on the
-device, the logits that it changes, and the log-probabilities."""
+"""Samples the rows of a step that ask for more than a temperature: brings what they ask for to the
+device, changes their logits, and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Upload = Callable[[Sequence[NDArray[Any]]], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class FeatureTensors:
-    """Of F rows whose logits are to be changed before a token is sampled, and of L rows whose
-    log-probabilities are asked for. int32 where nothing is said."""
+    """The features of F rows whose logits change before a token is sampled, and of L rows that ask
+    for log-probabilities. int32 unless noted."""
 
     rows: torch.Tensor  # [F] of the step; empty: the logits stay as they are
     penalizes: bool
     filters: Mapping[str, Limit]  # those that some row has, by rows of F
-    prompt_lens: torch.Tensor  # [F], as the three that follow empty unless `penalizes`
+    prompt_lens: torch.Tensor  # [F]; like the next three, empty unless `penalizes`
     repetition: torch.Tensor  # [F] float32
     presence: torch.Tensor  # [F] float32
     frequency: torch.Tensor  # [F] float32
@@ -49,8 +49,8 @@ class FeatureTensors:
 
 
 class FeatureRunner:
-    """Does what only some rows of a step ask for, after the step itself. Waits for the device
-    nowhere."""
+    """Does what only some rows of a step ask for, after the step itself. Never waits for the
+    device."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class FeatureRunner:
         tokens: torch.Tensor,
         history: TokenCache,
     ) -> list[Logprobs]:
-        """Samples again in tokens [at least S] int32 where features change logits
-        [at least S, shard_size], which stay as they are; scores what was sampled."""
+        """Replaces tokens [at least S] int32 where features change logits [at least S, shard_size],
+        which stay as they are; scores the sampled tokens."""
         chosen = feature_tensors(features, step.temperatures, self._vocab, self._upload)
         if len(chosen.rows):
             sampled = self._sampler(logits, chosen, tensors, history)
@@ -92,7 +92,7 @@ class FeatureRunner:
         return [self._scorer(logits_of, tokens.index_select(0, rows), counts)]
 
     def score(self, targets: PromptTargets, step: Step, hidden: torch.Tensor) -> list[Logprobs]:
-        """hidden [T, hidden] of all tokens."""
+        """Scores targets by hidden [T, hidden], the hidden states of all tokens."""
         if not len(targets.targets):
             return []
         tokens, rows = self._upload([targets.targets, targets.token_indices(step.query_lens)])
@@ -105,7 +105,7 @@ class FeatureRunner:
 
 
 class FeatureSampler:
-    """Samples again what features change, with the random numbers that the rows have anyway: a row
+    """Resamples the rows that features change, with the random numbers that they have anyway: a row
     whose features change nothing would get the same token."""
 
     def __init__(self, vocab: VocabPartition, tp: TensorParallel, ops: Ops) -> None:
@@ -138,8 +138,8 @@ class FeatureSampler:
         history: TokenCache,
     ) -> None:
         """Changes logits [F, shard_size] float32 of the rows of `features` in place, in the order
-        that `SamplingFeatures` gives; what may not be sampled becomes -inf. Temperatures [F], of
-        which only the filters take notice."""
+        that `SamplingFeatures` gives; tokens that may not be sampled get -inf. Only the filters use
+        temperatures [F]."""
         start, count = self._vocab.start, self._vocab.num_tokens
         if len(features.bias_rows):
             places = features.bias_rows.long(), features.bias_columns.long()
@@ -213,7 +213,7 @@ def feature_tensors(
 def _local_bias(
     features: Features, kept: NDArray[np.intp], vocab: VocabPartition
 ) -> list[NDArray[Any]]:
-    """The part of this rank: row numbers of F, columns and values."""
+    """This rank's part of the bias: row numbers of F, columns and values."""
     rows = np.repeat(np.arange(len(features.rows)), np.diff(features.bias_offsets))
     columns = features.bias_ids - np.int32(vocab.start)
     here = (columns >= 0) & (columns < vocab.num_tokens)
@@ -221,5 +221,5 @@ def _local_bias(
 
 
 def _places(kept: NDArray[np.intp], rows: NDArray[Any]) -> NDArray[np.int32]:
-    """Where `rows`, all of them in `kept`, are in it."""
+    """The places of `rows` in `kept`, which has them all."""
     return np.searchsorted(kept, rows).astype(np.int32)

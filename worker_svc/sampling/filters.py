@@ -3,16 +3,16 @@ TopK, TopP and MinP after Temperature).
 
     keep_likely(logits, vocab, temperatures, filters, tp, ops)
 
-takes each filter that some row has as a `Limit`, which lists these rows: one that is left out costs
-nothing, and a limit must list the same rows on every rank.
+takes each filter that some row has as a `Limit`, which lists these rows. A filter that is left out
+costs nothing; a limit must list the same rows on every rank.
 
-Each filter keeps the tokens whose logit is at least a threshold, so tokens of equal logits are all
-kept or none. What is to be found is the largest threshold at or above which there is enough: k
-tokens, or top_p of the mass. That is a radix select (Alabi et al., "Fast k-selection algorithms for
-graphics processing units", 2012): the logits' bits, made a key of the same order, are settled eight
-at a time, each time by what a histogram has above. Mass is counted in integers, so that it adds up
-to the same in any order: neither the batch nor the number of ranks changes what is kept, and ranks
-exchange histograms, never logits.
+Each filter keeps the tokens whose logit is at least a threshold, so of equal logits all are kept or
+none. The threshold is the largest at or above which there is enough: k tokens, or top_p of the
+mass. A radix select finds it (Alabi et al., "Fast k-selection algorithms for graphics processing
+units", 2012): the logits' bits, made a key of the same order, are settled eight at a time, each
+time by what a histogram has above. Mass is counted in integers, so that it adds up alike in any
+order: neither the batch nor the number of ranks changes what is kept, and ranks exchange
+histograms, never logits.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def keep_likely(
     tp: TensorParallel,
     ops: Ops,
 ) -> None:
-    """-inf into logits [F, shard_size] float32 of what top_k excludes, then top_p of what is left,
-    then min_p; in rows whose temperature [F] float32 is 0 nothing. Padding may hold anything, and
-    stays. The most likely token is always kept."""
+    """Sets logits [F, shard_size] float32 to -inf where top_k excludes them, then where top_p does
+    of those left, then min_p; never in rows whose temperature [F] float32 is 0. Padding may hold
+    anything, and stays. The most likely token is always kept."""
     if not filters:
         return
     top_k, top_p, min_p = (filters.get(name) for name in ("top_k", "top_p", "min_p"))
@@ -80,9 +80,9 @@ def keep_likely(
 def _maxima_and_floors(
     logits: torch.Tensor, vocab: VocabPartition, top_k: Limit | None, tp: TensorParallel, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over all ranks the largest logits [F], and what the k-th largest are not below: as many
-    chunks as k have a token from the k-th largest of their maxima on. That leaves next to nothing
-    to search; -inf where k is larger than a rank has chunks, or off."""
+    """The largest logits [F] over all ranks, and lower bounds [F] of the k-th largest: as k chunks
+    reach the k-th largest of the chunks' maxima, so do k tokens. That leaves next to nothing to
+    search. A bound is -inf where k is off, or larger than a rank's number of chunks."""
     greedy = logits.new_zeros(len(logits))
     maxima, _ = ops.chunk_statistics(logits, vocab.chunk_size, vocab.num_tokens, greedy)
     floors = torch.full_like(greedy, -torch.inf)
@@ -104,11 +104,12 @@ def _search(
     tp: TensorParallel,
     ops: Ops,
 ) -> torch.Tensor:
-    """[G] float32: the largest logits at or above which there is the weight that `targets_of` makes
-    of the weight [G] int64 from floors [G] on, or what excludes as much; floors where there is
-    less. `add_to_bins` as `Ops.count_by_key`, of low, shifts and bins."""
+    """The largest logits [G] float32 at or above which there is enough weight, or others that
+    exclude as much; floors [G] where there is less. `targets_of` tells how much is enough from the
+    weight [G] int64 at or above floors. `add_to_bins` is `Ops.count_by_key`, of low, shifts and
+    bins."""
     low = keys_of(floors)
-    # The first histogram is as wide as the row needs, so most are done after one or two.
+    # The first histogram is as wide as the row needs, so most rows are done after one or two.
     bits = (keys_of(maxima) - low).clamp_(min=0).double().frexp().exponent
     shifts = (bits.long() - BIN_BITS).clamp_(min=0)
     targets = above = torch.zeros_like(low)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and of the most likely ones, over a vocabulary cut over the ranks."""
+"""Log-probabilities of given and of the likeliest tokens, the vocabulary split across the ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.sampler import gather_chunks
 from worker_svc.step.wire import Float32s, Int32s
 
-# Rows whose logits are in memory at a time.
+# Rows whose logits are in memory at once.
 PIECE = 256
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of N tokens: the token's own, then those of the largest logits, as many in every row as the
-    row that asks for the most has."""
+    """Log-probabilities for N tokens: each one's own, then those of the largest logits; every row
+    has as many as the row that asks for the most."""
 
     counts: Int32s  # [N] on the host: how many of the largest the row asks for
     ids: torch.Tensor  # [N, 1 + largest count] int32
@@ -30,7 +30,7 @@ class Logprobs:
 
 
 def asked_for(counts: Int32s, ids: Int32s, values: Float32s) -> tuple[Int32s, Float32s]:
-    """Of `Logprobs` on the host the entries that each row asks for, in order, flat."""
+    """Picks the entries that each row asks for from `Logprobs` on the host, in order, flat."""
     asked: NDArray[np.bool_] = np.arange(ids.shape[1]) <= counts[:, None]
     return ids[asked], values[asked]
 
@@ -38,8 +38,8 @@ def asked_for(counts: Int32s, ids: Int32s, values: Float32s) -> tuple[Int32s, Fl
 class LogprobScorer:
     """Log-softmax of the model's own logits: before any bias, penalty or mask, at temperature 1.
 
-    Ranks exchange two numbers per chunk and k candidates, never all logits. The results do not
-    depend on their number; of equal logits the lower token id comes first.
+    Ranks exchange two numbers per chunk and k candidates, never all logits. Their number does not
+    change the results; of equal logits the lower token id comes first.
     """
 
     def __init__(self, vocab: VocabPartition, tp: TensorParallel, ops: Ops) -> None:
@@ -50,7 +50,8 @@ class LogprobScorer:
     def __call__(
         self, logits_of: Callable[[slice], torch.Tensor], tokens: torch.Tensor, counts: Int32s
     ) -> Logprobs:
-        """
+        """Scores N tokens.
+
         Args:
             logits_of: some of the N rows -> this rank's logits [rows, shard_size].
             tokens: [N] int32.
@@ -85,10 +86,10 @@ class LogprobScorer:
     def _largest(
         self, logits: torch.Tensor, maxima: torch.Tensor, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> ids and logits of the k largest over all ranks, both [N, k].
+        """Returns the ids and logits of the k largest over all ranks, both [N, k].
 
-        They are in the k chunks of the largest maxima: before a token of another chunk come those
-        k chunks' largest ones. Sorts are stable, so that equal logits stay in the order of ids.
+        They are in the k chunks with the largest maxima, which all come before any token of another
+        chunk. Sorts are stable, so that equal logits stay in the order of ids.
         """
         vocab = self._vocab
         chunks = maxima.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values

@@ -1,4 +1,4 @@
-"""Logits -> token ids: greedy, or by temperature with a random number of (seed, position) alone.
+"""Logits -> token ids: greedy, or by temperature with a random number from seed and position alone.
 
 Both pick in two levels, first a chunk of the vocabulary and then a token in it. The chunks are
 those of `VocabPartition`, which do not depend on the number of ranks, so ranks exchange two numbers
@@ -49,7 +49,8 @@ class Sampler:
 def gather_chunks(
     maxima: torch.Tensor, sums: torch.Tensor, tp: TensorParallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each [S, num_chunks] per rank -> [S, num_chunks * ranks] in the vocabulary's order."""
+    """Gathers both, [S, num_chunks] per rank -> [S, num_chunks * ranks] in the vocabulary's
+    order."""
     if tp.size == 1:
         return maxima, sums
     # [ranks, 2, S, num_chunks]

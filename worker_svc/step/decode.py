@@ -1,4 +1,4 @@
-"""A step on the wire -> checked arrays. With `features` and `server` all that knows protobuf."""
+"""Decodes steps into checked arrays. Only this, `features` and `server` know protobuf."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from worker_svc.step.wire import (
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What a step of the current epoch may contain."""
+    """Limits on the steps of the current epoch."""
 
     vocab_size: int
     num_blocks: int
@@ -69,7 +69,7 @@ class Step:
 
     @property
     def decodes_only(self) -> bool:
-        """Every sequence has one token."""
+        """Whether every sequence has one token."""
         return len(self.input_ids) == len(self.query_lens)
 
 
@@ -194,7 +194,8 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
 
 
 def _check_tokens(step: Step, limits: StepLimits) -> None:
-    """Positions and slots follow from the other columns: whoever sends others has lost count."""
+    """Checks positions and slots. They follow from the other columns: a sender of others has lost
+    count."""
     ends = np.cumsum(step.query_lens)
     shift = step.context_lens - ends
     positions = np.arange(step.num_tokens) + np.repeat(shift, step.query_lens)

@@ -1,4 +1,4 @@
-"""What some rows of a step ask for beyond a temperature: decoded and checked."""
+"""Decodes and checks what some rows of a step ask for beyond a temperature."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from worker_svc.step.wire import (
 
 @dataclass(frozen=True)
 class Features:
-    """The columns of `SamplingFeatures`, of F rows."""
+    """The columns of `SamplingFeatures`, for F rows."""
 
     rows: Int32s  # [F]
-    numbers: Mapping[str, NDArray[Any]]  # of each parameter in COLUMNS, by its name, [F]
+    numbers: Mapping[str, NDArray[Any]]  # [F] for each parameter in COLUMNS, by its name
     prompt_lens: Int32s  # [F]
     num_logprobs: Int32s  # [F]
     bias_offsets: Int32s  # [F+1]
@@ -41,16 +41,16 @@ class Features:
 
     @property
     def penalized(self) -> NDArray[np.bool_]:
-        """[F]"""
+        """Whether a row has a penalty [F]."""
         return self._any(PENALTIES)
 
     @property
     def filtered(self) -> NDArray[np.bool_]:
-        """[F], unless the row is greedy."""
+        """Whether a row has a filter [F], which means nothing if it is greedy."""
         return self._any(FILTERS)
 
     def active(self, name: str) -> NDArray[np.bool_]:
-        """[F], where a parameter's value is not the one that changes nothing."""
+        """Whether the parameter's value is other than the one that changes nothing [F]."""
         found: NDArray[np.bool_] = self.numbers[name] != COLUMNS[name].default
         return found
 
@@ -61,7 +61,7 @@ class Features:
 
 @dataclass(frozen=True)
 class PromptTargets:
-    """The columns of `PromptLogprobs`, of P rows."""
+    """The columns of `PromptLogprobs`, for P rows."""
 
     rows: Int32s  # [P]
     num_logprobs: Int32s  # [P]
@@ -69,7 +69,8 @@ class PromptTargets:
     targets: Int32s  # ragged, N in all
 
     def token_indices(self, query_lens: Int32s) -> Int32s:
-        """[N], the tokens of the step that the targets follow; query_lens [S] of the step."""
+        """The indices [N] of the step's tokens that the targets follow; query_lens [S] of the
+        step."""
         starts = np.cumsum(query_lens) - query_lens
         shift = (starts[self.rows] - self.offsets[:-1]).astype(np.int32)
         places = np.arange(len(self.targets), dtype=np.int32)
@@ -79,9 +80,10 @@ class PromptTargets:
 def decode_features(
     message: SamplingFeatures, samples: NDArray[np.bool_], context_lens: Int32s, vocab_size: int
 ) -> Features:
-    """
+    """Decodes and checks the features of a step.
+
     Args:
-        samples: [S], of the step, as context_lens.
+        samples, context_lens: [S], of the step.
 
     Raises:
         InvalidArgumentError: a column is malformed; the message names it.
@@ -114,7 +116,8 @@ def decode_features(
 def decode_prompt_targets(
     message: PromptLogprobs, query_lens: Int32s, vocab_size: int
 ) -> PromptTargets:
-    """
+    """Decodes and checks the prompt targets of a step.
+
     Args:
         query_lens: [S], of the step.
 
@@ -156,7 +159,7 @@ def _check_rows(features: Features, samples: NDArray[np.bool_]) -> None:
 
 
 def _check_numbers(features: Features, vocab_size: int) -> None:
-    """NaN fails every comparison."""
+    """Checks the ranges of numbers; NaN fails every comparison."""
     for name, each in COLUMNS.items():
         values, valid = features.numbers[name], each.engine
         high_enough = values > valid.low if valid.above else values >= valid.low

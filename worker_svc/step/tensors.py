@@ -1,4 +1,4 @@
-"""A step on the device: all columns of it in one buffer, so that one copy brings them there."""
+"""A step on the device: its columns share one buffer, so that one copy brings them there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StepTensors:
-    """T tokens of S sequences."""
+    """The columns of a step of T tokens of S sequences."""
 
     uniforms: torch.Tensor  # [S] float64, the random number of each sequence's next token
     temperatures: torch.Tensor  # [S] float32
@@ -53,8 +53,8 @@ def host_columns(step: Step, plan_column: Int32s) -> list[NDArray[Any]]:
 
 
 def pack(arrays: Sequence[NDArray[Any]], *, pinned: bool) -> torch.Tensor:
-    """-> [bytes] uint8 on the host. Pinned memory comes from torch's cache of it, which waits for
-    copies that still read a buffer before it hands it out again."""
+    """Packs arrays into one buffer [bytes] uint8 on the host. Pinned memory comes from torch's
+    cache of it, which hands out a buffer again only when no copy still reads it."""
     offsets, size = _layout([array.nbytes for array in arrays])
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     data = buffer.numpy()
@@ -64,14 +64,14 @@ def pack(arrays: Sequence[NDArray[Any]], *, pinned: bool) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, lengths: Sequence[int]) -> StepTensors:
-    """Views of `buffer`, which may be longer, for columns of these many entries."""
+    """Views `buffer`, which may be longer, as columns of `lengths` entries."""
     return StepTensors(*views(buffer, lengths, _DTYPES))
 
 
 def views(
     buffer: torch.Tensor, lengths: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """What `pack` made one buffer of, column by column."""
+    """Views the columns that `pack` put into `buffer`, one by one."""
     sizes = [length * dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
     offsets, _ = _layout(sizes)
     return [
@@ -83,7 +83,7 @@ def views(
 def upload(
     arrays: Sequence[NDArray[Any]], device: torch.device, *, pinned: bool
 ) -> list[torch.Tensor]:
-    """One copy brings them to the device, flat."""
+    """Brings arrays to the device in one copy, flattened."""
     buffer = pack(arrays, pinned=pinned).to(device, non_blocking=True)
     dtypes = [_TORCH_DTYPES[array.dtype.name] for array in arrays]
     return views(buffer, [array.size for array in arrays], dtypes)
@@ -92,12 +92,12 @@ def upload(
 def upload_step(
     step: Step, plan_column: Int32s, device: torch.device, *, pinned: bool = False
 ) -> StepTensors:
-    """Its columns on the device; `plan_column` is the attention backend's."""
+    """Brings a step's columns to the device; `plan_column` is the attention backend's."""
     return StepTensors(*upload(host_columns(step, plan_column), device, pinned=pinned))
 
 
 def padded(step: Step, size: int) -> Step:
-    """`step`, of decodes only, with sequences added up to `size` that write nowhere and see
+    """Pads `step`, which only decodes, to `size` sequences; those added write nowhere and see
     nothing."""
     missing = size - step.num_seqs
     if not missing:
@@ -131,7 +131,7 @@ _DTYPES = [torch.float64, torch.float32] + [torch.int32] * (len(fields(StepTenso
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Sizes of the columns in bytes -> where they begin, and the size of all."""
+    """The columns' sizes in bytes -> where they begin, and the total size."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -21,13 +21,14 @@ UINT8: np.dtype[np.uint8] = np.dtype("u1")
 
 
 def decode_column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Scalar]:
-    """
+    """Decodes little-endian entries.
+
     Raises:
-        InvalidArgumentError: `data` is no whole number of entries; it names the column, as those of
-            all functions here.
+        InvalidArgumentError: `data` is not a whole number of entries. Like all errors raised here,
+            it names the column.
     """
     if len(data) % dtype.itemsize:
-        raise InvalidArgumentError(name, f"{len(data)} bytes, no multiple of {dtype.itemsize}")
+        raise InvalidArgumentError(name, f"{len(data)} bytes, not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 
@@ -39,20 +40,20 @@ def check_length(name: str, array: NDArray[Any], expected: int) -> None:
 def check_values(
     name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: object
 ) -> None:
-    """Refuses the first entry of `array` that is not `valid`, which has the given meaning."""
+    """Refuses the first entry of `array` that is not `valid`: it "is not {meaning}"."""
     if not valid.all():
         raise InvalidArgumentError(name, f"{array[~valid][0]} is not {meaning}")
 
 
 def check_ascending(name: str, indices: Int32s, count: int) -> None:
-    """Each below `count` and above the one before."""
+    """Checks that each index is below `count` and above the one before."""
     check_values(name, indices, (indices >= 0) & (indices < count), f"in 0..{count - 1}")
     if (np.diff(indices) <= 0).any():
         raise InvalidArgumentError(name, "not ascending")
 
 
 def check_offsets(name: str, offsets: Int32s, parts: int, total: int) -> None:
-    """Where `parts` ragged rows begin in a column of `total` entries, and its end."""
+    """Checks where `parts` ragged rows begin in a column of `total` entries, and its end."""
     check_length(name, offsets, parts + 1)
     if offsets[0] != 0 or offsets[-1] != total or (offsets[1:] < offsets[:-1]).any():
         raise InvalidArgumentError(name, f"not rising from 0 to {total}")

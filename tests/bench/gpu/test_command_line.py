@@ -1,4 +1,4 @@
-"""The preflight and the command line: all that comes before anything starts."""
+"""The preflight and the command line: everything before anything starts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_requirements_are_those_of_the_extras_and_the_stubs() -> None:
     header = (ROOT / "shared/pb/worker_pb2_grpc.py").read_text()
     generated = header.split("GRPC_GENERATED_VERSION = '")[1].split("'")[0]
     assert f">={generated}" in needed["grpcio"]
-    assert len(needed["protobuf"]) == 2  # of pyproject.toml, and of the stubs
+    assert len(needed["protobuf"]) == 2  # from pyproject.toml and from the stubs
     assert needed["pytest"] == [">=8.3"]
     found = preflight.facts(needed, ROOT, ask_torch=False)
     assert preflight.problems(found, needed, gpu=False) == []

@@ -1,4 +1,4 @@
-"""A rehearsal of what is measured on a GPU: on a CPU and in small."""
+"""A small-scale rehearsal, on a CPU, of the measurements made on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny_setup(model: Path, **options: Any) -> Setup:
 
 
 def test_measurements_run(tmp_path: Path, tiny_model: Path) -> None:
-    """All that need no stack, in one process: torch is imported once."""
+    """Measurements that need no stack run in one process, so that torch is imported once."""
     options = Namespace(rehearse=True, seed=1, peer=None, out=tmp_path)
     file = os.open(tmp_path / "journal", os.O_RDWR | os.O_APPEND | os.O_CREAT)
     modules = [module for module in MODULES if module.measures and module.name != "stack"]
@@ -90,7 +90,7 @@ def test_rates_are_of_the_bytes_and_operations(tiny_model: Path) -> None:
     load = decode_speed.make_load(tiny_setup(tiny_model), "triton", heads, [20, 7])
     size = (20 + 7) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, head_dim, bytes
     assert load.rate(lambda cache: None) == pytest.approx(size / 1e-3 / 1e9)
-    pairs = 7 + 8 + 9  # that the last three of nine see
+    pairs = 7 + 8 + 9  # seen by the last three of nine
     assert prompt_speed.attention_flops(heads, 3, 9) == 2 * 2 * 4 * 16 * pairs
 
 
@@ -106,7 +106,7 @@ def test_the_workload_halfway() -> None:
 
 
 def test_the_stack_is_measured(tmp_path: Path) -> None:
-    """The program itself, through a real stack."""
+    """Runs the program itself on a real stack."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "bench.gpu", "measure", "--rehearse", "--only", "stack"),
@@ -137,7 +137,7 @@ def test_the_stack_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_peer_runs_the_same_workload(tmp_path: Path, tiny_model: Path) -> None:
-    """A package that stands in for it, beside a module `bench` as it has one."""
+    """A package stands in for the peer, next to a module `bench`, which the peer has too."""
     (tmp_path / "bench.py").write_text("raise AssertionError")
     (tmp_path / "nanovllm.py").write_text(STAND_IN)
     journal = Journal(os.memfd_create("journal"))

@@ -1,4 +1,4 @@
-"""Phases, their runner, plugin, records and summary, with modules that need no GPU."""
+"""Phases and their runner, plugin, records and summary, on modules that need no GPU."""
 
 from __future__ import annotations
 
@@ -129,17 +129,18 @@ def test_a_test_that_fails_takes_no_other_along(rough: Phase) -> None:
     assert "ValueError: no such thing" in found["test_raises"]
     assert found["test_takes_the_process_along"].startswith("exit status 9\n")
     assert found["test_takes_the_process_along"].endswith("last words")
-    assert "in test_hangs" in found["test_hangs"]  # where it was
+    assert "in test_hangs" in found["test_hangs"]  # where it hung
     assert found["test_skips"] == "not here"
     assert "setup: " in found["test_with_it"]
     tests = {name.rpartition("::")[2]: test for name, test in records.tests.items()}
     assert tests["test_passes[2]"].properties == {"n": 2}
-    assert tests["test_hangs"].figures  # what it knew before
+    assert tests["test_hangs"].figures  # recorded before it hung
     assert not rough.passed
 
 
 def test_a_test_after_a_lost_device_has_a_new_process(rough: Phase) -> None:
-    """One each for what is lost, crashes and hangs, and for the rest; not for little memory."""
+    """A process each after the loss, the crash and the hang, besides the first; too little memory
+    needs none."""
     log = rough.path.with_suffix(".log").read_text()
     assert log.count("rough: rootdir: ") == 4
 
@@ -182,7 +183,7 @@ def test_measurements_come_one_by_one_after_a_pass_that_compiles(tmp_path: Path)
     assert [figure["ratio"] for figure in speed["figures"]] == [0.9, 0.5, None]
     assert [figure["below"] for figure in speed["figures"]] == [False, True, False]
     assert speed["details"] == {"sweep": {"a": None, "2": 3}}
-    assert not phase.passed  # for want of a model; not for a target
+    assert not phase.passed  # for lack of a model, not because of a target
 
 
 def test_what_has_not_begun_at_the_deadline_is_out_of_time(tmp_path: Path) -> None:
@@ -279,7 +280,7 @@ def test_results_are_printed_where_nothing_can_be_written(
         assert f"prove.{suffix} cannot be written" in said.err
 
 
-# Records, and their summary.
+# Records and their summary.
 
 
 def test_records_that_several_processes_append(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_records_that_several_processes_append(tmp_path: Path) -> None:
     mine, yours = Journal(file), Journal(file)
     mine.write("a", "plan", tests=["x", "y", "z"])
     mine.write("a", "start", test="x", limit_s=None)
-    os.write(file, b'{"module": "a", ')  # of a line that is still being written
+    os.write(file, b'{"module": "a", ')  # a line that is still being written
     records = yours.of("a")
     assert records.running is records.tests["x"]
     os.write(file, b'"kind": "end", "test": "x", "outcome": "passed"}\n')

@@ -1,9 +1,8 @@
 """Services without a model: the process model of the real ones, in half a second and 40 MB.
 
-The variable STANDIN says how they behave: nothing, `refuse` (the worker cannot start), `crash` (it
-dies at once, always), `stuck` (it never gets ready, and ignores SIGTERM) or `silent` (it never gets
-ready, and answers nothing). A file of the name that is in STANDIN_FILE says the same to processes
-that start once it is there.
+The variable STANDIN, if set, says how workers misbehave: `refuse` (cannot start), `crash` (dies at
+once, every time), `stuck` (never gets ready, and ignores SIGTERM) or `silent` (never gets ready,
+and answers nothing). Processes started once the file named by STANDIN_FILE exists read it there.
 """
 
 from __future__ import annotations

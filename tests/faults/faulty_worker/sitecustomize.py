@@ -1,8 +1,8 @@
-"""Run at the start of every Python process that has this directory in PYTHONPATH. Gives workers
-alone a step that they cannot run: one whose tokens hold `TRIGGER`.
+"""Gives workers a step that they cannot run: one whose tokens contain `TRIGGER`. Every Python
+process that has this directory in PYTHONPATH runs this as it starts; only workers are affected.
 
-The variable WORKER_FAULT says what happens then: `exit`, at once and each time, or `hang:PATH`, for
-ever unless the file PATH exists, which is made by that.
+The variable WORKER_FAULT says what such a step does: `exit` ends the process at once, every time;
+`hang:PATH` creates the file PATH and hangs forever, unless PATH already exists.
 """
 
 from __future__ import annotations

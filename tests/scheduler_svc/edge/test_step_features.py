@@ -1,4 +1,4 @@
-"""Only rows that ask for it have feature columns, and answers are split by what was asked."""
+"""Only rows with features get feature columns, and answers are split accordingly."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_answers_are_split_by_what_was_asked() -> None:
 
 
 def answer_to(step: Step) -> Answer:
-    """As the oracle's model would."""
+    """Answers a step as the oracle's model would."""
     answer = Answer([])
     tokens, found, scored = [], {}, {}
     for i, row in enumerate(step.rows):

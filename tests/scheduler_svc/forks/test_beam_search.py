@@ -1,4 +1,4 @@
-"""Beam search against transformers' own, on the log-probabilities of the same small model."""
+"""Beam search against that of transformers, on the log-probabilities of the same small model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PROMPT = [3, 1, 4]
 
 @cache
 def random_model(seed: int) -> Qwen3ForCausalLM:
-    """Weights large enough for likelihoods to differ, a vocabulary small enough to end."""
+    """A model with weights large enough for likelihoods to differ, and a vocabulary small enough
+    for completions to end."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -40,7 +41,7 @@ def random_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def log_probs(model: Qwen3ForCausalLM, beams: list[tuple[int, ...]]) -> torch.Tensor:
-    """float32[beams, vocabulary], of the token after each."""
+    """float32[beams, vocabulary]: the log-probabilities of the token after each beam."""
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, *beam] for beam in beams])).logits[:, -1]
     return torch.log_softmax(logits.float(), dim=-1)
@@ -54,7 +55,7 @@ def candidates(model: Qwen3ForCausalLM, search: BeamSearch) -> list[Candidates]:
 def expected(
     model: Qwen3ForCausalLM, search: BeamSearch
 ) -> tuple[list[tuple[int, ...]], list[float]]:
-    """What transformers finds: the completions without padding, and their scores."""
+    """The completions that transformers finds, without padding, and their scores."""
     ends = sorted(search.end_token_ids)
     found = model.generate(
         torch.tensor([PROMPT]),
@@ -83,7 +84,7 @@ def expected(
 def test_the_hypotheses_are_those_of_transformers(
     seed: int, length_penalty: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It takes a beam of one for greedy search, which does not look for a better second end.
+    # transformers treats a width of one as greedy search, which never looks for a better ending.
     monkeypatch.setattr(
         GenerationConfig, "get_generation_mode", lambda *_: GenerationMode.BEAM_SEARCH
     )
@@ -112,7 +113,7 @@ def test_live_beams_name_their_parents_best_first() -> None:
     assert search.live_beams == [(5,), (6,)]
     assert search.advance(step({1: -3.0, 2: -4.0}, {3: -0.1, 4: -3.0})) == [(1, 3), (0, 1)]
     assert search.live_beams == [(6, 3), (5, 1)]
-    assert search.hypotheses == []  # the end token was not among the two best
+    assert search.hypotheses == []  # the end token was not among the best two
 
 
 def test_equals_go_by_beam_and_then_by_token() -> None:
@@ -123,7 +124,7 @@ def test_equals_go_by_beam_and_then_by_token() -> None:
 
 def test_no_end_token_before_min_tokens() -> None:
     search = BeamSearch(1, 1.0, {0, 1}, 10, min_tokens=1)
-    assert search.num_candidates == 5  # (1 + 2) * 1, and as many as may be banned
+    assert search.num_candidates == 5  # (1 + 2) * 1, plus the two that may be banned
     assert search.advance(step({0: -0.1, 1: -0.2, 5: -3.0})) == [(0, 5)]
     assert search.num_candidates == 3
     assert search.advance(step({0: -0.1, 5: -3.0, 6: -4.0})) == []

@@ -1,5 +1,5 @@
-"""Beam search on the scheduler's sequences: the sanitizer checks its blocks, the search alone its
-completions."""
+"""Beam search over the scheduler's sequences. The sanitizer checks the blocks; the completions are
+compared with those of the bare search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Found = dict[int, tuple[list[int], FinishCause | None]]
 
 
 class Rig:
-    """A scheduler and a worker, up to `ahead` steps sent before an answer comes."""
+    """A scheduler and a worker, with up to `ahead` steps sent before an answer arrives."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int, ahead: int) -> None:
         limits = Limits(max_num_seqs, 24, num_blocks * BLOCK_SIZE, 100, VOCAB_SIZE)
@@ -48,7 +48,7 @@ class Rig:
         self._worker = Sanitizer(self._worker_limits, self._num_blocks, BLOCK_SIZE, self._epoch)
 
     def turn(self) -> bool:
-        """False when there is nothing left to do."""
+        """Sends what it can and applies one answer. Returns False once nothing is left to do."""
         while len(self._in_flight) <= self._ahead and (step := self.scheduler.schedule()):
             self._step_id += 1
             request = encode_step(step, BLOCK_SIZE, self._epoch, self._step_id)
@@ -64,7 +64,7 @@ class Rig:
     def run(self) -> Found:
         while self.turn():
             pass
-        assert not self.scheduler.open_sequences(), "something waits for ever"
+        assert not self.scheduler.open_sequences(), "something waits forever"
         assert self.scheduler.blocks.num_free_blocks == self._num_blocks
         return self.found()
 
@@ -72,7 +72,7 @@ class Rig:
         found: Found = {}
         for output in self.outputs:
             tokens, cause = found.get(output.seq.key.number, ([], None))
-            assert cause is None, "news after the end"
+            assert cause is None, "an output after the end"
             if output.token is not None:
                 assert output.offset == len(tokens)
                 tokens.append(output.token)
@@ -81,7 +81,7 @@ class Rig:
 
 
 def search(prompt: list[int], params: SamplingParams) -> list[tuple[list[int], FinishCause]]:
-    """What comes out without a scheduler."""
+    """The completions that the bare search finds, without a scheduler."""
     ends = params.eos_token_ids | params.stop_token_ids
     beams = BeamSearch(
         params.beam_width, params.length_penalty, ends, params.max_tokens, params.min_tokens
@@ -118,7 +118,7 @@ def random_params(random: Random) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_completions_are_those_of_the_search_alone(seed: int) -> None:
-    """Beside plain sequences, in caches too small for all, with losses."""
+    """Alongside plain sequences, in caches too small for all, and with losses."""
     random = Random(seed)
     rig = Rig(random.choice([12, 16, 100]), random.choice([2, 4, 8, 30]), random.choice([0, 1]))
     beams, plain = {}, {}
@@ -160,7 +160,7 @@ def test_the_best_comes_first_and_has_a_score() -> None:
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_all_beams_end_together(turns: int, ahead: int) -> None:
-    """Aborted by the number of any, or by a deadline."""
+    """Whether aborted by any beam's number or ended by a deadline."""
     for how in ("abort", "deadline"):
         rig = Rig(16, 3, ahead)
         params = SamplingParams(20, beam_width=4)

@@ -1,4 +1,4 @@
-"""Completions of one prompt: it is computed once, and what they do not share is copied."""
+"""Completions of one prompt: it is computed once, and blocks they cannot share are copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 4
 
 
 def answered(scheduler: Scheduler) -> Step:
-    """The next step, whose answer has been applied."""
+    """Plans a step, applies its answer, and returns it."""
     step = scheduler.schedule()
     assert step is not None
     scheduler.apply(step, sample(step))
@@ -144,7 +144,7 @@ def test_the_first_to_follow_succeeds_one_that_ends_too_early() -> None:
     prompt = list(range(12))
     scheduler.add(make(1, prompt, max_tokens=2), n=3)
     seqs = sequences(scheduler)
-    step = scheduler.schedule()  # a part of the prompt
+    step = scheduler.schedule()  # part of the prompt
     scheduler.abort((0, 1))
     scheduler.check_integrity()
     assert [seqs[n].status for n in (2, 3)] == [Status.WAITING, Status.FOLLOWING]
@@ -171,7 +171,7 @@ def test_a_sibling_whose_leader_ends_with_its_first_token_has_its_blocks() -> No
     second = sequences(scheduler)[2]
     answered(scheduler)
     assert scheduler.open_sequences() == [(0, 2)]
-    # The block to be copied is held, although nobody has it in a table.
+    # The block to be copied is held, although it is in no table.
     assert scheduler.blocks.num_free_blocks == 4 - 2 - 1
     run_to_the_end(scheduler)
     assert generated(second) == completion(prompt, 1)

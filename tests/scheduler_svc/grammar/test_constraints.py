@@ -1,4 +1,4 @@
-"""Structured output in the engine: what waits for a grammar or a mask holds back nothing else."""
+"""Structured output in the engine: sequences that await a grammar or mask hold up no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ END = 999
 
 
 class OddTokens:
-    """In the place of a matcher: every token is odd, and after `most` of them comes END."""
+    """Stands in for a matcher: every token is odd, and END follows after `most` of them."""
 
     def __init__(self, compiled: FakeGrammars, generated_ids: Iterable[int] = ()) -> None:
         self.accepted: list[int] = []
@@ -90,7 +90,7 @@ class FakeGrammars:
 
 
 class Worker:
-    """Answers at once; `losses` are numbers of sent steps at which the workers are lost."""
+    """Answers at once, but loses the workers at the steps numbered in `losses`."""
 
     def __init__(self, num_blocks: int, losses: Iterable[int]) -> None:
         self._num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""Structured output with the demo model's tokenizer and random models: any allowed token."""
+"""Structured output with the demo model's tokenizer, and random choices among allowed tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from scheduler_svc.grammar.vocabulary import VocabularyError, read_vocabulary
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 VOCABULARY = read_vocabulary(DEMO)
-IM_END = 1535  # what the demo model ends with; it spells nothing
+IM_END = 1535  # the demo model's end token; it spells nothing
 SPECIAL = {1533, 1534, 1535}
 ENDS = frozenset({IM_END})
 
@@ -74,7 +74,7 @@ def allowed(mask: bytes) -> list[int]:
 
 
 def spell(*texts: str) -> list[int]:
-    """A token of exactly each text."""
+    """The tokens that spell exactly these texts, one each."""
     return [VOCABULARY.index(text.encode()) for text in texts]
 
 
@@ -86,7 +86,7 @@ CLOSERS = frozenset(spell('"', "}", "]", ",", ":", "0"))
 
 
 def walk(compiled: CompiledGrammar, rng: random.Random) -> list[int]:
-    """Tokens up to the end, each any that is allowed, with an inclination to come to an end."""
+    """Picks allowed tokens at random until the end, with a bias towards those that close."""
     matcher, tokens = Matcher(compiled), list[int]()
     while not matcher.finished:
         choice = allowed(matcher.mask())
@@ -223,7 +223,7 @@ async def test_tokens_that_do_not_match_are_refused(grammars: Grammars) -> None:
 
 
 async def test_a_dead_end_is_an_error_of_its_own_sequence_only(grammars: Grammars) -> None:
-    """`b` cannot come after `a`: it is an end token, and the grammar is not complete before it."""
+    """`b` cannot follow `a`: it is an end token, and the grammar is not complete before it."""
     compiled = await grammars.compile(GrammarKind.REGEX, "ab|c", spell("b"))
     dead, alive = Matcher(compiled, spell("a")), Matcher(compiled)
     error, mask = await grammars.masks([dead, alive])
@@ -287,7 +287,7 @@ BAD = [
 async def test_what_cannot_be_compiled_is_refused_in_a_line(
     kind: GrammarKind, text: str, reason: str, grammars: Grammars
 ) -> None:
-    for _ in range(2):  # an error is not taken for the compiled grammar
+    for _ in range(2):  # the error is not mistaken for a compiled grammar
         with pytest.raises(GrammarError) as caught:
             await grammars.compile(kind, text, ENDS)
         message = str(caught.value)
@@ -464,7 +464,7 @@ async def test_two_are_compiled_at_once(
         with lock:
             running += 1
             most = max(most, running)
-        together.wait()  # six in pairs
+        together.wait()  # six, in pairs
         compiled = compile(*args)
         with lock:
             running -= 1

@@ -27,8 +27,8 @@ def small_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens(small_dir: Path) -> list[list[int]]:
-    """The ones that `decode` gives on the CPU's path: other kernels, other layouts, the same random
-    numbers. On a GPU, which rounds more, from the same kernels launched one by one."""
+    """The tokens of `decode` on the CPU's path: other kernels, other layouts, the same random
+    numbers. On a GPU, which rounds more, those of the same kernels launched one by one."""
     if ON_GPU:
         return decode(*make_runner(small_dir, Uncaptured, block_size=16))
     runner = ModelRunner(worker_settings(small_dir, max_num_seqs=MAX_NUM_SEQS))

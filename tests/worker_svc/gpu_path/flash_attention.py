@@ -1,5 +1,5 @@
-"""Stand-ins for FlashAttention 2 and 3: the signatures of theirs, the results of a plain reference,
-and a complaint about arguments that the kernels would not take."""
+"""Stand-ins for FlashAttention 2 and 3: their signatures, the results of a plain reference, and
+complaints about arguments that the kernels would not take."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FlashAttention3Ops:
         assert given["batch_size"] == len(given["seqused_k"])
         assert given["is_causal"]
         self.calls.append("schedule")
-        # What depends on the arguments, so that `fwd` can tell whether its own are the same.
+        # Depends on the arguments, so that `fwd` can tell whether its own are the same.
         same = [given[name] for name in ("max_seqlen_q", "max_seqlen_k", "num_splits")]
         return torch.cat((torch.tensor(same, dtype=torch.int32), given["seqused_k"]))
 
@@ -118,7 +118,7 @@ def by_name(schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def install_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A module `flash_attn` -> the names of its functions, as they are called."""
+    """Installs a module `flash_attn` -> the names of its functions, as they are called."""
     calls: list[str] = []
 
     def flash_attn_with_kvcache(

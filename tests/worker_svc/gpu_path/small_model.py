@@ -1,4 +1,4 @@
-"""Small models, and what they are asked to do."""
+"""Small models and workloads for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 96,
 }
-# On a GPU with matrices of the size of a model's.
+# On a GPU, with matrices as large as a real model's.
 LARGER: dict[str, Any] = by_device(
     cpu=SMALL,
     gpu={
@@ -84,8 +84,8 @@ def make_batch(runner: ModelRunner, num_blocks: int) -> Batch:
 
 
 def decode(runner: ModelRunner, batch: Batch) -> list[list[int]]:
-    """Prompts, then decodes of sequences that come and go, fed with what the step before sampled;
-    all launched one after another, and only then waited for."""
+    """Runs prompts, then decodes of sequences that come and go, fed with what the previous step
+    sampled; launches them all before it waits for any."""
     texts = prompts(batch.limits.vocab_size, [3, 18, 1])
     temperatures, seeds = [0.0, 0.9, 1.3], [5, 6, 7]
     steps: list[tuple[list[int], list[list[int]]]] = [
@@ -107,8 +107,8 @@ def decode(runner: ModelRunner, batch: Batch) -> list[list[int]]:
 
 
 def decode_with_features(runner: ModelRunner, batch: Batch) -> list[StepResult]:
-    """The same sequences: prompts that are scored, then decodes that share steps with plain ones,
-    the last of them in a copied block."""
+    """Runs the same sequences: prompts that are scored, then decodes that share steps with plain
+    ones, the last of them in a copied block."""
     vocab = batch.limits.vocab_size
     texts = prompts(vocab, [3, 18, 1])
     heavy = Asked(

@@ -1,4 +1,4 @@
-"""Attention backends, through the interface that the model uses, against the reference."""
+"""Attention backends against the reference, through the interface that the model uses."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from worker_svc.step.tensors import padded, upload_step
 pytestmark = pytest.mark.timeout(240)
 
 LONGEST = by_device(cpu=40, gpu=4096)
-# What libraries say of heads or dtypes that they were not built for.
+# What libraries say about heads or dtypes that they were not built for.
 UNSUPPORTED = ("only support", "not support", "head dimension")
 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand-ins on a CPU."""
+    """Installs stand-ins on a CPU."""
     if ON_GPU:
         yield
         return
@@ -71,7 +71,8 @@ CASES = make_cases()
 
 
 def make_step(case: Case, block_size: int) -> tuple[Step, np.ndarray, int]:
-    """-> a step, the slots of all that its sequences have in the cache, and the cache's blocks."""
+    """Makes a step -> it, the slots of everything its sequences have in the cache, and the cache's
+    blocks."""
     num_blocks = sum(-(-context // block_size) for context in case.context_lens) + 1
     batch = Batch(
         limits(
@@ -109,8 +110,9 @@ def test_equals_the_reference(
     case: Case,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Slots that no sequence has written hold NaN for our kernels. Others' may load them and give
-    them the weight 0, for which a cache is zeros at first, and then what others have left."""
+    """For our kernels, slots that no sequence has written hold NaN. Libraries' kernels may load
+    them and give them weight 0, so there a cache is zeros at first, and then what others have
+    left."""
     backend = make_backend(name, heads, dtype)
     step, slots, num_blocks = make_step(case, backend.block_size)
     tensors = upload_step(step, backend.plan_column(step), DEVICE)
@@ -120,7 +122,7 @@ def test_equals_the_reference(
         size = rows, count, heads.head_dim
         return torch.randn(size, generator=random, device=random.device).to(dtype)
 
-    # Queries twice as large as usual: weights that differ much make a wrong maximum visible.
+    # Queries twice as large as usual: widely differing weights make a wrong maximum visible.
     q = 2 * normal(len(step.positions), heads.heads)
     k, v = normal(len(slots), heads.kv_heads), normal(len(slots), heads.kv_heads)
     cache = backend.allocate(num_blocks)[0]
@@ -146,7 +148,7 @@ def test_equals_the_reference(
             tensors.table_offsets,
             backend.shape.scale,
         )
-        # What others' kernels leave in padding, nobody reads.
+        # Nobody reads what libraries' kernels leave in padding.
         rows = len(step.positions) - (case.num_padding if name != "triton" else 0)
         return relative_error(out[:rows], exact[:rows])
 
@@ -160,7 +162,7 @@ def test_equals_the_reference(
 @gpu_only
 @pytest.mark.parametrize(("name", "load"), [("fa3", fa3.load), ("flash_attn", flash_attn.load)])
 def test_what_is_installed_can_be_used(name: str, load: Callable[[], bool]) -> None:
-    """For a model as most are. Elsewhere a library that cannot be used is skipped: also one that is
+    """Tried on a typical model. Other tests skip a library that cannot be used, even one that is
     called wrongly."""
     if not load():
         pytest.skip(f"{name} is not installed")

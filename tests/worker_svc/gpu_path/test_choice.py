@@ -1,4 +1,4 @@
-"""Which attention backend a GPU gets, and what is said when it cannot get the one asked for."""
+"""The attention backend that a GPU gets, and the message when it cannot get the one asked for."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_auto_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_build_that_cannot_do_it_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[..., torch.Tensor], reason: str
 ) -> None:
-    """That it is installed is not enough. Auto falls back, and says why."""
+    """Being installed is not enough. Auto falls back, and says why."""
     monkeypatch.setattr(flash_attention, "attend", broken)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with structlog.testing.capture_logs() as logs:
@@ -156,9 +156,9 @@ def test_what_a_backend_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -
     install_flash_attn(monkeypatch)
     with pytest.raises(StartError, match=r"Hopper GPUs, this one has capability 8\.0"):
         choose("fa3", AMPERE)
-    with pytest.raises(StartError, match="block_size 64 is no multiple of 256"):
+    with pytest.raises(StartError, match="block_size 64 is not a multiple of 256"):
         choose("flash_attn", block_size=64)
-    with pytest.raises(StartError, match="fa3 cannot be used: head_dim 20 is no multiple of 8"):
+    with pytest.raises(StartError, match="fa3 cannot be used: head_dim 20 is not a multiple of 8"):
         choose("fa3", head_dim=20)
     for head_dim in (8, 264):
         message = f"triton cannot be used: head_dim {head_dim} is not in 9..256"

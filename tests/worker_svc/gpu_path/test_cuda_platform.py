@@ -1,5 +1,5 @@
-"""`CudaPlatform` on a stand-in for torch.cuda that checks signatures and notes the order of things:
-there is no GPU here, and what it orders is what could go wrong."""
+"""`CudaPlatform` on a stand-in for torch.cuda that checks signatures and records the order of
+calls: there is no GPU here, and the order is what could go wrong."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Event:
         return self.finished or (self._cuda.finish and not self._timed and self._polled())
 
     def _polled(self) -> bool:
-        """Once."""
+        """Whether this is not the first poll."""
         self._polls += 1
         return self._polls > 1
 
@@ -167,7 +167,7 @@ def test_a_gpu_that_is_too_old(cuda: FakeCuda) -> None:
 
 
 def test_results_are_fetched_before_a_later_step_can_overwrite_them(cuda: FakeCuda) -> None:
-    """On the one stream, which waits for no other."""
+    """They are fetched on the one stream, which waits for no other."""
     platform = make_platform(rank=1)
     tokens = torch.tensor([5, 6], dtype=torch.int32)
     cuda.log.clear()
@@ -202,7 +202,7 @@ def test_capture_warms_up_first(cuda: FakeCuda) -> None:
 
 
 def test_all_captures_are_on_one_stream(cuda: FakeCuda) -> None:
-    """For each, cuBLAS would keep 32 MiB."""
+    """cuBLAS would keep 32 MiB for each stream."""
     platform = make_platform()
     for _ in range(3):
         platform.capture(lambda: None, platform.graph_pool())
@@ -253,7 +253,7 @@ def test_memory(cuda: FakeCuda) -> None:
     runs: list[int] = []
     assert platform.measure_peak_bytes(lambda: runs.append(1)) == 8 * MIB
     assert len(runs) == 2  # once to compile, once to measure
-    # 90 of 100 MiB, of which 30 are taken and 8 are kept for activations.
+    # 90 of 100 MiB, minus 30 that are taken and 8 kept for activations.
     settings = WorkerSettings()
     assert platform.cache_bytes(settings, 8 * MIB) == 52 * MIB
     assert platform.cache_bytes(WorkerSettings(memory_utilization=0.5), 8 * MIB) == 12 * MIB
@@ -261,8 +261,8 @@ def test_memory(cuda: FakeCuda) -> None:
 
 
 def test_weights_go_through_two_pinned_buffers(cuda: FakeCuda) -> None:
-    """In pieces, of other dtypes and of parts of rows; a buffer is filled again only when what it
-    held has arrived."""
+    """They go in pieces, of other dtypes and of parts of rows; a buffer is refilled only once its
+    contents have arrived."""
     copies = PinnedCopies(buffer_bytes=24)
     source = torch.arange(70.0).view(7, 10)
     out = torch.zeros(9, 4, dtype=torch.bfloat16)
@@ -318,7 +318,7 @@ NOT_LOST = [
 )
 def test_which_errors_lose_the_device(error: Exception, lost: bool) -> None:
     assert is_device_lost(error) == lost
-    # Also where ending a capture, or a rank's answer, has covered it up.
+    # Even if ending a capture, or a rank's answer, has covered it up.
     covering = RuntimeError("operation failed due to a previous error during capture")
     covering.__context__ = error
     assert is_device_lost(covering) == lost

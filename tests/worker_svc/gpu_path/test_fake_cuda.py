@@ -1,5 +1,5 @@
-"""The forward pass of every Qwen3 size traced with fake CUDA tensors: devices, dtypes and shapes of
-everything that is launched, without a GPU and without memory for the weights."""
+"""The forward pass of every Qwen3 size, traced with fake CUDA tensors: devices, dtypes and shapes
+of every launch, without a GPU or memory for the weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VOCAB_SIZE = 151_936
 
 
 class FakeReader:
-    """Gives shapes and no contents; notes every tensor's size."""
+    """Gives shapes without contents, and records every tensor's size."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -63,7 +63,7 @@ class Launch:
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Kernels are noted instead of run."""
+    """Records kernels instead of running them."""
     launches: list[Launch] = []
 
     def launcher(kernel: Any, grid: Any) -> Any:
@@ -79,8 +79,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 
 def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """`tensor[index]` by operators alone: Python's indexing asks CUDA for a device guard first,
-    which a build without CUDA does not have."""
+    """Does `tensor[index]` with operators alone: Python's indexing asks CUDA for a device guard
+    first, which a build without CUDA does not have."""
     dim = 0
     for part in index if isinstance(index, tuple) else (index,):
         if isinstance(part, int):
@@ -209,7 +209,7 @@ def test_forward(
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """Sampling with all of them, and the scores of a prompt."""
+    """Samples with all of them, and scores a prompt."""
     prompts, decodes = warm_up_steps(5, 2000, False, MAX_MODEL_LEN, 64, VOCAB_SIZE)
     assert prompts.prompt_targets
     assert decodes.features
@@ -240,13 +240,13 @@ def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
 
 
 def to_fake_gpu(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """As `upload`."""
+    """Stands in for `upload`."""
     dtypes = {np.float32: torch.float32, np.int32: torch.int32, np.uint32: torch.int32}
     return [torch.empty(a.size, dtype=dtypes[a.dtype.type], device=CUDA) for a in arrays]
 
 
 def test_sizes_of_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks together read every weight once; what they share, each of them."""
+    """Together the ranks read every weight once, and each of them what they share."""
     config = model_config({**BASE_CONFIG, **SHAPES["qwen3-8b"]}, torch.bfloat16)
 
     def elements(rank: int, ranks: int) -> int:

@@ -1,5 +1,5 @@
-"""CUDA graphs, or the padded steps that they are made of, against the same steps launched kernel by
-kernel: equal in every bit."""
+"""CUDA graphs, or the padded steps that they are made of, equal the same steps launched kernel by
+kernel, bit for bit."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def pair(request: pytest.FixtureRequest, larger_dir: Path) -> Pair:
         )[0]
         for platform in (GpuPlatform, Uncaptured)
     )
-    # Others' kernels may load what was never written: see test_backends.
+    # Libraries' kernels may load what was never written: see test_backends.
     return Pair(captured, uncaptured, blocks, torch.nan if name == "triton" else 0.0)
 
 
 def make_steps(pair: Pair, rows: int) -> list[Step]:
-    """Prompts, then decodes of the tokens that the step before sampled, which the host need not
-    know, in another order in each step. Half of the sequences are greedy."""
+    """Makes prompts, then decodes of the tokens that the previous step sampled, which the host need
+    not know, in another order in each step. Half of the sequences are greedy."""
     batch = make_batch(pair.captured, pair.num_blocks)
     rng = np.random.default_rng(rows)
     texts = prompts(batch.limits.vocab_size, rng.integers(1, LONGEST_PROMPT + 1, rows).tolist())
@@ -98,8 +98,8 @@ def make_steps(pair: Pair, rows: int) -> list[Step]:
 def run(
     runner: ModelRunner, steps: Sequence[Step], ahead: int, unwritten: float
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """With so many steps launched beyond the one whose tokens are waited for -> the tokens of each
-    step, and the caches."""
+    """Launches `ahead` steps beyond the one whose tokens are waited for -> the tokens of each step,
+    and the caches."""
     for cache in runner._caches:
         cache.fill_(unwritten)
     pending, tokens = [], []
@@ -113,8 +113,8 @@ def run(
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_graphs_equal_uncaptured_steps(pair: Pair, rows: int) -> None:
-    """Waiting after each step, with one launched ahead, and with all at once. Padding and plans are
-    the same with and without graphs: other numbers of rows may round differently."""
+    """They wait after each step, launch one ahead, or launch all at once. Padding and plans are the
+    same with and without graphs: other numbers of rows may round differently."""
     steps = make_steps(pair, rows)
     tokens, caches = run(pair.uncaptured, steps, 0, pair.unwritten)
     for ahead in (0, 1, len(steps)):
@@ -137,7 +137,7 @@ def test_features_are_the_same_beside_graphs(pair: Pair) -> None:
 
 
 def test_graphs_leave_their_logits_in_one_buffer(small_dir: Path) -> None:
-    """Kept in each graph's own memory, they would take it many times."""
+    """Kept in each graph's own memory, they would take as much many times over."""
     runner, batch = make_runner(small_dir, block_size=16)
     assert runner._graphs
     addresses = set()
@@ -164,7 +164,7 @@ def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(
 
 
 def failing(cause: Exception) -> Callable[..., Callable[[], None]]:
-    """A capture that fails as torch's do: ending it fails, too."""
+    """A capture that fails as torch's do: ending it fails too."""
 
     def capture(*_: object) -> Callable[[], None]:
         try:
@@ -175,11 +175,11 @@ def failing(cause: Exception) -> Callable[..., Callable[[], None]]:
     return capture
 
 
-@cpu_only  # torch's allocator is never the same after one: tests/gpu/test_processes
+@cpu_only  # torch's allocator never recovers from one: tests/gpu/test_processes
 def test_a_failed_capture_is_said_and_nothing_counts_as_configured(
     small_dir: Path, tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same number of blocks again is configured again, not taken for done."""
+    """Configuring the same number of blocks again is not taken for done."""
     settings = worker_settings(
         small_dir, attention="triton", max_num_seqs=4, block_size=16, kv_blocks=1
     )
@@ -210,8 +210,8 @@ def test_how_a_failed_capture_ends(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the cause, not with what ending the capture said of it; and a lost rank or device is no
-    reason not to start again."""
+    """It ends with the cause, not with the error of ending the capture; and a lost rank or device
+    is no reason not to start again."""
     settings = worker_settings(small_dir, attention="triton", max_num_seqs=4, kv_blocks=1)
     runner = ModelRunner(settings, GpuPlatform(settings))
     monkeypatch.setattr(GpuPlatform, "capture", failing(cause))

@@ -1,5 +1,5 @@
 """The whole GPU path: staging, kernels, the padded steps that CUDA graphs run, and the attention
-backends, which are stand-ins where there is no GPU."""
+backends, with stand-ins if there is no GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from worker_svc.model_runner import ModelRunner
 # The first test of a model on a GPU compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
 
-# Lengths of texts, and steps: of each sequence the number of its next tokens.
+# Lengths of texts, and steps: the number of next tokens for each sequence.
 LENGTHS, STEPS = by_device(
     # Prompts whole and in chunks, decodes, and all of them in one step.
     cpu=(
@@ -46,7 +46,7 @@ LENGTHS, STEPS = by_device(
             [(1, 1), (0, 2), (3, 1)],
         ],
     ),
-    # Prompts in two steps, of the first token to the last, then decodes.
+    # Prompts in two steps, from the first token to the last, then decodes.
     gpu=(
         [n + 16 for n in (2, 17, 64, 255, 256, 300, 513, 1000)],
         [
@@ -134,7 +134,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.mark.parametrize("name", by_device(cpu=["triton"], gpu=BACKENDS))
 def test_logits_are_as_close_as_those_of_transformers(name: str, rounded: Oracle) -> None:
-    """Both round differently. Ours may have twice the error of theirs, on a CPU in float32."""
+    """They round differently. Ours may have twice the error of theirs, on a CPU in float32."""
     make_backend(name, LARGER_HEADS, LARGER_DTYPE)  # skips what is not there
     logits = logits_of_steps(rounded.path, attention=name, dtype=str(LARGER_DTYPE)[6:])
     pairs = list(zip(logits, rounded.exact, STEPS, strict=True))
@@ -154,8 +154,8 @@ def poison(runner: ModelRunner) -> None:
 def test_padded_steps_on_static_buffers_equal_eager_ones(
     small_dir: Path, tokens: list[list[int]]
 ) -> None:
-    """Tokens, the cache, and what of the cache nobody may write. A product of more rows may add in
-    another order: on a GPU, where tokens would differ, eager ones are padded too."""
+    """In tokens, in the cache, and in the part of it that nobody may write. A product of more rows
+    may add in another order: on a GPU, where tokens would differ, eager steps are padded too."""
     caches = []
     for platform, captures in (
         by_device(cpu=(GpuPlatform, False), gpu=(Uncaptured, True)),
@@ -175,7 +175,7 @@ def test_padded_steps_on_static_buffers_equal_eager_ones(
 @cpu_only
 @pytest.mark.parametrize("captures", [False, True])
 def test_features_equal_those_of_a_cpu(small_dir: Path, captures: bool) -> None:
-    """Beside the graphs, which know nothing of them."""
+    """They run beside the graphs, which know nothing of them."""
     cpu = ModelRunner(worker_settings(small_dir, max_num_seqs=MAX_NUM_SEQS))
     cpu.configure(1, NUM_BLOCKS)
     theirs = decode_with_features(cpu, Batch(limits(vocab_size=VOCAB, num_blocks=NUM_BLOCKS)))
@@ -200,11 +200,11 @@ def test_fa3(
     runner, batch = make_runner(small_dir, attention="fa3", block_size=16)
     assert runner.info.attention_backend == "fa3"
     assert decode(runner, batch) == tokens
-    # What layers share is computed once a step.
+    # What layers share is computed once per step.
     oracle = save_model(tmp_path, **{**SMALL, "num_hidden_layers": 2})
     flash_attention_3.calls.clear()
     check_logits(tmp_path, oracle, attention="fa3", block_size=16)
-    probes = 2  # of a call each: `attention.probe`
+    probes = 2  # one call each: `attention.probe`
     calls = flash_attention_3.calls
     assert calls.count("fwd") - probes == 2 * (calls.count("schedule") - probes)
 
@@ -230,8 +230,8 @@ def test_flash_attn(
 @cpu_only
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(small_dir: Path, dtype: str) -> None:
-    """How exact it is, a GPU shows; here that no dtypes are mixed, nothing overflows and nothing is
-    read that was not written."""
+    """A GPU shows how exact it is; this shows that no dtypes are mixed, nothing overflows, and
+    nothing is read that was not written."""
     runner, batch = make_runner(small_dir, captures=False, block_size=16, dtype=dtype)
     poison(runner)
     tokens = np.concatenate(decode(runner, batch))

@@ -17,7 +17,7 @@ GPUS = torch.cuda.device_count() if ON_GPU else 0
 PROMPTS = 64
 TOKENS = 8
 # In half precision the sum over ranks rounds differently from one product, which tips the balance
-# where two logits are as good as equal: of the first tokens hardly any, of later ones some more.
+# where two logits are all but equal: for hardly any of the first tokens, for some more later.
 MIN_EQUAL = 0.95
 
 

@@ -1,4 +1,4 @@
-"""Steps that run before a worker says that it serves."""
+"""Steps that run before a worker reports that it serves."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 def test_without_graphs_decodes_of_every_size_have_run(
     tiny_dir: Path, launched: list[Step]
 ) -> None:
-    """Attention is cut into parts by the number of sequences: other kernels, which a later step
-    would have to wait for. Graphs run each size when they are captured."""
+    """The number of sequences decides how attention is divided, and so which kernels run; a later
+    step would have to wait for those. Graphs run each size when they are captured."""
     settings = worker_settings(tiny_dir, max_num_seqs=20, max_model_len=40)
     ModelRunner(settings, CompilingPlatform(settings))
     plain = [step.num_seqs for step in launched if step.decodes_only and step.features is None]
@@ -51,7 +51,7 @@ def test_without_graphs_decodes_of_every_size_have_run(
     ("asked", "max_num_seqs", "expected"), [("auto", 8, 640), ("auto", 700, 700), (50, 8, 50)]
 )
 def test_tokens_of_a_step(tiny_dir: Path, asked: object, max_num_seqs: int, expected: int) -> None:
-    """Unless a setting says, as many as suit the platform, at least one for each sequence."""
+    """Unless set, as many as suit the platform, and at least one for each sequence."""
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": asked}
     settings = worker_settings(tiny_dir, **limits)
     assert (

@@ -1,4 +1,4 @@
-"""What features make of logits, against transformers' processors."""
+"""The effect of features on logits, against transformers' processors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_step(
 
 
 def history_of(step: Step) -> TokenCache:
-    """Of sequences that have all their tokens in `step`."""
+    """The history of sequences that have all their tokens in `step`."""
     cache = TokenCache.allocate(256, 16, torch.device("cpu"))
     cache.slots[step.slot_mapping.tolist()] = torch.from_numpy(step.input_ids.copy())
     return cache
@@ -91,7 +91,7 @@ def sample(logits: torch.Tensor, step: Step, ranks: int = 1) -> list[int]:
 def expected(
     logits: torch.Tensor, text: Sequence[int], asked: Asked, temperature: float
 ) -> torch.Tensor:
-    """Logits [vocab] -> the same divided by the temperature."""
+    """Logits [vocab] -> processed, and divided by the temperature unless it is 0."""
     ids, scores = torch.tensor([text]), logits.float().clone()[None]
     for token, value in asked.bias.items():
         scores[0, token] += value
@@ -119,7 +119,7 @@ def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
 
 
 def random_asked(rng: np.random.Generator, vocab: int, length: int) -> Asked:
-    """Any combination, each feature in about half of the rows; at least a bias."""
+    """Asks for any combination, each feature in about half of the rows, and at least a bias."""
 
     def maybe(asked: Asked, **features: object) -> Asked:
         return replace(asked, **features) if rng.random() < 0.5 else asked  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_combinations_equal_transformers(seed: int, vocab: int, ranks: int) -> N
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_alone_equals_transformers(asked: Asked, ranks: int) -> None:
-    """Beside rows whose logits stay."""
+    """Other rows' logits stay."""
     text = [7, 7, 9, 7, 0, 300, 300, 64]
     logits = random_logits(4, VOCAB, 1)
     rows = {0: Asked(logprobs=2), 1: Asked(), 3: asked}
@@ -185,7 +185,7 @@ def test_each_alone_equals_transformers(asked: Asked, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_tokens_are_those_of_the_processed_logits(ranks: int) -> None:
-    """With the random numbers that the rows have without features."""
+    """They use the random numbers that the rows have without features."""
     seed = 8
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)

@@ -32,15 +32,15 @@ from worker_svc.sampling.filters import Limit, keep_likely
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.uniforms import uniforms
 
-EPS = 1e-6  # of probability: what is this near to a boundary may be on either side of it
+EPS = 1e-6  # of probability: tokens this near to a boundary may be on either side of it
 LOGIT_EPS = 1e-5  # likewise of min_p, relative: its boundary is rounded as a logit
-# There need be no numba beside a GPU.
+# A machine with a GPU need not have numba.
 DEVICE_OPS: Any = triton_ops if ON_GPU else import_module("worker_svc.kernels.cpu.ops")
 
 
 @dataclass(frozen=True)
 class Params:
-    """Of a row."""
+    """The filters of a row."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -64,8 +64,7 @@ def filter_shard(
     tp: TensorParallel,
     ops: Ops,
 ) -> torch.Tensor:
-    """The part of whole logits [F, vocab] that is this rank's, filtered; padding is NaN, and
-    stays."""
+    """Filters this rank's part of whole logits [F, vocab]; padding is NaN, and stays."""
     size = len(logits), vocab.shard_size
     local = torch.full(size, torch.nan, device=DEVICE)
     part = local[:, : vocab.num_tokens]
@@ -85,7 +84,7 @@ def filter_shard(
 def filtered(
     logits: torch.Tensor, params: list[Params], ranks: int = 1, ops: Ops = DEVICE_OPS
 ) -> torch.Tensor:
-    """[F, vocab], put together from ranks."""
+    """Filters on all ranks -> [F, vocab], put together."""
     if ranks == 1:
         vocab = VocabPartition(logits.shape[1], 0, 1)
         return filter_shard(logits, params, vocab, TensorParallel(), ops)
@@ -99,8 +98,8 @@ def filtered(
 
 
 def warped(row: torch.Tensor, params: Params, nudge: float) -> torch.Tensor:
-    """Which tokens transformers keeps, in float64, and those that are equal to one of them; with
-    top_p and min_p a little stricter (-1) or laxer (1)."""
+    """The tokens that transformers keeps, in float64, and those equal to one of them; with top_p
+    and min_p a little stricter (-1) or laxer (1)."""
     kept = row > -torch.inf
     scores = TemperatureLogitsWarper(params.temperature)(None, row.double()[None])
 
@@ -134,7 +133,7 @@ def assert_as_transformers(
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
-    """Ordinary ones, many equal ones, impossible tokens, and huge ranges, in turn."""
+    """Ordinary logits, many equal ones, impossible tokens, and huge ranges, in turn."""
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     logits[1::4] = (logits[1::4] / 4).bfloat16().float()
     logits[2::4, ::3] = -torch.inf
@@ -189,12 +188,13 @@ def test_the_kernels_of_a_gpu_keep_the_same() -> None:
 
 
 def on_wrong_side(logits: torch.Tensor, kept: torch.Tensor, params: Params) -> int:
-    """Tokens that are kept and should not be, or the other way round, by the only filter of
-    `params`, which all rows have; in float64, for vocabularies for which transformers is slow."""
+    """Counts tokens wrongly kept or dropped by the only filter of `params`, which all rows have; in
+    float64, for vocabularies for which transformers is slow."""
     ordered = logits.sort(dim=1, descending=True).values
 
     def outside(min_kept: torch.Tensor, max_kept: torch.Tensor) -> int:
-        """Beyond so many tokens [rows], and those that are equal to the last of them."""
+        """Counts dropped ones of the `min_kept` [rows] largest and kept ones below the
+        `max_kept`."""
         strict, lax = (ordered.gather(1, n[:, None] - 1) for n in (min_kept, max_kept))
         return int(((logits >= strict) & ~kept).sum() + (kept & (logits < lax)).sum())
 
@@ -214,8 +214,8 @@ def on_wrong_side(logits: torch.Tensor, kept: torch.Tensor, params: Params) -> i
 @pytest.mark.parametrize("rows", by_device(cpu=[1, 5], gpu=ROWS))
 @pytest.mark.parametrize("vocab", by_device(cpu=[301], gpu=VOCAB_SIZES))
 def test_filters_by_their_definition(vocab: int, rows: int, ops: Ops) -> None:
-    """Each by itself, all at once as one after another, and the same tokens wherever in the
-    vocabulary they are. In every other row many logits are equal."""
+    """Each works by itself, all at once as one after another, and on the same tokens wherever in
+    the vocabulary they are. In every other row many logits are equal."""
     random = generator(seed=vocab + rows)
     logits = 3 * torch.randn(rows, vocab, generator=random, device=random.device)
     logits[1::2] = logits[1::2].bfloat16().float()
@@ -263,7 +263,7 @@ def test_equal_logits_are_kept_or_excluded_together() -> None:
 
 
 def test_greedy_rows_and_rows_of_nothing_stay() -> None:
-    """Whatever their parameters are."""
+    """Their parameters do not matter."""
     logits = random_logits(3, 301, seed=9)
     logits[2] = -torch.inf
     params = [Params(t, top_k=3, top_p=0.5, min_p=0.5) for t in (0.0, 1.0, 1.0)]
@@ -292,8 +292,8 @@ def test_without_filters_nothing_is_asked_of_the_device() -> None:
     ],
 )
 def test_distribution_of_sampled_tokens(params: Params) -> None:
-    """Chi-square against softmax(logits / temperature) of what transformers keeps, over random
-    numbers of many seeds and positions."""
+    """Chi-square against softmax(logits / temperature) of the tokens that transformers keeps, over
+    random numbers of many seeds and positions."""
     size, draws, seed = 60, 20_000, 11
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(seed))
     left = filtered(logits, [params])

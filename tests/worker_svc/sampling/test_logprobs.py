@@ -33,7 +33,7 @@ def random_logits(rows: int, vocab: int, seed: int, dtype: torch.dtype) -> torch
 def expected(
     logits: torch.Tensor, tokens: list[int], counts: list[int]
 ) -> tuple[list[int], list[float]]:
-    """By sorting all of it, lower ids first where logits are equal."""
+    """Sorts everything, lower ids first where logits are equal."""
     ids: list[int] = []
     values: list[float] = []
     logprobs = logits.double().log_softmax(1)
@@ -50,7 +50,7 @@ def expected(
 def test_the_likeliest_and_the_token_itself(
     dtype: torch.dtype, vocab: int, max_count: int, ranks: int
 ) -> None:
-    """In bfloat16 many logits are equal."""
+    """Many logits are equal in bfloat16."""
     seed = vocab + max_count
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)

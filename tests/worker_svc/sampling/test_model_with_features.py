@@ -1,4 +1,4 @@
-"""Features through the whole model: the same on every path, and what transformers' logits give."""
+"""Features through the whole model: the same on every path, and as transformers' logits have it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker_svc.step.wire import Int32s
 from worker_svc.step_result import StepResult
 
 VOCAB = 301
-# Every feature that changes logits, so that a token of the history that is wrong shows.
+# Every feature that changes logits, so that a wrong token in the history shows.
 HEAVY = Asked(
     repetition_penalty=1.4,
     presence_penalty=0.3,
@@ -33,7 +33,7 @@ HEAVY = Asked(
 
 @pytest.fixture(scope="module")
 def tiny(tiny_dir: Path) -> ModelRunner:
-    """Its cache holds what other tests left."""
+    """A runner whose cache holds what other tests left."""
     return make_runner(tiny_dir)[0]
 
 
@@ -61,7 +61,7 @@ def generate(
     crowd: Sequence[Sequence[int]] = (),
     asked: Asked = HEAVY,
 ) -> list[int]:
-    """`count` tokens of a sequence with features, at temperature 0.8 and seed 7.
+    """Generates `count` tokens of a sequence with features, at temperature 0.8 and seed 7.
 
     Args:
         chunk: most tokens of the prompt in a step.
@@ -105,7 +105,7 @@ def text() -> list[int]:
 
 @pytest.fixture(scope="module")
 def completion(tiny: ModelRunner, text: list[int]) -> list[int]:
-    """Alone, the prompt whole, one step after another."""
+    """The tokens of a sequence that runs alone, the prompt whole, one step after another."""
     return generate(tiny, make_batch(tiny), text, 30)
 
 
@@ -142,7 +142,7 @@ def test_features_matter(tiny: ModelRunner, text: list[int], completion: list[in
 def test_preempted_and_computed_again(
     tiny: ModelRunner, text: list[int], completion: list[int]
 ) -> None:
-    """In other blocks, generated tokens included."""
+    """It is computed in other blocks, generated tokens included."""
     asked = replace(HEAVY, prompt_len=len(text))
     for done in (1, 12, 29):
         again = make_batch(tiny)
@@ -161,7 +161,7 @@ def test_preempted_and_computed_again(
 def test_a_shared_prefix_is_part_of_the_history(
     tiny: ModelRunner, batch: Batch, text: list[int], completion: list[int]
 ) -> None:
-    """Of another sequence, whose blocks this one only refers to."""
+    """The prefix is another sequence's, whose blocks this one only refers to."""
     size = batch.limits.block_size
     run(tiny, batch, [(1, text[: 2 * size])])
     batch.tables[0], batch.contexts[0] = list(batch.tables[1]), 2 * size
@@ -186,7 +186,7 @@ def test_a_copied_block_goes_on_by_itself(
     both = {"temperatures": [0.8] * 2, "seeds": [7, 7], "features": {0: asked, 1: asked}}
     result = run(tiny, batch, [(0, tokens[0]), (1, tokens[1])], copies=[(last, copy)], **both)
     assert result.token_ids.tolist() == [completion[1]] * 2
-    # What one of them writes from now on the other does not see.
+    # From now on, neither sees what the other writes.
     run(tiny, batch, [(0, [3]), (1, [completion[1]])], **both)
     parted = run(tiny, batch, [(0, [3]), (1, [completion[2]])], **both).token_ids
     alone = run(tiny, make_batch(tiny), [(0, [*text, first, 3, 3])], **sampling).token_ids
@@ -194,7 +194,7 @@ def test_a_copied_block_goes_on_by_itself(
 
 
 def test_blocks_are_copied_before_the_step_writes(tiny: ModelRunner, batch: Batch) -> None:
-    """To the copies, and to what was copied."""
+    """It writes to the copies, and to the blocks that were copied."""
     texts = prompts(VOCAB, [10, 10], seed=5)
     chunks = [(seq, [*texts[seq % 2], 9 + seq // 2]) for seq in range(4)]
     whole = run(tiny, make_batch(tiny), chunks).token_ids
@@ -208,7 +208,7 @@ def test_blocks_are_copied_before_the_step_writes(tiny: ModelRunner, batch: Batc
 
 
 def test_rows_without_features_are_as_without_the_others(tiny: ModelRunner, batch: Batch) -> None:
-    """Prompt chunks, decodes, rows that sample nothing; features in some."""
+    """Runs prompt chunks, decodes and rows that sample nothing, with features in some."""
     texts = prompts(VOCAB, [20, 3, 41, 8], seed=6)
     sampling: dict[str, Any] = {"temperatures": [0.9] * 4, "seeds": [1, 2, 3, 4], "silent": [2]}
     chunks = [(i, text[:30]) for i, text in enumerate(texts)]
@@ -244,7 +244,7 @@ def test_greedy_tokens_follow_transformers(
 def check_scores(
     ids: Int32s, values: Any, oracle: torch.Tensor, tokens: Sequence[int], k: int
 ) -> None:
-    """Of consecutive tokens, against the oracle's logits [N, vocab]."""
+    """Checks the scores of consecutive tokens against the oracle's logits [N, vocab]."""
     logprobs = oracle.log_softmax(1)
     ids, values = ids.reshape(-1, 1 + k), values.reshape(-1, 1 + k)
     assert ids[:, 0].tolist() == list(tokens)
@@ -257,7 +257,7 @@ def check_scores(
 def test_logprobs_are_of_the_models_own_logits(
     tiny: ModelRunner, tiny_oracle: Qwen3ForCausalLM, batch: Batch, k: int
 ) -> None:
-    """Whatever else the row asks for."""
+    """It does not matter what else the row asks for."""
     texts = prompts(VOCAB, [20, 3, 11], seed=8)
     asked = {0: replace(HEAVY, logprobs=k, bias={4: 50.0}), 2: Asked(logprobs=k)}
     result = run(tiny, batch, list(enumerate(texts)), temperatures=[1.0] * 3, features=asked)
@@ -272,7 +272,7 @@ def test_logprobs_are_of_the_models_own_logits(
 def test_prompt_logprobs(
     tiny: ModelRunner, tiny_oracle: Qwen3ForCausalLM, batch: Batch, chunk: int, k: int
 ) -> None:
-    """Of more tokens than are scored at a time, whole and in chunks, beside another sequence."""
+    """Scores more tokens than fit at a time, whole and in chunks, beside another sequence."""
     text, other = prompts(VOCAB, [300, 60], seed=9)
     if chunk == 1:
         text = text[:20]
@@ -291,7 +291,7 @@ def test_prompt_logprobs(
             targets={1: targets},
             num_prompt_logprobs=k,
         )
-        # Those of what was sampled come first.
+        # Those of the sampled tokens come first.
         sampled = 1 + k if last else 0
         assert len(result.logprob_ids) == sampled + len(targets) * (1 + k)
         ids.append(result.logprob_ids[sampled:])
@@ -315,7 +315,7 @@ def test_rows_with_nothing_to_score(tiny: ModelRunner, batch: Batch) -> None:
 
 
 def test_half_precision(tiny_dir: Path) -> None:
-    """bfloat16 has many equal logits: the likeliest is the lowest id, the one that greedy takes."""
+    """bfloat16 has many equal logits: the likeliest is the lowest id, as for greedy."""
     runner, batch = make_runner(tiny_dir, dtype="bfloat16")
     texts = prompts(VOCAB, [7] * 20, seed=10)
     result = run(

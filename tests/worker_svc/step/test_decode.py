@@ -23,7 +23,7 @@ def f4(*values: float) -> bytes:
 
 
 def valid() -> StepRequest:
-    """Two sequences: 5 tokens from position 0, in blocks 6 and 2; 1 token at position 3, in 7."""
+    """A valid step of two sequences: 5 tokens from position 0, in blocks 6 and 2; 1 at 3, in 7."""
     return StepRequest(
         epoch=1,
         step_id=1,

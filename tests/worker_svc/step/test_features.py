@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def valid() -> StepRequest:
-    """Rows of 5, 3 and 1 tokens, of which the first samples nothing."""
+    """A valid step: rows of 5, 3 and 1 tokens, of which the first samples nothing."""
     request = Batch(LIMITS).request([(0, [1, 2, 3, 4, 5]), (1, [6, 7, 8]), (2, [9])], silent=[0])
     asked = {
         1: Asked(top_k=3, top_p=0.5, min_p=0.25, bias={5: 1.5, 69: -INF}, allowed=[0, 33, 69]),
@@ -98,7 +98,7 @@ def test_most_steps_have_neither() -> None:
         ("rows", i4([1, 1]), "not ascending"),
         ("rows", i4([1, 3]), "3 is not in 0..2"),
         ("rows", i4([-1, 1]), "-1 is not in 0..2"),
-        ("rows", b"\x00" * 7, "7 bytes, no multiple of 4"),
+        ("rows", b"\x00" * 7, "7 bytes, not a multiple of 4"),
         ("top_k", i4([1]), "1 entries, expected 2"),
         ("top_k", i4([3, -1]), "-1 is not in [0, 2147483647]"),
         ("top_p", f4([0.5]), "1 entries, expected 2"),

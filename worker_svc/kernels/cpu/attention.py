@@ -1,4 +1,4 @@
-"""Attention of single queries over a paged KV cache on a CPU: decoding.
+"""Decoding on a CPU: attention of single queries over a paged KV cache.
 
 `scaled_dot_product_attention` needs a sequence's blocks gathered first and runs one sequence at a
 time; here they are read where they lie, sequences and heads in parallel.
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from worker_svc.kernels.cpu.simd import FASTMATH, exp, widen
 
 
-# Sums may be reordered into vector lanes; how depends on nothing but the head's size, so that a
-# sequence's result does not depend on the others of its step.
+# Sums may be reordered into vector lanes, in a way that depends only on the head's size, so that a
+# sequence's result does not depend on the others in its step.
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def decode_attention(
     q: NDArray[Any],

@@ -15,10 +15,10 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 
-MIN_EXPONENT = np.float32(-29)  # far below what weighs 1
+MIN_EXPONENT = np.float32(-29)  # below it, every weight is 0
 MIN_KEY = 0x00800000  # of the lowest finite logit
 MAX_KEY = 0xFF800000  # of inf
-PIECE = 64  # of a row
+PIECE = 64  # logits of a row
 
 
 def count_by_key(
@@ -66,12 +66,12 @@ def pick_bins(
     _pick_bins(bins.numpy(), targets.numpy(), low.numpy(), shifts.numpy(), above.numpy())
 
 
-# No fastmath below: a logit must weigh the same in a loop's vectors as in what remains of it.
+# No fastmath below: a logit must weigh the same in a loop's vectors as in its remainder.
 
 
 @njit
 def _key(logit: np.float32) -> int:
-    """As `keys_of`."""
+    """The key of `keys_of`."""
     bits = int(np.float32(logit).view(np.int32))
     if bits >= 0 or bits == -SIGN:
         return max(bits, 0) + SIGN
@@ -80,14 +80,14 @@ def _key(logit: np.float32) -> int:
 
 @njit
 def _logit(key: int) -> np.float32:
-    """As `logits_of`, of the key nearest to this one that is a finite logit's, or infinity's."""
+    """The logit of `logits_of`, after clamping the key to those of finite logits and infinity."""
     key = min(max(key, MIN_KEY), MAX_KEY)
     return np.int32(key - SIGN if key >= SIGN else -1 - key).view(np.float32)
 
 
 @njit(inline="always")
 def _any_between(piece: Float32s, min_logit: np.float32, max_logit: np.float32) -> bool:
-    """Most pieces of a row have nothing to count, and this is vectorized."""
+    """Whether a piece has anything to count. Most do not, and this is vectorized."""
     found = 0
     for logit in piece:
         found += (logit >= min_logit) & (logit <= max_logit)

@@ -1,9 +1,9 @@
 """Matrix products with bfloat16 weights in float32 arithmetic, for CPUs that have AVX-512 but no
 bfloat16 instructions (Intel Skylake to Ice Lake).
 
-There oneDNN converts so much that its products reach a fifth of the float32 ones, while weights in
-float32 would double the memory and its traffic, which bounds decoding. Here weights are read as
-bfloat16 and widened in registers.
+There oneDNN converts so much that its products reach a fifth of the speed of float32 ones, while
+weights in float32 would double the memory and its traffic, which bounds decoding. Here weights are
+read as bfloat16 and widened in registers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.simd import LANES, PANEL, narrow, panel_product, widen
 
-# As many rows as fit the 32 vector registers beside a pair of weight vectors, then what is left.
+# As many rows as fit the 32 vector registers beside a pair of weight vectors, then the remainder.
 _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = map(panel_product, (12, 8, 4, 2, 1))
 MAX_ROWS = 12
 # Rows of x that are multiplied with a panel while it is in the L2 cache, as bytes of float32.
 X_BLOCK_BYTES = 512 << 10
-# More pieces than threads, so that a thread that is held up holds up less.
+# More pieces than threads, so that a delayed thread delays the others less.
 PIECES_PER_THREAD = 4
 
 
@@ -60,7 +60,7 @@ def linear(
 ) -> None:
     """out [T, out_features] = x [T, in] Wᵀ + bias, all bfloat16, rounded once.
 
-    `bias` [0] is none. `x_block` is a multiple of MAX_ROWS.
+    An empty `bias` is none. `x_block` is a multiple of MAX_ROWS.
     """
     tokens, depth = x.shape
     out_features = out.shape[1]

@@ -75,7 +75,7 @@ class OneDnnWeight:
 
 
 class PanelWeight:
-    """W for `kernels.cpu.linear`."""
+    """W in panels, for `kernels.cpu.linear`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._out_features = len(weight)

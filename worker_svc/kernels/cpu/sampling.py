@@ -53,7 +53,7 @@ def select_tokens(
 
     -> token ids [N] int32: the first of the largest logits where the temperature is 0, else the
     inverse of the cumulative distribution at the uniform number, in float64 so that rounding moves
-    next to no mass between tokens. -1 where the chosen chunk is not one of this rank.
+    next to no mass between tokens. -1 where the chosen chunk is another rank's.
     """
     greedy = (temperatures == 0).unsqueeze(1)
     inverse = inverse_temperatures(temperatures).unsqueeze(1)
@@ -81,8 +81,8 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     """weights [N, K] float64 >= 0, uniforms [N, 1] -> [N, 1] each: the first index at which the
     cumulative sum passes that part of the total, and how far into its weight that is, in [0, 1].
 
-    An index of weight 0 is only returned, as 0, where all are: neither where rounding puts the
-    target past the end nor where it makes a sum grow that should not.
+    Never an index of weight 0, except 0 if all are: neither where rounding puts the target past the
+    end nor where it makes a sum grow that should not.
     """
     cumulative = weights.cumsum(dim=1)
     target = uniforms * cumulative[:, -1:]
@@ -99,8 +99,8 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 def _valid_chunks(
     logits: torch.Tensor, chunk_size: int, num_tokens: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The whole chunks, then the one that the vocabulary ends in: which chunks, and their valid
-    logits [N, chunks, tokens]."""
+    """Yields the whole chunks, then the one in which the vocabulary ends: their numbers, and their
+    valid logits [N, chunks, tokens]."""
     whole = num_tokens // chunk_size
     if whole:
         yield slice(whole), logits[:, : whole * chunk_size].unflatten(1, (whole, chunk_size))
@@ -109,5 +109,5 @@ def _valid_chunks(
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
-    """What to subtract from logits: where all are -inf, -inf itself would make NaN of them."""
+    """The value to subtract from logits: 0 where all are -inf, which itself would make them NaN."""
     return largest.masked_fill(largest == -torch.inf, 0)

@@ -1,4 +1,4 @@
-"""What a sequence's own tokens, and masks, do to its logits, in numba."""
+"""Stores sequences' tokens, and applies penalties for them and masks to logits, in numba."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
 IMPOSSIBLE = np.float32(-np.inf)
-# A single row has no use for another thread, which would only have to be woken.
+# A single row is not worth waking another thread for.
 PARALLEL_ROWS = 2
 
 
@@ -88,7 +88,8 @@ def _penalize(
     presence: Float32s,
     frequency: Float32s,
 ) -> None:
-    # Not by several threads: each would need its own, and clearing them is more than all the rest.
+    # Not in parallel: each thread would need its own, and clearing them costs more than all the
+    # rest.
     generated = np.zeros(count, np.int32)
     for f in range(len(rows)):
         table = block_table[table_offsets[rows[f]] :]

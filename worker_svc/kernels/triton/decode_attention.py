@@ -40,10 +40,10 @@ TILINGS = {
     (80, 128): Tiling(tile=32, num_warps=4, num_stages=3),
     (80, 256): Tiling(tile=16, num_warps=4, num_stages=3),
 }
-# Tensor cores do not multiply float32, which is there for comparisons: a tile that does not spill.
+# Tensor cores do not multiply float32, which only comparisons use: a tile that does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=4, num_stages=2)
 
-# Floats after each partial result, of which the first is its log-sum: as many as keep the results
+# Floats after each partial result, the first of them its log-sum: enough to keep the results
 # aligned to 16 bytes.
 SUM_COLUMNS = 4
 
@@ -71,9 +71,9 @@ def _decode_attention_kernel(
     PARTIAL_SIZE: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
-    """One part of one sequence, all query heads of one KV head; grid (kv_heads, N, splits). KV
-    heads come first since their rows of a position are neighbours in memory. If SPLIT, `out` is the
-    workspace."""
+    """Attends to one part of one sequence with all query heads of one KV head; grid (kv_heads, N,
+    splits). KV heads come first because their rows of a position are neighbours in memory. If
+    SPLIT, `out` is the workspace."""
     kv_head, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts = tl.num_programs(2)
     seq = tl.load(seqs + n)
@@ -138,7 +138,7 @@ def _combine_splits_kernel(
     MAX_PARTS: tl.constexpr,
     PARTIAL_SIZE: tl.constexpr,
 ) -> None:
-    """The parts of one head of one sequence, weighed by their sums; grid (heads, N)."""
+    """Combines the parts of one head of one sequence, weighted by their sums; grid (heads, N)."""
     head, n = tl.program_id(0), tl.program_id(1)
     query = tl.load(query_starts + tl.load(seqs + n)).to(tl.int64)
     part = tl.arange(0, MAX_PARTS)
@@ -156,12 +156,12 @@ def _combine_splits_kernel(
 
 
 def choose_splits(num_seqs: int, kv_heads: int, num_sms: int) -> int:
-    """Parts per sequence, for a batch of `num_seqs` of any lengths: a CUDA graph fixes them.
+    """Parts per sequence, for `num_seqs` of any lengths: a CUDA graph fixes the number.
 
-    Two to three programs are resident per multiprocessor. Six in all, or more, keep the memory busy
-    while programs of unequal length end; to combine more parts than that costs more than it gains.
-    32 at most: one sequence then has a program for each multiprocessor of an H200 if it has 4 KV
-    heads or more, and 2,048 positions give every part a tile.
+    Two or three programs are resident per multiprocessor. Six or more for each, in all, keep
+    the memory busy while programs of unequal length end; combining more parts than that costs more
+    than it gains. 32 at most: a lone sequence with 4 KV heads then has a program for nearly every
+    multiprocessor of an H200, and 2,048 positions give every part a tile.
     """
     return min(32, math.ceil(6 * num_sms / (num_seqs * kv_heads)))
 
@@ -169,7 +169,7 @@ def choose_splits(num_seqs: int, kv_heads: int, num_sms: int) -> int:
 def decode_workspace(
     max_rows: int, heads: int, head_dim: int, max_splits: int, device: torch.device
 ) -> torch.Tensor:
-    """Memory for the parts' results: of any call with rows x splits <= max_rows x max_splits."""
+    """Memory for the parts' results, in any call with rows x splits <= max_rows x max_splits."""
     shape = (max_rows, heads, max_splits, head_dim + SUM_COLUMNS)
     return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -188,8 +188,8 @@ def decode_attention(
     out: torch.Tensor,
     tiling: Tiling | None = None,
 ) -> None:
-    """Sets out[query_starts[s]], for each s of `seqs`, to softmax(scale · q Kᵀ) V of sequence s, to
-    zeros if it has no context (padding).
+    """Sets out[query_starts[s]], for each s of `seqs`, to softmax(scale · q Kᵀ) V of sequence s, or
+    to zeros if it has no context (padding).
 
         q, out        [T, heads, head_dim], contiguous
         cache         [2, blocks, block_size, kv_heads, head_dim], contiguous
@@ -200,7 +200,7 @@ def decode_attention(
         table_offsets int32 [S + 1]
         splits        parts per sequence, see `choose_splits`
         workspace     see `decode_workspace`; untouched if splits is 1
-        tiling        the one of `choose_tiling`, if that has been asked already, or another
+        tiling        from `choose_tiling`, if already called, or another one
     """
     num_seqs, heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     block_size, kv_heads = cache.shape[2], cache.shape[3]
@@ -253,7 +253,7 @@ def decode_attention(
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """The one in TILINGS for this GPU, for all launches of such heads."""
+    """This GPU's entry in TILINGS, for all launches with such heads."""
     if dtype == torch.float32:
         return FLOAT32_TILING
     return TILINGS[architecture(), next_power_of_2(head_dim)]

@@ -1,4 +1,4 @@
-"""Token ids to rows of the embedding matrix, of which a rank has a part."""
+"""Looks up token ids in a rank's part of the embedding matrix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def embed(
     count: int,
 ) -> torch.Tensor:
     """input_ids [T] int32 -> [T, size]: rows of weight [rows, size], which holds the ids
-    [start, start + count), and zeros for other ids. A negative id -1 - r is last_tokens [R] int32
-    at r."""
+    [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
+    int32."""
     size = weight.shape[1]
     out = weight.new_empty(len(input_ids), size)
     if len(input_ids):

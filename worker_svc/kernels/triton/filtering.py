@@ -1,8 +1,8 @@
 """The searches of `sampling.filters` on a GPU, one histogram after another.
 
-A histogram is a pass over the logits at the speed of memory, for hardly any logit is in its range
-and what is not costs a comparison. Counts are gathered per tile before they meet in memory. Weights
-are added there one by one, as integers, so that their order means nothing.
+A histogram is one pass over the logits at the speed of memory: hardly any logit is in its range,
+and the others cost a comparison. Counts are gathered per tile before they meet in memory. Weights
+are added there one by one, as integers, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LARGEST_WEIGHT = tl.constexpr(definitions.LARGEST_WEIGHT)
 BIN_BITS = tl.constexpr(definitions.BIN_BITS)
 SIGN = tl.constexpr(definitions.SIGN)
 
-# Logits of one program, as in `sampling`: enough loads in flight to hide the latency of memory.
+# Logits per program, as in `sampling`: enough loads in flight to hide the latency of memory.
 TILE = 4096
 NUM_WARPS = 4
 
-# Arguments of which a program reads one entry: their alignment means nothing.
+# Arguments of which a program reads one entry: their alignment does not matter.
 UNALIGNED = ["rows", "low", "shifts"]
 
 
@@ -36,7 +36,7 @@ def count_by_key(
     shifts: torch.Tensor,
     bins: torch.Tensor,
 ) -> None:
-    """As `count_by_key_reference`; rows of logits may lie apart."""
+    """Equals `count_by_key_reference`; rows of logits may be strided."""
     if len(rows) and num_tokens:
         _count_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
             logits,
@@ -61,7 +61,7 @@ def weigh_by_key(
     shifts: torch.Tensor,
     bins: torch.Tensor,
 ) -> None:
-    """As `weigh_by_key_reference`; rows of logits may lie apart."""
+    """Equals `weigh_by_key_reference`; rows of logits may be strided."""
     if len(rows) and num_tokens:
         _weigh_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
             logits,
@@ -85,7 +85,7 @@ def pick_bins(
     shifts: torch.Tensor,
     above: torch.Tensor,
 ) -> None:
-    """As `pick_bins_reference`; all contiguous."""
+    """Equals `pick_bins_reference`; all contiguous."""
     if len(bins):
         _pick_bins_kernel[(len(bins),)](bins, targets, low, shifts, above, num_warps=1)
 
@@ -235,7 +235,7 @@ def _tile(row: tl.tensor, num_tokens: tl.tensor, TILE: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def _number(values: tl.tensor, low: tl.tensor, shift: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Of a logit's bin, int32, and whether it is in one."""
+    """The number of each logit's bin, int32, and whether it is in one."""
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -SIGN, 0, bits)  # -0.0
     keys = tl.where(bits < 0, -1 - bits, bits ^ -SIGN).to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Keys and values into the paged cache by slot.
+"""Stores keys and values in the paged cache by slot.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 PagedAttention" (2023).
@@ -16,8 +16,8 @@ from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
 ) -> None:
-    """k, v [T, kv_heads, head_dim], whose tokens may lie apart, into the slots slot_mapping [T]
-    int32 (-1: nowhere) of cache [2, blocks, block_size, kv_heads, head_dim]."""
+    """Stores k and v [T, kv_heads, head_dim], whose tokens may be strided, in the slots
+    slot_mapping [T] int32 (-1: nowhere) of cache [2, blocks, block_size, kv_heads, head_dim]."""
     if len(k):
         size = k[0].numel()
         block = next_power_of_2(size)
@@ -53,8 +53,9 @@ def store(
     mask: tl.tensor,
     SLOT_SIZE: tl.constexpr,
 ) -> None:
-    """values where mask holds to `offsets` in `slot` (-1: nowhere), SLOT_SIZE elements each."""
-    # A cache has more than 2³¹ elements.
+    """Stores values where mask holds at `offsets` of `slot` (-1: nowhere), of SLOT_SIZE
+    elements."""
+    # A cache may have more than 2³¹ elements.
     tl.store(cache + slot.to(tl.int64) * SLOT_SIZE + offsets, values, mask=mask & (slot >= 0))
 
 

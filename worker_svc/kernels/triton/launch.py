@@ -1,8 +1,8 @@
-"""Launches Triton's kernels without working out anew, on every launch, which binary it takes.
+"""Launches Triton's kernels without working out on every launch which binary it takes.
 
-`fn[grid](...)` of Triton binds and classifies every argument and looks the binary up by a string
-made of them: 12 to 35 us of Python a launch, which is most of a step that is no CUDA graph. Here
-the classes of the arguments are a tuple and what was found for it the last time is launched.
+Triton's `fn[grid](...)` binds and classifies every argument and looks the binary up by a string
+made of them: 12 to 35 us of Python per launch, which is most of a step that is not a CUDA graph.
+Here a tuple of the arguments' classes leads to the binary that such a launch took before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 from triton.runtime.driver import driver
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# Whose binaries are launched by what `_Binary` holds; others take Triton's own way.
+# The version whose binaries can be launched with what `_Binary` holds; others launch as usual.
 DIRECT = triton.__version__.startswith("3.6.")
 _ENTER = triton.knobs.runtime.launch_enter_hook
 _LEAVE = triton.knobs.runtime.launch_exit_hook
@@ -30,13 +30,13 @@ class _Binary(NamedTuple):
 
 
 class Launcher:
-    """A kernel of `triton.jit`, launched in the same way: `kernel[grid](tensors and numbers...,
+    """A `triton.jit` kernel, launched in the same way: `kernel[grid](tensors and numbers...,
     CONSTANT=..., num_warps=...)`.
 
-    The arguments that are compiled in are given by name and follow the others in the signature.
+    Arguments that are compiled in are given by name and follow the others in the signature.
     """
 
-    compiling = 0  # launches, of any kernel, that may be waiting for the compiler just now
+    compiling = 0  # launches, of any kernel, that may be waiting for the compiler right now
 
     def __init__(self, jit: Any) -> None:
         self._jit = jit
@@ -66,7 +66,7 @@ class Launcher:
     def _first_launch(
         self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
     ) -> _Binary:
-        """Triton's own, of a class of arguments."""
+        """Launches through Triton, once per tuple of classes."""
         Launcher.compiling += 1
         try:
             kernel = self._jit[grid](*args, **options)
@@ -77,8 +77,7 @@ class Launcher:
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit(**options)` for kernels that the host launches; those of the interpreter are
-    Triton's own."""
+    """`triton.jit(**options)` for kernels that the host launches; in the interpreter, just that."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         jit = triton.jit(function, **options)
@@ -88,13 +87,13 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def next_power_of_2(n: int) -> int:
-    """Triton's own is a kernel's, too, and takes 3 us."""
+    """Rounds up to a power of two. Triton's own also works in kernels, and takes 3 us."""
     return 1 << (n - 1).bit_length()
 
 
 def _class_of(argument: Any) -> object:
-    """All that Triton compiles for: of a tensor its type and whether it is aligned, of an integer
-    whether it is 1, a multiple of 16 or long."""
+    """Everything that Triton specializes on: a tensor's type and whether it is aligned; whether an
+    integer is 1, a multiple of 16 or long."""
     kind = type(argument)
     if kind is torch.Tensor:
         return argument.dtype if argument.data_ptr() & 15 else (argument.dtype,)

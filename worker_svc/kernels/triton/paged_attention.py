@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: tilings, the look-up of a tile's blocks, a reference.
+"""Shared by the paged attention kernels: tilings, the look-up of a tile's blocks, a reference.
 
 A sequence's keys and values lie in blocks of `cache [2, blocks, block_size, kv_heads, head_dim]`
 (keys, then values): position p in row p % block_size of its block number p // block_size. Block
@@ -19,8 +19,8 @@ from worker_svc.kernels.triton.launch import INTERPRETED
 
 LOG2_E = 1.4426950408889634
 
-# Arguments whose alignment means nothing to a kernel. They may be views of one buffer, with any
-# alignment, of which each combination would be compiled.
+# Arguments whose alignment does not matter to a kernel. They may be views of one buffer, with any
+# alignment, and each combination would be compiled.
 UNALIGNED = ["tiles", "seqs", "query_starts", "context_lens", "block_table", "table_offsets"]
 
 
@@ -36,15 +36,15 @@ class Tiling:
 
 def architecture() -> int:
     """90 where a program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 where
-    it may have as little as 99 KiB. Asks the driver: not for every launch."""
+    it may have as little as 99 KiB. Asks the driver: too slow for every launch."""
     if INTERPRETED:
         return 90
     return 90 if driver.active.get_current_target().arch in (90, 100, 103) else 80
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """The Triton type of a product's operands. The interpreter's products of bfloat16 are wrong:
-    there, operands are widened first."""
+    """The Triton type of a product's operands. The interpreter multiplies bfloat16 wrongly: there,
+    operands are widened first."""
     if INTERPRETED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
@@ -54,10 +54,10 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 def block_of(
     table: tl.tensor, start: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Blocks of the positions [start, start + TILE), of which those from `end` on do not exist:
-    int32, one number if all lie in one block, which needs `start` to be a multiple of TILE, else
-    [TILE]. Kernels look up a tile's blocks one iteration before they load it: a load whose address
-    comes from a load in the same iteration would have to wait for it, or halve the pipeline."""
+    """Blocks of the positions [start, start + TILE), which do not exist from `end` on: int32, one
+    number if BLOCK_SIZE is a multiple of TILE, as `start` must then be, else [TILE]. Kernels look
+    up a tile's blocks one iteration before they load it: a load whose address comes from a load in
+    the same iteration would have to wait for it, or halve the pipeline."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
     else:

@@ -42,7 +42,7 @@ TILINGS = {
     (80, 128): Tiling(tile=64, num_warps=8, num_stages=3),
     (80, 256): Tiling(tile=32, num_warps=8, num_stages=2),
 }
-# Tensor cores do not multiply float32, which is there for comparisons: a tile that does not spill.
+# Tensor cores do not multiply float32, which only comparisons use: a tile that does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=8, num_stages=2)
 
 
@@ -67,8 +67,8 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ) -> tl.tensor:
-    """The online softmax over the positions [begin, end); if MASKED, row r sees none after
-    last[r], else all rows see all and end - begin is a multiple of TILE."""
+    """Continues the online softmax over the positions [begin, end). If MASKED, row r sees none
+    after last[r], else all rows see all and end - begin is a multiple of TILE."""
     dim = tl.arange(0, DIMS)[None, :]
     block = block_of(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
@@ -114,8 +114,8 @@ def _prompt_attention_kernel(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
-    """One tile of queries, the query heads of one KV head; grid (kv_heads, tiles): programs start
-    in the order of the tiles."""
+    """Attends with one tile of queries, the query heads of one KV head; grid (kv_heads, tiles), so
+    that programs start in the order of the tiles."""
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     seq, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -163,9 +163,9 @@ def query_tiles(
     tile_tokens: int,
     context_lens: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """The tiles of queries of the sequences `seqs` [n], of query_lens [S] and context_lens [S] ->
-    [tiles, 2]: a sequence, and the tile's first query among its queries. Those that see most come
-    first, lest one of them starts when all others have ended."""
+    """Cuts the queries of sequences `seqs` [n] into tiles, given query_lens [S] and context_lens
+    [S] -> [tiles, 2]: a sequence, and the tile's first query among its queries. Tiles that see most
+    come first, lest one of them starts when all others have ended."""
     counts = -(-query_lens[seqs] // tile_tokens)
     seq = np.repeat(seqs, counts)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_tokens
@@ -196,7 +196,7 @@ def prompt_attention(
         context_lens  int32 [S]
         block_table   int32 [blocks of all sequences]
         table_offsets int32 [S + 1]
-        tiling        the one of `choose_tiling`, if that has been asked already, or another
+        tiling        from `choose_tiling`, if already called, or another one
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
@@ -235,7 +235,7 @@ def _rows(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """The one in TILINGS for this GPU, for all launches of such heads."""
+    """This GPU's entry in TILINGS, for all launches with such heads."""
     if dtype == torch.float32:
         return FLOAT32_TILING
     return TILINGS[architecture(), next_power_of_2(head_dim)]

@@ -1,4 +1,4 @@
-"""All that happens to a token between the projection to heads and attention, in one launch:
+"""Everything that happens to a token between the projection to heads and attention, in one launch:
 queries and keys are normalized per head and rotated, keys and values go to the cache.
 
 Sources: Henry et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm as Qwen3 has
@@ -15,8 +15,8 @@ from worker_svc.kernels.triton.kv_store import store, store_kv_reference
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 from worker_svc.kernels.triton.rms_norm import rms_norm_reference
 
-# Of one token in a program. Each of 128 threads then has 16 bytes of both halves of a head in
-# flight, 0.6B's 32 heads are two programs, and none of the larger models' 48 and 80 is left over.
+# Heads of one token per program. Each of 128 threads then has 16 bytes of both halves of a head in
+# flight, 0.6B's 32 heads make two programs, and the larger models' 48 and 80 leave none over.
 MAX_HEADS = 16
 
 
@@ -31,12 +31,12 @@ def norm_rope_store(
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
 ) -> torch.Tensor:
-    """qkv [T, (num_heads + 2 · kv_heads) · head_dim], whose rows may lie apart -> queries
+    """qkv [T, (num_heads + 2 · kv_heads) · head_dim], whose rows may be strided -> queries
     [T, num_heads, head_dim].
 
-    q_weight, k_weight [head_dim]; cos_sin [max_len, 2, head_dim / 2] float32, of which a token has
-    the row positions [T] int32; slot_mapping [T] int32 (-1: keys and values are written nowhere)
-    into cache [2, blocks, block_size, kv_heads, head_dim].
+    q_weight, k_weight [head_dim]; cos_sin [max_len, 2, head_dim / 2] float32, indexed by positions
+    [T] int32; slot_mapping [T] int32 (-1: keys and values are written nowhere) into cache
+    [2, blocks, block_size, kv_heads, head_dim].
     """
     tokens = len(qkv)
     kv_heads, head_dim = cache.shape[3:]
@@ -111,7 +111,7 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """HEADS heads of one token as two tiles [HEADS, HALF], the halves that are rotated together."""
+    """Takes HEADS heads of a token as two tiles [HEADS, HALF], the halves that rotate together."""
     half: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -13,7 +13,7 @@ from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, size] / rms(x) · weight [size] -> [T, size]; rows of x may lie apart."""
+    """x [T, size] / rms(x) · weight [size] -> [T, size]; rows of x may be strided."""
     out = torch.empty_like(x)
     tokens, size = x.shape
     if tokens:
@@ -28,7 +28,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """residual [T, size] += x [T, size], rounded to its dtype; -> the norm of the sum before it was
-    rounded, times weight [size]. Rows of both may lie apart."""
+    rounded, times weight [size]. Rows of both may be strided."""
     out = torch.empty_like(x)
     tokens, size = x.shape
     if tokens:
@@ -65,8 +65,8 @@ def _normalized_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> 
 
 
 def _num_warps(block: int) -> int:
-    """8 elements per thread are one 16-byte load of half precision. Rows of more than 2,048 take
-    several: with more warps the sum over the row waits longer than the loads do."""
+    """Warps per row: 8 elements per thread are one 16-byte load of half precision. Rows of more
+    than 2,048 take several: with more warps the sum over the row waits longer than the loads do."""
     return min(max(block // (32 * 8), 1), 8)
 
 

@@ -1,4 +1,4 @@
-"""Sampling as in `kernels.cpu.sampling`, which says what and why, in two kernels: one pass over all
+"""Sampling as in `kernels.cpu.sampling`, which explains it, in two kernels: one pass over all
 logits in the type they come in, then a look at one chunk per sequence.
 
 A chunk's statistics have the same bits whichever rank has the chunk, and in whatever batch: the
@@ -17,7 +17,7 @@ from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 MIN_TEMPERATURE = tl.constexpr(definitions.MIN_TEMPERATURE)
 MAX_TEMPERATURE = tl.constexpr(definitions.MAX_TEMPERATURE)
 
-# Logits of one program of the first kernel: 128 threads with four 16-byte loads of half precision
+# Logits per program of the first kernel: 128 threads with four 16-byte loads of half precision
 # each. A multiprocessor holds some 10 such programs, 80 KB in flight, where about 25 KB are needed
 # to hide the latency of memory. One of Qwen3's chunks (512) is two loads of one warp, so that
 # reducing it needs no exchange between warps.
@@ -28,8 +28,8 @@ NUM_WARPS = 4
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As that of `kernels.cpu.sampling`; logits bfloat16, float16 or float32, chunk_size a power of
-    two. Rows of logits may lie apart."""
+    """Equals that of `kernels.cpu.sampling`; logits bfloat16, float16 or float32, chunk_size a
+    power of two. Rows of logits may be strided."""
     num_rows, num_chunks = len(logits), logits.shape[1] // chunk_size
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(maxima)
@@ -60,7 +60,7 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """As that of `kernels.cpu.sampling`; maxima and sums contiguous."""
+    """Equals that of `kernels.cpu.sampling`; maxima and sums contiguous."""
     num_rows, all_chunks = maxima.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:

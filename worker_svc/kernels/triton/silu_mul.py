@@ -19,7 +19,7 @@ BLOCK = NUM_WARPS * 32 * 8
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]; rows may lie apart."""
+    """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]; rows may be strided."""
     tokens, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
     if tokens:

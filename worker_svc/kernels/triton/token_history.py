@@ -1,4 +1,4 @@
-"""The tokens of sequences, in a cache by slot as their keys and values, and penalties for them."""
+"""Sequences' tokens, cached by slot like their keys and values, and penalties for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from worker_svc.kernels.triton.launch import kernel
 # Arguments that may be views of one buffer, see `paged_attention`.
 UNALIGNED = ["block_table", "table_offsets", "rows", "context_lens"]
 
-STORED = 256  # tokens of one program
-# Positions of one program at a time, and programs of a sequence.
+STORED = 256  # tokens per program
+# Positions that a program takes at a time, and programs per sequence.
 TILE = 256
 PROGRAMS = 4
 
@@ -23,8 +23,8 @@ def store_tokens(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> None:
-    """input_ids [T] int32 into the slots slot_mapping [T] int32 (-1: nowhere) of cache [slots]
-    int32. An id -1 - r is last_tokens [R] int32 at r."""
+    """Stores input_ids [T] int32 in the slots slot_mapping [T] int32 (-1: nowhere) of cache [slots]
+    int32. An id -1 - r stands for last_tokens[r] int32."""
     size = len(slot_mapping)
     if size:
         _store_tokens_kernel[(triton.cdiv(size, STORED),)](
@@ -60,9 +60,9 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """As `penalize_reference`; rows of logits may lie apart. First every position adds to what is
-    known of its token: 1 in the lowest bit for the prompt's, and 2 for a generated one, which in
-    any order makes the same. Then of all positions of a token one finds it, and penalizes."""
+    """Equals `penalize_reference`; rows of logits may be strided. First every position marks its
+    token: the lowest bit for the prompt, plus 2 for each time it was generated, the same in any
+    order. Then of all positions of a token one takes the mark, and penalizes."""
     if len(rows) == 0 or count == 0:
         return
     seen = torch.zeros(len(rows), count, dtype=torch.int32, device=logits.device)
@@ -147,7 +147,7 @@ def _columns(
     start: tl.tensor,
     count: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of the tokens at positions of a sequence this rank's columns, and whether it has them."""
+    """This rank's columns of the tokens at positions of a sequence, and whether it has them."""
     known = position < context
     block = tl.load(block_table + position // block_size, mask=known, other=0).to(tl.int64)
     slot = block * block_size + position % block_size

@@ -1,4 +1,4 @@
-"""Tokens that may not be sampled, by a bit each."""
+"""Masks of tokens that may not be sampled, one bit each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NUM_WARPS = 4
 def apply_masks(
     logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
 ) -> None:
-    """-inf into logits [F, shard] float32 of rows masked [M] int32 at columns c < count where bit
-    start + c of masks [M, W] int32 is 0: the lowest bits and the first words first. Rows of logits
-    may lie apart."""
+    """Sets logits [F, shard] float32 of rows masked [M] int32 to -inf at columns c < count where
+    bit start + c of masks [M, W] int32 is 0: the lowest bits and the first words first. Rows of
+    logits may be strided."""
     if len(masked) and count:
         _apply_masks_kernel[(triton.cdiv(count, TILE), len(masked))](
             logits,
@@ -62,6 +62,6 @@ def _apply_masks_kernel(
     inside = columns < count
     words = tl.load(masks + place * num_words + tokens // 32, mask=inside, other=-1)
     excluded = ((words >> (tokens % 32)) & 1) == 0
-    # Only what is excluded is touched, so there is nothing to read.
+    # Only excluded tokens are touched, so there is nothing to read.
     target = logits + row * logits_stride + columns
     tl.store(target, tl.full([TILE], float("-inf"), tl.float32), mask=inside & excluded)

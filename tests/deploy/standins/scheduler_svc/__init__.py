@@ -1,4 +1,4 @@
-"""Stands in for the service's `__main__`; all else, such as its settings, is the service's own."""
+"""Stands in for the service's `__main__`; everything else, such as its settings, is real."""
 
 from pkgutil import extend_path
 

@@ -12,7 +12,7 @@ from worker_svc.kernels.triton.rms_norm import add_rms_norm_reference
 @pytest.mark.parametrize("tokens", [0, 1, PARALLEL_TOKENS + 3])
 @pytest.mark.parametrize("size", [24, 100, 1024])
 def test_add_rms_norm(size: int, tokens: int, dtype: torch.dtype) -> None:
-    """Of the sum before it was rounded, with an epsilon that shows."""
+    """The norm is of the sum before it was rounded, with an epsilon large enough to show."""
     generator = torch.Generator().manual_seed(size)
     x, residual = torch.randn(2, tokens, size, generator=generator).to(dtype)
     weight = torch.randn(size, generator=generator).to(dtype)

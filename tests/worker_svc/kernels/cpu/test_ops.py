@@ -48,7 +48,7 @@ def test_all_kinds_multiply_alike(
 
 
 def test_panel_rows_do_not_depend_on_each_other() -> None:
-    """Bit for bit: what a sequence computes may not change with the batch it is in."""
+    """Bit for bit: a sequence's results may not change with the batch it is in."""
     generator = torch.Generator().manual_seed(0)
     packed = PanelWeight(torch.randn(70, 90, generator=generator).bfloat16())
     x = torch.randn(29, 90, generator=generator).bfloat16()
@@ -60,7 +60,7 @@ def test_panel_rows_do_not_depend_on_each_other() -> None:
 
 @pytest.mark.parametrize(("start", "count"), [(0, 50), (20, 13), (40, 10), (0, 0)])
 def test_embed(start: int, count: int) -> None:
-    """All ids known or sampled by the step before, here or on another rank."""
+    """Ids are all known or sampled by the previous step, here or on another rank."""
     weight = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
     last_tokens = torch.tensor([7, 45, 21], dtype=torch.int32)
     for ids in ([20, 32, 33, 49], [-1, -2, -3, 3], [25, -3]):

@@ -1,4 +1,4 @@
-"""Random sequences in a paged cache, all that no kernel may read poisoned."""
+"""Random sequences in a paged cache, with everything poisoned that no kernel may read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.worker_svc.kernels.triton.precision import assert_rows_close, row_bou
 from worker_svc.kernels.triton.paged_attention import attention_reference
 
 DTYPE = by_device(cpu=torch.float32, gpu=torch.bfloat16)
-# Models' heads, a block size and a dtype. Each is compiled on a GPU, so not all with all.
+# Models' heads, a block size and a dtype. A GPU compiles each, so not every combination is here.
 MODELS = by_device(
     cpu=[(Heads(4, 2, 64), 16, each) for each in (torch.float32, torch.bfloat16, torch.float16)],
     gpu=[
@@ -30,7 +30,7 @@ LONGEST = 4096  # contexts on a GPU
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of the attention launchers, see there, and what they have to give."""
+    """Arguments of the attention launchers, see there, and the results expected."""
 
     q: torch.Tensor
     cache: torch.Tensor
@@ -87,7 +87,7 @@ def random_batch(
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return Batch(
-        # Twice as large as usual: weights that differ much make a wrong maximum visible.
+        # Twice as large as usual: widely differing weights make a wrong maximum visible.
         q=(2 * normal(sum(query_lens), heads, head_dim)).to(dtype),
         cache=cache.view(2, num_blocks, block_size, kv_heads, head_dim),
         query_lens=int32(query_lens),
@@ -100,7 +100,7 @@ def random_batch(
 
 
 def in_a_large_cache(batch: Batch, path: Path) -> Batch:
-    """The batch's blocks at the end of a cache with offsets beyond 32 bits."""
+    """Puts the batch's blocks at the end of a cache with offsets beyond 32 bits."""
     small = batch.cache
     cache = large_cache(tuple(small.shape[1:]), small.dtype, path)
     cache[:, -small.shape[1] :] = small
@@ -110,7 +110,7 @@ def in_a_large_cache(batch: Batch, path: Path) -> Batch:
 
 
 def assert_close(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """Weights are rounded to the type of the values, results to that of `actual`."""
+    """Allows for weights rounded to the type of the values, and results to that of `actual`."""
     assert_rows_close(actual, exact, 2 * row_bound(actual.dtype))
     tolerance = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[actual.dtype]
     torch.testing.assert_close(actual.float(), exact, atol=tolerance, rtol=tolerance)

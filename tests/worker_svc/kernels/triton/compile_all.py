@@ -1,4 +1,5 @@
-"""`python -m tests.worker_svc.kernels.triton.compile_all`: every kernel for sm_80 and sm_90."""
+"""`python -m tests.worker_svc.kernels.triton.compile_all` compiles every kernel for sm_80 and
+sm_90."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ROWS = (1, 15, 16)
 
 
 def _integers(*shape: int, offset: int) -> torch.Tensor:
-    """As a view of a buffer of many columns, `offset` numbers after its beginning."""
+    """A view of a buffer of many columns, `offset` numbers after its beginning."""
     return torch.zeros(math.prod(shape) + offset, dtype=torch.int32)[offset:].view(shape)
 
 

@@ -28,7 +28,7 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """What one rank has of a model."""
+    """One rank's part of a model."""
 
     name: str
     hidden: int
@@ -46,7 +46,7 @@ SHAPES = (
 
 
 def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Without memory: a real cache is larger than this machine's."""
+    """Makes a tensor without memory: a real cache is larger than this machine's."""
     return torch.empty(size, dtype=dtype, device="meta")
 
 
@@ -108,8 +108,8 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
 
 
 def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """On float32 logits, whatever the model's type. The columns of a step are views of a buffer,
-    each case has some of any alignment."""
+    """Launches on float32 logits, whatever the model's type. The columns of a step are views of a
+    buffer; each case has some of any alignment."""
     vocab = VocabPartition(VOCAB_SIZE, ranks - 1, ranks)
     logits = empty(TOKENS, vocab.shard_size, dtype=torch.float32)
     part, tokens = (vocab.start, vocab.num_tokens), empty(2**20, dtype=torch.int32)
@@ -145,7 +145,7 @@ def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def small_vocabulary_launches(vocab_size: int) -> None:
-    """Chunks of one token or two, as tests have them."""
+    """Launches with chunks of one token or two, as tests have them."""
     vocab = VocabPartition(vocab_size, 0, 1)
     floats = partial(empty, dtype=torch.float32)
     logits, temperatures = floats(TOKENS, vocab.shard_size), floats(TOKENS)

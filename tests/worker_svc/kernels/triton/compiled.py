@@ -1,4 +1,4 @@
-"""Compiles the kernels that a launcher launches, for a GPU that is not there.
+"""Compiles the kernels that a launcher launches, without the GPU they are for.
 
 The launcher itself runs, on CPU tensors, with a stand-in for Triton's CUDA driver and with launches
 that end where the binary would be handed to it. Types, alignments, constants and options are thus
@@ -41,7 +41,7 @@ class Case:
 @dataclass(frozen=True)
 class Binary:
     """One compiled kernel: bytes of shared memory per program, registers per thread, and bytes of
-    local memory per thread, which is where registers are spilled to."""
+    local memory per thread, which spilled registers take."""
 
     kernel: str
     case: str
@@ -54,8 +54,8 @@ class Binary:
 
 
 class _Driver(GPUDriver):  # type: ignore[misc]
-    """As if a GPU of compute capability `target` (90 is 9.0) were device number `target`: Triton
-    keeps its compiled kernels per device."""
+    """Acts as if a GPU of compute capability `target` (90 is 9.0) were device number `target`:
+    Triton keeps its compiled kernels per device."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -81,7 +81,7 @@ class _Driver(GPUDriver):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Launch:
-    """All that the driver is given, of tensors their type and shape."""
+    """Everything that the driver is given; for tensors, their type and shape."""
 
     kernel: Any
     arguments: tuple[object, ...]
@@ -92,7 +92,7 @@ def idle_driver(
     target: int,
     launcher: Callable[[Any], Callable[..., object]] = lambda kernel: lambda *arguments: None,
 ) -> Iterator[None]:
-    """Kernels are compiled for `target` and, instead of launched, given to `launcher`'s result."""
+    """Has kernels compiled for `target` and, instead of launched, given to `launcher`'s result."""
     driver.set_active(_Driver(target))
     with (
         patch.object(CompiledKernel, "_init_handles", lambda kernel: None),
@@ -105,11 +105,11 @@ def idle_driver(
 
 
 def compile_case(case: Case, target: int) -> list[Binary]:
-    """All kernels of a case, in order of launch; one of two identical launches counts.
+    """Compiles all kernels of a case, in order of launch; one of two identical launches counts.
 
     Raises:
         AssertionError: launched again, without Triton's own look at the arguments
-            (`worker_svc.kernels.triton.launch`), it was another binary, grid or argument.
+            (`worker_svc.kernels.triton.launch`), a kernel had another binary, grid or argument.
     """
     launches: list[Launch] = []
 

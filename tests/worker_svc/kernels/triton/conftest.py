@@ -1,4 +1,4 @@
-"""A test of kernels that launches none proves nothing: it fails, unless it is marked."""
+"""Fails tests of kernels that launch none, unless they are marked: they prove nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker_svc.device import ON_GPU
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """Names of the kernels that are launched meanwhile; on a GPU compiled ones, which alone call
+    """The names of the kernels launched meanwhile; on a GPU only compiled ones, which alone call
     Triton's hook."""
     names: list[str] = []
     if ON_GPU:

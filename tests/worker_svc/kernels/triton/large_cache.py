@@ -10,9 +10,9 @@ from tests.worker_svc.device import DEVICE, ON_GPU
 
 
 def large_cache(last_blocks: tuple[int, ...], dtype: torch.dtype, path: Path) -> torch.Tensor:
-    """[2, blocks, block_size, kv_heads, head_dim] of which the `last_blocks` (their number, and
-    the other sizes) lie beyond 2³¹ elements of the keys alone. On a CPU a sparse file: what is not
-    touched takes no memory."""
+    """A cache [2, blocks, block_size, kv_heads, head_dim] whose `last_blocks` (their number, and
+    the other sizes) lie beyond 2³¹ elements of the keys alone. On a CPU it is a sparse file: what
+    is not touched takes no memory."""
     count, *block = last_blocks
     blocks = -(-(2**31) // torch.Size(block).numel()) + count
     shape = torch.Size((2, blocks, *block))

@@ -1,5 +1,6 @@
-"""`python -m tests.worker_svc.kernels.triton.launch_cost`: the Python of a launch, Triton's own and
-`worker_svc.kernels.triton.launch`'s in turn, in microseconds; for a driver that does nothing."""
+"""`python -m tests.worker_svc.kernels.triton.launch_cost` times the Python of a launch, Triton's
+own and `worker_svc.kernels.triton.launch`'s in turn, in microseconds, with a driver that does
+nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ IN_A_LAYER = {"add_rms_norm": 2}  # others once
 
 
 def launchers() -> dict[str, Callable[[], object]]:
-    """Those of a layer of Qwen3-0.6B, in a step of prompts and decodes."""
+    """The launches of a layer of Qwen3-0.6B, in a step of prompts and decodes."""
 
     def half(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How far a result may be from float32, and memory that shows where nothing was written."""
+"""Bounds on a result's distance from float32, and memory that shows where nothing was written."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _APPROXIMATION = by_device(cpu=0.0, gpu=3e-6)
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest ‖actual − exact‖ / ‖exact‖ of a row, which is the last dimension, so that one
-    wrong row among thousands shows. NaN if any is; rows that are 0 must be just that."""
+    """The largest ‖actual − exact‖ / ‖exact‖ of any row (the last dimension), so that one wrong row
+    among thousands shows. NaN if any is; rows that are 0 must be exactly that."""
     difference = (actual.float() - exact).norm(dim=-1)
     return float(torch.where(difference == 0, 0.0, difference / exact.norm(dim=-1)).max())
 
@@ -42,7 +42,7 @@ def assert_rows_close(actual: torch.Tensor, exact: torch.Tensor, bound: float) -
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """exact: of the same inputs in float32."""
+    """Compares with `exact`, computed in float32 from the same inputs."""
     assert exact.dtype == torch.float32
     assert_rows_close(actual, exact, row_bound(actual.dtype))
     slack = 1e-6 + _APPROXIMATION * exact.abs().amax(dim=-1, keepdim=True)
@@ -52,7 +52,7 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def assert_identical(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """NaN is equal to itself."""
+    """Counts NaN as equal to itself."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not there, into what the hardware can run well."""
+"""Every kernel compiles for GPUs that are not here, into code that they can run well."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ from worker_svc.kernels.triton.decode_attention import (
 )
 from worker_svc.kernels.triton.paged_attention import Tiling
 
-# Instead of the tiling of a GPU, where that would be one tile; None: that tiling.
+# Used where a GPU's tiling would be a single tile; None: the GPU's tiling.
 TILE = by_device(cpu=16, gpu=None)
 
 
 def run(batch: Batch, seqs: list[int], splits: int, tile: int | None = TILE) -> torch.Tensor:
-    """NaN in the rows that were not written."""
+    """Leaves NaN in the rows that were not written."""
     heads, head_dim = batch.q.shape[1:]
     out = torch.full_like(batch.q, torch.nan)
     with poisoned_memory():
@@ -89,7 +89,7 @@ def test_any_head_dim(head_dim: int) -> None:
 @pytest.mark.parametrize("tile", by_device(cpu=[16, 32, 64], gpu=[None]))
 @pytest.mark.parametrize("block_size", by_device(cpu=[16, 48, 64, 256], gpu=[48, 64]))
 def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int | None) -> None:
-    tiles = [tile] if tile else [16, 32, 64, 128]  # whichever a GPU's is
+    tiles = [tile] if tile else [16, 32, 64, 128]  # whichever a GPU uses
     bounds = {bound for each in tiles for bound in (each, block_size, each + block_size)}
     contexts = sorted({1} | {bound + d for bound in bounds for d in (-1, 0, 1)})
     check(contexts, seed=0, block_size=block_size, tile=tile, heads=1, head_dim=16, splits=2)
@@ -97,7 +97,7 @@ def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int |
 
 @pytest.mark.parametrize("splits", by_device(cpu=range(1, 9), gpu=(2, 7, 32)))
 def test_any_number_of_splits(splits: int) -> None:
-    """Also more than a sequence has tiles, or positions."""
+    """Even more than a sequence has tiles, or positions."""
     check([1, 3, 17, 64, 65, 150], seed=splits, splits=splits, heads=2, head_dim=16)
 
 

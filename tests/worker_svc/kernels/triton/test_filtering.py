@@ -23,7 +23,7 @@ ROWS = torch.tensor([4, 0, 3, 2], dtype=torch.int32)
 
 
 def run(function: Callable[..., None], *arguments: Any) -> torch.Tensor:
-    """The last of the arguments as `function`, given copies on DEVICE, leaves it."""
+    """Calls `function` with copies on DEVICE -> the last argument as it leaves it."""
     return run_all(function, *arguments)[-1]
 
 
@@ -40,7 +40,7 @@ both = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the rows of a small vocabulary are several programs."""
+    """Makes the rows of a small vocabulary take several programs."""
     if not ON_GPU:
         monkeypatch.setattr(filtering, "TILE", 256)
 
@@ -50,7 +50,7 @@ def int64(*values: int) -> torch.Tensor:
 
 
 def random_logits(vocab: int, seed: int) -> torch.Tensor:
-    """[5, vocab], all kinds of numbers, as a part of a larger tensor; what follows them is no
+    """Logits [5, vocab] of all kinds, as a part of a larger tensor; what follows them is no
     token's."""
     generator = torch.Generator().manual_seed(seed)
     whole = 4 * torch.randn(5, vocab + 24, generator=generator)
@@ -77,7 +77,7 @@ def test_keys_are_in_the_order_of_logits() -> None:
 
 
 def ranges(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """low and shifts of the four `ROWS`: everything, what begins at a logit, single keys."""
+    """The low and shifts of the four `ROWS`: everything, from a logit on, single keys."""
     keys = keys_of(logits[ROWS, 0])
     nothing = keys_of(torch.full((4,), -torch.inf))
     return [
@@ -91,7 +91,7 @@ def ranges(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @both
 @pytest.mark.parametrize("vocab", [40, 1001])
 def test_counts(vocab: int, ops: ModuleType) -> None:
-    """By the definition, token by token; they are added to what there is."""
+    """They follow the definition, token by token, and are added to what is there."""
     logits = random_logits(vocab, seed=vocab)
     for low, shifts in ranges(logits):
         expected = torch.full((4, BINS), 7, dtype=torch.int64)
@@ -108,7 +108,7 @@ def test_counts(vocab: int, ops: ModuleType) -> None:
 
 @both
 def test_weights(ops: ModuleType) -> None:
-    """Those of torch's exp, up to what is to be expected of exp; exact where that is 1 or 0."""
+    """They are those of torch's exp, up to its expected error; exact where it is 1 or 0."""
     vocab = 1001
     logits = random_logits(vocab, seed=2)
     logits[4, 13] = 0.0  # it was NaN
@@ -126,7 +126,7 @@ def test_weights(ops: ModuleType) -> None:
 
 @both
 def test_a_logit_weighs_the_same_in_any_column(ops: ModuleType) -> None:
-    """Whatever is beside it, in the middle of a loop or in what remains of one."""
+    """Whatever is beside it, in the middle of a loop or in its remainder."""
     values = 3 * torch.randn(50, generator=torch.Generator().manual_seed(3))
     rows, low, shifts = torch.zeros(1, dtype=torch.int32), keys_of(torch.tensor([-50.0])), int64(24)
     maxima, scales = values.amax().view(1), torch.tensor([1.4])

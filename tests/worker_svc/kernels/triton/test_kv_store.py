@@ -14,7 +14,7 @@ from worker_svc.kernels.triton.kv_store import store_kv, store_kv_reference
 
 
 def some_slots(num_slots: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Shuffled, the last and the first among them; a third is padding, -1."""
+    """Slots in random order, the last and the first among them; a third is padding, -1."""
     others = torch.randperm(num_slots - 2, generator=generator) + 1
     slots = torch.cat((torch.tensor([num_slots - 1, 0]), others))[:tokens]
     slots[2::3] = -1

@@ -21,12 +21,12 @@ from tests.worker_svc.kernels.triton.attention_cases import (
 from worker_svc.kernels.triton.paged_attention import Tiling
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
 
-# Instead of the tiling of a GPU, where that would be one tile; None: that tiling.
+# Used where a GPU's tiling would be a single tile; None: the GPU's tiling.
 TILE = by_device(cpu=16, gpu=None)
 
 
 def run(batch: Batch, seqs: list[int], tile: int | None = TILE) -> torch.Tensor:
-    """NaN in the rows that were not written."""
+    """Leaves NaN in the rows that were not written."""
     heads, head_dim = batch.q.shape[1:]
     out = torch.full_like(batch.q, torch.nan)
     tiles = query_tiles(
@@ -91,7 +91,7 @@ def test_any_head_dim(head_dim: int) -> None:
 @pytest.mark.parametrize("tile", by_device(cpu=[16, 64], gpu=[None]))
 @pytest.mark.parametrize("block_size", by_device(cpu=[16, 48, 256], gpu=[48, 64]))
 def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int | None) -> None:
-    tiles = [tile] if tile else [32, 64, 128]  # whichever a GPU's is
+    tiles = [tile] if tile else [32, 64, 128]  # whichever a GPU uses
     bounds = {bound for each in tiles for bound in (each, block_size, each + block_size)}
     contexts = sorted({bound + d for bound in bounds for d in (-1, 0, 1)})
     queries = [min(15 + n, context) for n, context in enumerate(contexts)]

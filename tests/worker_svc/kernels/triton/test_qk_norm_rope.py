@@ -35,15 +35,15 @@ class Inputs:
     cache: torch.Tensor
 
     def exact(self) -> Inputs:
-        """With copies in float32."""
+        """Calls the reference with copies in float32."""
         parts = (self.qkv, self.q_weight, self.k_weight, self.cache)
         qkv, q_weight, k_weight, cache = (x.to(torch.float32, copy=True) for x in parts)
         return replace(self, qkv=qkv, q_weight=q_weight, k_weight=k_weight, cache=cache)
 
 
 def random(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> Inputs:
-    """Rows that lie apart, NaN between them; the first and the last position; a third of the rows
-    are padding; a cache of NaN."""
+    """Strided rows with NaN between them; the first and the last position; a third of the rows are
+    padding; a cache of NaN."""
     generator = torch.Generator().manual_seed(head_dim)
     size = (num_heads + 2 * kv_heads) * head_dim
     qkv = torch.full((tokens, size + 16), torch.nan, dtype=dtype)

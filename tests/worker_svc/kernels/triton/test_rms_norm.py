@@ -21,7 +21,7 @@ rows = pytest.mark.parametrize("tokens", by_device(cpu=[5], gpu=TOKENS))
 
 
 def random(tokens: int, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Rows of unlike magnitude that lie apart in memory, NaN between them."""
+    """Strided rows of unlike magnitude, NaN between them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.full((tokens, size + 16), torch.nan, dtype=dtype)
     scale = torch.logspace(-2, 1, tokens).unsqueeze(1)

@@ -29,7 +29,7 @@ ALMOST_ONE = 1 - 2**-53
 # exp differs in its last bits between a GPU's kernel and torch, so a boundary between two tokens
 # moves by about 1e-7, and a random number that falls right there may take either.
 NUDGE = by_device(cpu=0.0, gpu=1e-6)
-# Those of models, and of the logits that features have changed.
+# The dtypes of models, and of the logits that features have changed.
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 LARGER_THAN_ANY = 65_000
 
@@ -44,7 +44,7 @@ class Implementation:
         self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor, ranks: int
     ) -> list[int]:
         """Deals whole logits [N, vocab] to ranks, with anything as padding and NaN between the
-        rows; of each token exactly one rank must know."""
+        rows; exactly one rank must know each token."""
         logits, temperatures, uniforms = (x.to(DEVICE) for x in (logits, temperatures, uniforms))
         parts, statistics = [], []
         for rank in range(ranks):
@@ -87,7 +87,7 @@ REFERENCE = Implementation("reference", cpu_sampling.chunk_statistics, cpu_sampl
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the rows of a small vocabulary are several programs."""
+    """Makes the rows of a small vocabulary take several programs."""
     if not ON_GPU:
         monkeypatch.setattr(module, "TILE", 512)
 
@@ -161,7 +161,7 @@ def test_kernel_and_reference_sample_the_same_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_vocabulary_of_qwen3(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # with the tile of a GPU
+    monkeypatch.undo()  # with a GPU's tile
     logits = torch.randn(3, 151_936, generator=torch.Generator().manual_seed(ranks)).bfloat16()
     temperatures, uniforms = torch.tensor([0.0, 0.6, 1.0]), torch.tensor([0.3, 0.3, 0.99])
     rows = logits.to(DEVICE), temperatures.to(DEVICE), uniforms.double().to(DEVICE)

@@ -14,7 +14,7 @@ from worker_svc.kernels.triton.silu_mul import silu_and_multiply, silu_and_multi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", by_device(cpu=[8, 100, 1024, 1025, 3072], gpu=WIDTHS))
 def test_silu_and_multiply(size: int, dtype: torch.dtype, tokens: int) -> None:
-    """Also where silu is next to nothing, and of rows that lie apart in memory."""
+    """Even where silu is next to nothing, and for strided rows."""
     generator = torch.Generator().manual_seed(size)
     padded = torch.full((tokens, 2 * size + 8), torch.nan, dtype=dtype)
     padded[:, : 2 * size] = 5 * torch.randn(tokens, 2 * size, generator=generator)

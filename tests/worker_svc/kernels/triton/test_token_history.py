@@ -34,7 +34,7 @@ STORE = [store_tokens, reference(store_tokens_reference), *of_numba("cpu.tokens"
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few tokens are several programs, and several rounds of one."""
+    """Makes a few tokens take several programs, and several rounds of one."""
     if not ON_GPU:
         monkeypatch.setattr(module, "STORED", 4)
         monkeypatch.setattr(module, "TILE", 8)
@@ -47,7 +47,7 @@ def int32(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("store", STORE)
 def test_tokens_lie_in_their_slots(store: Callable[..., None]) -> None:
-    """Given ones and sampled ones; -1 is nowhere, whatever the id; nothing else changes."""
+    """Given tokens and sampled ones; -1 is nowhere, whatever the id; nothing else changes."""
     cache = torch.full((12,), 99, dtype=torch.int32, device=DEVICE)
     store(cache, int32(3, -1, 0, 11, 7, -1), int32(5, 6, -1, -3, 0, -9), int32(70, 71, 72))
     assert cache.tolist() == [70, 99, 99, 5, 99, 99, 99, 0, 99, 99, 99, 72]
@@ -90,7 +90,8 @@ class Batch:
     table_offsets: torch.Tensor
 
     def penalized(self, function: Callable[..., None], ranks: int) -> torch.Tensor:
-        """By ranks that each have a part of the vocabulary, with NaN as padding that stays."""
+        """Penalizes on ranks that each have a part of the vocabulary, with NaN as padding that
+        stays."""
         vocab_size = self.logits.shape[1]
         parts = []
         for rank in range(ranks):
@@ -117,7 +118,7 @@ class Batch:
         return torch.cat(parts, dim=1)
 
     def expected(self) -> torch.Tensor:
-        """Logit by logit, from the definition."""
+        """Penalizes logit by logit, from the definition."""
         out = self.logits.double()
         for f, row in enumerate(self.rows):
             repetition, presence, frequency = self.penalties[f]
