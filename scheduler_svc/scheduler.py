@@ -14,7 +14,7 @@ Sequences that share a prompt, and the beams of a search, are looked after in `f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, count
@@ -190,7 +190,7 @@ class Scheduler:
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         self._forks.prompts_computed(step)
-        beams = self._forks.beams or ()  # in which nothing need be looked up
+        beams = self._forks.beams or ()  # the usual case: nothing to hash a sequence for
         outputs: list[Output] = []
         for row, token in zip(step.rows, answer.token_ids, strict=True):
             seq = row.seq
@@ -303,37 +303,39 @@ class Scheduler:
 
     def _schedule_prompts(
         self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
-    ) -> Iterator[tuple[Sequence, int]]:
-        """Shares out `budget` tokens to `prompts` and to waiting sequences, which it admits.
+    ) -> list[tuple[Sequence, int]]:
+        """Admits waiting sequences and shares out `budget` tokens to them and to `prompts`.
 
         Short prompts come first, in half of the budget, so that they do not queue behind a long
         one's chunks; then everything goes in order, one long prompt after another.
         """
         short = budget // 2
+        shares: list[tuple[Sequence, int]] = []
         rest = []
         for seq in prompts:
             num_tokens = seq.num_unscheduled_tokens
             if num_tokens <= short:
                 short -= num_tokens
                 budget -= num_tokens
-                yield seq, num_tokens
+                shares.append((seq, num_tokens))
             else:
                 rest.append(seq)
         while may_admit and (waiting := self._next_short(short)) and self._admit(waiting, now):
             num_tokens = waiting.num_unscheduled_tokens
             short -= num_tokens
             budget -= num_tokens
-            yield waiting, num_tokens
+            shares.append((waiting, num_tokens))
         for seq in rest:
             if num_tokens := min(budget, seq.num_unscheduled_tokens):
                 budget -= num_tokens
-                yield seq, num_tokens
+                shares.append((seq, num_tokens))
         while may_admit and budget and (waiting := self._waiting.peek()):
             if not self._admit(waiting, now):
                 break
             num_tokens = min(budget, waiting.num_unscheduled_tokens)
             budget -= num_tokens
-            yield waiting, num_tokens
+            shares.append((waiting, num_tokens))
+        return shares
 
     def _next_short(self, max_tokens: int) -> Sequence | None:
         """A waiting sequence of at most `max_tokens` that may go now: the next in line, or one that
