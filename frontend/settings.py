@@ -39,6 +39,10 @@ class PublicSettings(ServiceSettings):
         return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
+    def callers_need_tokens(self) -> bool:
+        return bool(self.auth_tokens_file)
+
+    @property
     def reflected(self) -> bool:
         if self.reflection == "auto":
             return not self.auth_tokens_file

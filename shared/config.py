@@ -46,6 +46,10 @@ class ServiceSettings(SecuritySettings):
     exit_with_parent: bool = Field(False, description="end when the parent process is gone")
     max_message_bytes: int = Field(4 << 20, gt=0, description="largest request accepted")
 
+    @property
+    def callers_need_tokens(self) -> bool:
+        return False
+
     @classmethod
     def settings_customise_sources(
         cls,

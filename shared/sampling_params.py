@@ -33,6 +33,9 @@ class Range:
     def __str__(self) -> str:
         if self.high == _MAX:
             return f"at least {self.low}"
+        if self.high == _MAX_FLOAT32:
+            least = "" if self.low == -self.high else f" and at least {self.low}"
+            return f"finite and above {self.low}" if self.above else f"finite{least}"
         return f"in {'(' if self.above else '['}{self.low}, {self.high}]"
 
 

@@ -44,6 +44,7 @@ class Server:
 
     Raises:
         FileError: a file of certificates cannot be used.
+        ValueError: callers need tokens, which nothing would check.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Server:
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
     ) -> None:
+        if settings.callers_need_tokens and not interceptors:
+            raise ValueError("auth_tokens_file: no interceptor checks tokens")
         self._settings = settings
         self._ready = ready
         self._service_names = ("", service_name)

@@ -61,6 +61,8 @@ def authority(certificates: Path) -> Authority:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Turns `-n auto`, which `make test` passes, into a worker per processor, but none if tests are
     named: workers take longer to start than most tests to run."""
+    if number := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(number)
     named = config.option.keyword or not all(Path(each).is_dir() for each in config.args)
     return 0 if named else len(os.sched_getaffinity(0))
 

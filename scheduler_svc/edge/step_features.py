@@ -132,8 +132,10 @@ def _num_targets(row: Row) -> int:
     those scores were delivered before a recomputation."""
     features = row.seq.features
     assert features is not None
+    if row.start >= features.num_to_score:
+        return 0
     end = min(row.start + row.num_tokens, features.num_to_score)
-    return max(end - row.start, 0) if end > features.num_scored else 0
+    return end - row.start if end > features.num_scored else 0
 
 
 def _prompt_logprobs(rows: list[Row], places: list[int]) -> worker_pb2.PromptLogprobs:

@@ -452,10 +452,16 @@ async def test_get_model(service: Service) -> None:
     assert model.max_model_len == INFO.max_model_len
     assert model.vocab_size == INFO.vocab_size
     assert list(model.eos_token_ids) == [1535, 1533]
-    assert {field.name: value for field, value in model.default_sampling.ListFields()} == {
-        **{name: each.default for name, each in NUMBERS.items() if each.from_model},
+    defaults = {field.name: value for field, value in model.default_sampling.ListFields()}
+    assert defaults.keys() == {name for name, each in NUMBERS.items() if each.from_model}
+    expected = {
         "temperature": pytest.approx(0.6),
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "repetition_penalty": 1,
     }
+    assert {name: defaults[name] for name in expected} == expected
     assert model.capacity == pb.EngineCapacity(
         num_blocks=64,
         block_size=16,

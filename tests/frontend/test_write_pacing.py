@@ -11,7 +11,9 @@ from frontend.write_pacing import WritePacer
 from shared.errors import InternalError
 from tests.frontend.conftest import read
 
-SAMPLING = Sampling(0.0, 0, 100, (), (), ())
+SAMPLING = Sampling(
+    temperature=0.0, seed=0, max_tokens=100, eos_token_ids=(), stop_token_ids=(), stop=()
+)
 
 
 def token_streams(count: int) -> list[TokenStream]:

@@ -16,8 +16,8 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.5}, "temperature: -0.5; must be in [0, 3.4028234663852886e+38]"),
-        ({"temperature": NAN}, "temperature: nan; must be in [0, 3.4028234663852886e+38]"),
+        ({"temperature": -0.5}, "temperature: -0.5; must be finite and at least 0"),
+        ({"temperature": NAN}, "temperature: nan; must be finite and at least 0"),
         ({"min_tokens": -1}, "min_tokens: -1; must be in [0, 9]"),
         ({"min_tokens": 10}, "min_tokens: 10; must be in [0, 9]"),
         ({"top_k": -1}, "top_k: -1; must be in [0, 2147483647]"),
@@ -27,16 +27,16 @@ NAN, INF = float("nan"), float("inf")
         ({"min_p": -0.1}, "min_p: -0.1; must be in [0, 1]"),
         (
             {"repetition_penalty": 0.0},
-            "repetition_penalty: 0.0; must be in (0, 3.4028234663852886e+38]",
+            "repetition_penalty: 0.0; must be finite and above 0",
         ),
         (
             {"repetition_penalty": INF},
-            "repetition_penalty: inf; must be in (0, 3.4028234663852886e+38]",
+            "repetition_penalty: inf; must be finite and above 0",
         ),
-        ({"presence_penalty": INF}, "presence_penalty: inf; must be in [-3.4028234663852886e+38, "),
+        ({"presence_penalty": INF}, "presence_penalty: inf; must be finite"),
         (
             {"frequency_penalty": NAN},
-            "frequency_penalty: nan; must be in [-3.4028234663852886e+38, ",
+            "frequency_penalty: nan; must be finite",
         ),
         ({"logprobs": 1001}, "logprobs: 1001; must be in [0, 1000]"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: -1; must be in [0, 1000]"),

@@ -59,6 +59,14 @@ class Service(InferenceServiceServicer):
     async def GetModel(self, request: object, context: object) -> object: ...
 
 
+async def test_where_callers_need_tokens_something_must_check_them(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret\n")
+    settings = load_settings(FrontendSettings, ["--auth-tokens-file", str(tokens)])
+    with pytest.raises(ValueError, match="auth_tokens_file: no interceptor checks tokens"):
+        Server(settings, SERVICE)
+
+
 @asynccontextmanager
 async def serving(
     tmp_path: Path, service: Service, *flags: str

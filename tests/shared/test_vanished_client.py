@@ -11,6 +11,7 @@ import pytest
 import structlog
 from grpc import aio
 
+from frontend.server import public_server
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb
@@ -18,7 +19,6 @@ from shared.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
-from shared.server import Server
 
 CALLS = 10
 # Reads only one message of each stream, so that the server's writes block.
@@ -66,7 +66,7 @@ class Service(InferenceServiceServicer):
 async def test_nothing_is_logged_or_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, service = Server(load_settings(FrontendSettings, []), "a.Service"), Service()
+    server, service = public_server(load_settings(FrontendSettings, [])), Service()
     add_InferenceServiceServicer_to_server(service, server.grpc)
     address = f"unix:{tmp_path}/s.sock"
     await server.start(address)
