@@ -34,8 +34,9 @@ class Range:
         if self.high == _MAX:
             return f"at least {self.low}"
         if self.high == _MAX_FLOAT32:
-            least = "" if self.low == -self.high else f" and at least {self.low}"
-            return f"finite and above {self.low}" if self.above else f"finite{least}"
+            if self.low == -self.high:
+                return "finite"
+            return f"finite and {'above' if self.above else 'at least'} {self.low}"
         return f"in {'(' if self.above else '['}{self.low}, {self.high}]"
 
 

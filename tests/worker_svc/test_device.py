@@ -71,7 +71,7 @@ def run_pytest(path: Path, **environment: str) -> subprocess.CompletedProcess[st
     [
         ({"TEST_DEVICE": "cuda", "TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
         ({"TEST_DEVICE": "cuda", "TRITON_INTERPRET": "0"}, "torch finds no CUDA device"),
-        ({"TEST_DEVICE": "gpu"}, "TEST_DEVICE: cpu or cuda, not gpu"),
+        ({"TEST_DEVICE": "gpu"}, "TEST_DEVICE: gpu; must be cpu or cuda"),
     ],
 )
 def test_without_a_gpu_nothing_passes(environment: dict[str, str], reason: str) -> None:
