@@ -199,12 +199,13 @@ async def test_a_process_ends_with_its_parent() -> None:
         "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (
-        "import subprocess, sys\n"
+        "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=sys.stdout)\n"
-        "sys.stdin.read()"
+        "time.sleep(60)"
     )
+    # No pipe to stdin: nothing would wait until it is closed, before the event loop is.
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        sys.executable, "-c", parent, stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     assert int(await process.stdout.readline()) > 0
