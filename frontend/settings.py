@@ -45,7 +45,7 @@ class PublicSettings(ServiceSettings):
     @property
     def reflected(self) -> bool:
         if self.reflection == "auto":
-            return not self.auth_tokens_file
+            return not self.callers_need_tokens
         return super().reflected
 
 

@@ -109,10 +109,10 @@ class Scheduler:
         """The other completions of a sequence's prompt that are still waiting for it."""
         return self._forks.followers_of(seq)
 
-    def abort(self, key: tuple[int, int]) -> None:
+    def abort(self, key: SequenceKey) -> None:
         """Ends a sequence, or all beams of its search, without an output. It may have ended
         already."""
-        if seq := self._sequences.get(SequenceKey(*key)):
+        if seq := self._sequences.get(key):
             self._close_all_of(seq)
 
     def expire(self, now: float) -> list[Output]:

@@ -65,7 +65,7 @@ def _tests(results: Mapping[str, Records]) -> Iterator[tuple[str, Result]]:
 
 
 def _fitted(lines: Sequence[str], room: int, rest: str) -> list[str]:
-    """As many lines as there is room for, and the number left out."""
+    """The lines that there is room for, and the number left out."""
     if len(lines) <= room:
         return list(lines)
     return [*lines[: room - 1], rest.format(len(lines) - room + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from itertools import accumulate
 from operator import attrgetter
 from struct import pack
@@ -121,9 +122,9 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
         bias_offsets=bias_offsets.tobytes(),
         bias_ids=bias_ids.tobytes(),
         bias_values=bias_values.tobytes(),
-        masked=_column("i", list(masks)),
+        masked=_column("i", masks),
         masks=b"".join(masks.values()),
-        **{name: pack(f"<{len(params)}{code}", *map(of, params)) for name, code, of in _COLUMNS},
+        **{name: _column(code, [*map(of, params)]) for name, code, of in _COLUMNS},
     )
 
 
@@ -156,8 +157,9 @@ def _num_prompt_logprobs(seq: Sequence) -> int:
     return seq.params.prompt_logprobs
 
 
-def _column(code: str, values: list[int] | list[float]) -> bytes:
-    return array(code, values).tobytes()
+def _column(code: str, values: Collection[float]) -> bytes:
+    """A little-endian array of `values`, of the type that `struct` calls `code`."""
+    return pack(f"<{len(values)}{code}", *values)
 
 
 def _ints(column: bytes) -> list[int]:

@@ -99,7 +99,7 @@ def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Con
 
 
 def test_tests_run_without_xdist() -> None:
-    """As on a GPU machine, with its own installation of pytest."""
+    """A GPU machine may bring its own pytest, without the plugin."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", "-q", __file__]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "test_tests_run_without_xdist" in listed

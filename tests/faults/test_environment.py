@@ -98,7 +98,7 @@ async def test_serving_goes_on_while_the_clock_jumps(stack: StackInTime) -> None
 
 
 async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -> None:
-    """As on a full disk, every write to a file fails, for services and supervisord alike."""
+    """Every write to a file fails, as on a full disk, for services and supervisord alike."""
     members = stack.launcher.members(stack.port)
     async with steady_load(stack.address, count=8):
         for process in members:
