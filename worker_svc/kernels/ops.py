@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from worker_svc.quantization.formats import QuantizedWeight
+
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PackedWeight(Protocol):
     """A weight matrix W [out_features, in_features] in the layout that the device multiplies
     fastest."""
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [T, in] -> x Wᵀ + bias [out], [T, out] in the dtype of x."""
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        """x [T, in] -> x Wᵀ + bias [out], [T, out] in the dtype of x.
+
+        Args:
+            exchange: for x that other ranks hold more columns of: the largest magnitudes [T] of
+                this rank's columns -> those of all ranks'. Called if x has to be quantized.
+        """
+        ...
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows `indices` [T] int64 of W, [T, in] in the dtype that steps compute in."""
+        ...
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The tensors that `Ops.unpack` makes an equal weight of, in this process or another on
+        the same kind of CPU."""
         ...
 
 
@@ -23,23 +45,41 @@ class PlainWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
         return F.linear(x, self._weight, bias)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        return F.embedding(indices, self._weight)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"weight": self._weight}
 
 
 class Ops(Protocol):
     """The operations between matrix products and attention, implemented as modules of functions in
     numba (`kernels.cpu.ops`) or Triton (`kernels.triton.ops`)."""
 
-    def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy."""
+    layout: str  # names what `pack` does, with the kind of CPU it does it for
+
+    def pack(self, weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+        """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.
+
+        Raises:
+            ModelError: nothing multiplies this format on this device.
+        """
+        ...
+
+    def unpack(self, state: dict[str, torch.Tensor]) -> PackedWeight:
+        """Makes the weight whose `state` this is, without a copy: it may be a mapped file."""
         ...
 
     def embed(
         self,
         input_ids: torch.Tensor,
         last_tokens: torch.Tensor,
-        weight: torch.Tensor,
+        weight: PackedWeight,
         start: int,
         count: int,
     ) -> torch.Tensor:
