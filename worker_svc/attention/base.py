@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
 Metadata = TypeVar("Metadata")
+KVDtype = Literal["auto", "int8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,15 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    kv_dtype: KVDtype = "auto"  # auto: dtype
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """The size of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """The size of one token's keys and values in all layers, with the scales of quantized
+        ones."""
+        number = self.dtype.itemsize if self.kv_dtype == "auto" else 1
+        scale = 4 if self.kv_dtype == "int8" else 0
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * number + scale)
 
     @property
     def scale(self) -> float:
