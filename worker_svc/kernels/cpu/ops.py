@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numba
 import torch
-import torch.nn.functional as F
 
+from worker_svc.errors import ModelError
 from worker_svc.kernels.cpu import linear as cpu_linear
 from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.fused import add_rms_norm, rms_norm, silu_and_multiply
 from worker_svc.kernels.cpu.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.simd import bits
 from worker_svc.kernels.cpu.tokens import apply_masks, penalize, store_tokens
-from worker_svc.kernels.ops import PackedWeight, PlainWeight
+from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
+from worker_svc.quantization.formats import QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -20,6 +21,7 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
+    "layout",
     "pack",
     "penalize",
     "pick_bins",
@@ -27,6 +29,7 @@ __all__ = [
     "select_tokens",
     "silu_and_multiply",
     "store_tokens",
+    "unpack",
     "weigh_by_key",
 ]
 
@@ -34,7 +37,7 @@ __all__ = [
 def embed(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
-    weight: torch.Tensor,
+    weight: PackedWeight,
     start: int,
     count: int,
 ) -> torch.Tensor:
@@ -45,16 +48,25 @@ def embed(
     local = input_ids - start
     elsewhere = (local < 0) | (local >= count)
     if not elsewhere.any():
-        return F.embedding(local, weight)
-    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+        return weight.rows(local)
+    return weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
+layout = "none"
+
+
+def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+    if isinstance(weight, QuantizedWeight):
+        raise ModelError(f"quantization: {weight.format} is not implemented on cpu")
     if weight.dtype == torch.bfloat16 and cpu_linear.is_best_for_this_cpu():
         return PanelWeight(weight)
     if torch._C._has_mkldnn:
         return OneDnnWeight(weight)
     return PlainWeight(weight)
+
+
+def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
+    return PlainWeight(**state)
 
 
 class OneDnnWeight:
@@ -68,10 +80,18 @@ class OneDnnWeight:
         reorder = torch.ops.mkldnn._reorder_linear_weight
         self._weight: torch.Tensor = reorder(weight, self._BEST_FOR_ROWS)
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
         linear = torch.ops.mkldnn._linear_pointwise
         y: torch.Tensor = linear(x, self._weight, bias, "none", [], "")
         return y
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
 
 
 class PanelWeight:
@@ -82,7 +102,9 @@ class PanelWeight:
         self._packed = cpu_linear.pack_panels(weight)
         self._no_bias = torch.empty(0, dtype=weight.dtype)
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
         out = x.new_empty(len(x), self._out_features)
         rows = cpu_linear.X_BLOCK_BYTES // (4 * x.shape[1])
         cpu_linear.linear(
@@ -94,3 +116,9 @@ class PanelWeight:
             max(rows // cpu_linear.MAX_ROWS, 1) * cpu_linear.MAX_ROWS,
         )
         return out
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
