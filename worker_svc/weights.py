@@ -73,7 +73,7 @@ class WeightReader:
         with self._open(name) as tensor:
             if tensor.get_dtype() not in _FLOATS:
                 raise ModelError(
-                    f"{name}: its dtype, {tensor.get_dtype()}, is of quantized weights"
+                    f"{name}: its dtype, {tensor.get_dtype()}, is one of quantized weights"
                 )
             shape, expected = list(tensor.get_shape()), list(out.shape)
             if start is not None and len(shape) == len(expected):

@@ -32,7 +32,6 @@ class Awq:
         """
         require(config, "bits", 4)
         require(config, "version", None, "gemm", "GEMM")
-        self._has_zeros = require(config, "zero_point", None, True, False) is not False
         self._group_size = int(config.get("group_size", -1))
 
     def holds(self, reader: WeightReader, name: str) -> bool:
@@ -49,10 +48,8 @@ class Awq:
         scales = reader.read(f"{name}.scales", range(groups), rows).T
         place = (1, group), range(len(rows)), columns
         zeros = None
-        if self._has_zeros:
+        if reader.has(f"{name}.qzeros"):  # else symmetric
             zeros = per_group(_read_outputs(reader, f"{name}.qzeros", range(groups), rows), *place)
-        else:
-            reader.skip(f"{name}.qzeros")
         return from_unsigned(self.format, values, per_group(scales, *place), zeros)
 
 

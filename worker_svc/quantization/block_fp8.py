@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class BlockFp8:
         block = config.get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2:
             raise ModelError(
-                f"quantization_config: weight_block_size: {block} is not implemented; "
+                f"quantization_config: weight_block_size: {json.dumps(block)} is not implemented; "
                 "implemented: two numbers"
             )
         self._block = int(block[0]), int(block[1])
