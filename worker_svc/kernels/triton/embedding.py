@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 
 
 def embed(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
-    weight: torch.Tensor,
+    packed: PackedWeight,
     start: int,
     count: int,
 ) -> torch.Tensor:
-    """input_ids [T] int32 -> [T, size]: rows of weight [rows, size], which holds the ids
-    [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
+    """input_ids [T] int32 -> [T, size]: rows of the weight [rows, size] that is packed, which holds
+    the ids [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
     int32."""
+    if not isinstance(packed, PlainWeight):
+        raise ModelError("quantization: quantized embeddings are not implemented on cuda")
+    weight = packed.weight
     size = weight.shape[1]
     out = weight.new_empty(len(input_ids), size)
     if len(input_ids):
@@ -39,7 +44,7 @@ def embed(
 def embed_reference(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
-    weight: torch.Tensor,
+    packed: PackedWeight,
     start: int,
     count: int,
 ) -> torch.Tensor:
@@ -47,9 +52,8 @@ def embed_reference(
     sampled = ids < 0
     ids[sampled] = last_tokens.long()[-1 - ids[sampled]]
     here = (ids >= start) & (ids < start + count)
-    out = torch.zeros(len(ids), weight.shape[1], dtype=weight.dtype, device=weight.device)
-    out[here] = weight[ids[here] - start]
-    return out
+    rows = packed.rows(torch.where(here, ids - start, 0))
+    return rows.masked_fill(~here[:, None], 0)
 
 
 @kernel(do_not_specialize=["start", "count"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
@@ -12,6 +13,7 @@ from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.kernels.triton.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.token_masks import apply_masks
+from worker_svc.quantization.formats import QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -19,6 +21,7 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
+    "layout",
     "pack",
     "penalize",
     "pick_bins",
@@ -26,9 +29,19 @@ __all__ = [
     "select_tokens",
     "silu_and_multiply",
     "store_tokens",
+    "unpack",
     "weigh_by_key",
 ]
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
+layout = "none"
+
+
+def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+    if isinstance(weight, QuantizedWeight):
+        raise ModelError(f"quantization: {weight.format} is not implemented on cuda")
     return PlainWeight(weight)
+
+
+def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
+    return PlainWeight(**state)

@@ -65,6 +65,6 @@ def test_embed(start: int, count: int) -> None:
     last_tokens = torch.tensor([7, 45, 21], dtype=torch.int32)
     for ids in ([20, 32, 33, 49], [-1, -2, -3, 3], [25, -3]):
         input_ids = torch.tensor(ids, dtype=torch.int32)
-        arguments = (input_ids, last_tokens, weight, start, count)
+        arguments = (input_ids, last_tokens, PlainWeight(weight), start, count)
         assert torch.equal(embed(*arguments), embed_reference(*arguments))
         assert input_ids.tolist() == ids

@@ -6,6 +6,7 @@ import torch
 
 from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device
 from tests.worker_svc.kernels.triton.precision import DTYPES, poisoned_memory
+from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton import embedding as module
 from worker_svc.kernels.triton.embedding import embed, embed_reference
 from worker_svc.layers.embedding import VocabPartition
@@ -38,7 +39,7 @@ def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens:
         for part in parts:
             weight = torch.full((part.shard_size, size), torch.nan, dtype=dtype)
             weight[: part.num_tokens] = whole[part.start : part.start + part.num_tokens]
-            arguments = last_tokens, weight.to(DEVICE), part.start, part.num_tokens
+            arguments = last_tokens, PlainWeight(weight.to(DEVICE)), part.start, part.num_tokens
             with poisoned_memory():
                 out = function(input_ids, *arguments)
             total += out
@@ -48,10 +49,13 @@ def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens:
 def test_the_first_step_has_no_last_tokens() -> None:
     weight = torch.arange(12.0, device=DEVICE).view(4, 3)
     for function in (embed, embed_reference):
-        assert torch.equal(function(int32(3, 0), int32(), weight, 0, 4), weight[[3, 0]])
+        assert torch.equal(
+            function(int32(3, 0), int32(), PlainWeight(weight), 0, 4), weight[[3, 0]]
+        )
 
 
 @pytest.mark.launches_nothing
 def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_embed_kernel", None)
-    assert embed(int32(), int32(), torch.ones(4, 3, device=DEVICE), 0, 4).shape == (0, 3)
+    weight = PlainWeight(torch.ones(4, 3, device=DEVICE))
+    assert embed(int32(), int32(), weight, 0, 4).shape == (0, 3)
