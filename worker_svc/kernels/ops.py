@@ -62,6 +62,10 @@ class Ops(Protocol):
 
     layout: str  # names what `pack` does, with the kind of CPU it does it for
 
+    def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of hidden states and logits in a model whose weights have `dtype`."""
+        ...
+
     def pack(self, weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
         """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.
 

@@ -69,7 +69,7 @@ class VocabParallelEmbedding:
         hidden_size: int,
     ) -> None:
         self.weight = loader.table(vocab.rows(name), vocab.shard_size, hidden_size)
-        self._dtype = loader.dtype
+        self._dtype = ops.hidden_dtype(loader.dtype)
         self._vocab = vocab
         self._ops = ops
         self._tp = tp

@@ -20,6 +20,7 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
+    "hidden_dtype",
     "layout",
     "pack",
     "penalize",
@@ -36,6 +37,11 @@ __all__ = [
 # Instruction sets that decide on a layout or on the order of sums.
 _SETS = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16")
 layout = "-".join(["panels-1", *filter(cpu_features.has, _SETS)])
+
+
+def hidden_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, which kernels compute in: to round between them would cost time and precision."""
+    return torch.float32
 
 
 def embed(
