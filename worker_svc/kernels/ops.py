@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from worker_svc.quantization.formats import QuantizedWeight
 
-
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,18 +42,18 @@ class PlainWeight:
     """W as it is, multiplied by `F.linear`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
-        return F.linear(x, self._weight, bias)
+        return F.linear(x, self.weight, bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return F.embedding(indices, self._weight)
+        return F.embedding(indices, self.weight)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"weight": self._weight}
+        return {"weight": self.weight}
 
 
 class Ops(Protocol):
@@ -63,8 +62,13 @@ class Ops(Protocol):
 
     layout: str  # names what `pack` does, with the kind of CPU it does it for
 
-    def pack(self, weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+    def pack(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype = torch.bfloat16
+    ) -> PackedWeight:
         """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.
+
+        Args:
+            dtype: of the rows of a quantized weight: that in which steps compute.
 
         Raises:
             ModelError: nothing multiplies this format on this device.

@@ -71,7 +71,8 @@ class VocabParallelEmbedding:
 
     def __call__(self, input_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
         vocab = self._vocab
-        hidden = self._ops.embed(input_ids, last_tokens, self.weight, vocab.start, vocab.num_tokens)
+        table = PlainWeight(self.weight)
+        hidden = self._ops.embed(input_ids, last_tokens, table, vocab.start, vocab.num_tokens)
         return self._tp.all_reduce(hidden)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numba
 import torch
-import torch.nn.functional as F
 
 from worker_svc.kernels.cpu import linear as cpu_linear
 from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
@@ -34,7 +33,7 @@ __all__ = [
 def embed(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
-    weight: torch.Tensor,
+    weight: PackedWeight,
     start: int,
     count: int,
 ) -> torch.Tensor:
@@ -45,8 +44,8 @@ def embed(
     local = input_ids - start
     elsewhere = (local < 0) | (local >= count)
     if not elsewhere.any():
-        return F.embedding(local, weight)
-    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+        return weight.rows(local)
+    return weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 
 MAX_E4M3 = 448.0
-# `from_e4m3` gives numbers too small by this factor.
-E4M3_UNIT = 256.0
 
 
 @triton.jit
@@ -37,9 +35,8 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def from_e4m3(code: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """The bits of float8_e4m3fn as uint8 -> its value / E4M3_UNIT, exact in any dtype: shifted by 7,
-    they are those of a float16, whose exponent has another bias. NaN is not known."""
+    """The bits of float8_e4m3fn as uint8 -> its value / 256, exact in any dtype: shifted by 7, they
+    are those of a float16, whose exponent has another bias. NaN is not known."""
     bits = code.to(tl.uint16)
     bits = ((bits & 128) << 8) | ((bits & 127) << 7)
     return bits.to(tl.float16, bitcast=True).to(dtype)
-

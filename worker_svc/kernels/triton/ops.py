@@ -7,11 +7,13 @@ import torch
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.quantized import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.kernels.triton.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.token_masks import apply_masks
+from worker_svc.quantization.formats import QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -19,6 +21,7 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
+    "layout",
     "pack",
     "penalize",
     "pick_bins",
@@ -26,9 +29,21 @@ __all__ = [
     "select_tokens",
     "silu_and_multiply",
     "store_tokens",
+    "unpack",
     "weigh_by_key",
 ]
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
+layout = "triton"
+
+
+def pack(
+    weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype = torch.bfloat16
+) -> PackedWeight:
+    if isinstance(weight, QuantizedWeight):
+        return pack_quantized(weight, dtype)
     return PlainWeight(weight)
+
+
+def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
+    return PlainWeight(**state) if "weight" in state else unpack_quantized(state)

@@ -1,9 +1,9 @@
-"""Products with quantized weights: 8-bit integers times 8-bit integers, and numbers times codes that
-become numbers in registers (W8A8 and W4A16, W8A16).
+"""Products with quantized weights: 8-bit integers times 8-bit integers (W8A8), and numbers times
+codes that become numbers in registers (W4A16, W8A16).
 
 The weight is the left operand and x, transposed, the right one: of the tensor cores' operands, the
-left is the one that may come from registers and that is 64 rows high, whereas steps that decode have
-few rows of x.
+left is the one that may come from registers and that is 64 rows high, whereas steps that decode
+have few rows of x.
 
 Few rows of x are bounded by the bandwidth at which the weight is read, once. If its rows make fewer
 tiles than keep a GPU busy, columns are split too, and a second kernel adds the parts up in order.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -75,9 +76,9 @@ def int8_matmul(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(x · x_scales) (weight · weight_scales)ᵀ + bias [out] -> [T, out] in dtype, for x int8 [T, in]
-    and weight int8 [out, in], both contiguous, with a float32 scale per row. Sums are exact, so that
-    a row's result depends on nothing else."""
+    """(x · x_scales) (weight · weight_scales)ᵀ + bias [out] -> [T, out] in dtype, for x int8
+    [T, in] and weight int8 [out, in], both contiguous, with a float32 scale per row. Sums are
+    exact, so that a row's result depends on nothing else."""
     rows, columns = x.shape
     outs = len(weight)
     out = torch.empty(rows, outs, dtype=dtype, device=x.device)
@@ -171,8 +172,9 @@ def pack_int4(codes: torch.Tensor, width: int) -> torch.Tensor:
     multiplied with neighbours in x. Padded with zeros, which meet no x."""
     columns = codes.shape[1]
     padding = -columns % (2 * width)
-    tiles = torch.nn.functional.pad(codes, (0, padding)).unflatten(1, (-1, 2, width))
-    return tiles[:, :, 0] | tiles[:, :, 1] << 4
+    tiles = F.pad(codes, (0, padding)).unflatten(1, (-1, 2, width))
+    packed: torch.Tensor = tiles[:, :, 0] | tiles[:, :, 1] << 4
+    return packed
 
 
 def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
@@ -289,18 +291,16 @@ def _int8_kernel(
 
 
 @triton.jit
-def _numbers(
-    codes: tl.tensor, zero: tl.tensor, INT4: tl.constexpr, DOT: tl.constexpr
-) -> tl.tensor:
+def _numbers(codes: tl.tensor, zero: tl.tensor, INT4: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
     """Codes [OUTS, WIDTH] minus zeros [OUTS, 1] if given, in DOT."""
     if codes.dtype == tl.uint8 and not INT4:
         return from_e4m3(codes, DOT)
     if INT4:
         # Bits below those of a power of two, with which the number is the power plus the code.
-        if DOT == tl.bfloat16:
+        if DOT == tl.bfloat16:  # noqa: SIM300
             shifted = (codes.to(tl.uint16) | 0x4300).to(DOT, bitcast=True)
             return shifted - (zero + 128.0).to(DOT)
-        if DOT == tl.float16:
+        if DOT == tl.float16:  # noqa: SIM300
             shifted = (codes.to(tl.uint16) | 0x6400).to(DOT, bitcast=True)
             return shifted - (zero + 1024.0).to(DOT)
     return (codes.to(tl.float32) - zero).to(DOT)
@@ -397,7 +397,7 @@ def _code_kernel(
             product = tl.dot(number, x_t.to(DOT), input_precision="ieee")
             sums += product * scale
     if codes.dtype.element_ty == tl.uint8 and not INT4:
-        sums = sums * 256.0  # E4M3_UNIT
+        sums = sums * 256.0  # see `from_e4m3`
     if SPLITS == 1:
         _store(sums, None, None, bias, out, m, n, rows, ALL_OUTS)
     else:
@@ -424,4 +424,6 @@ def _combine_kernel(
     for part in tl.static_range(1, SPLITS):
         step = part * rows.to(tl.int64) * ALL_OUTS
         sums += tl.load(address + step, mask=n < ALL_OUTS, other=0)
-    _store(sums[:, None], x_scales, weight_scales, bias, out, m + tl.arange(0, 1), n, rows, ALL_OUTS)
+    _store(
+        sums[:, None], x_scales, weight_scales, bias, out, m + tl.arange(0, 1), n, rows, ALL_OUTS
+    )

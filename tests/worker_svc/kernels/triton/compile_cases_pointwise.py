@@ -10,6 +10,7 @@ import torch
 
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.logits import BINS
+from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.kv_store import store_kv
@@ -83,7 +84,9 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     embedding = half(vocab.shard_size, shape.hidden)
     yield (
         "embed",
-        partial(embed, ints(TOKENS), ints(TOKENS), embedding, vocab.start, vocab.num_tokens),
+        partial(
+            embed, ints(TOKENS), ints(TOKENS), PlainWeight(embedding), vocab.start, vocab.num_tokens
+        ),
     )
     logits, temperatures = half(TOKENS, vocab.shard_size), floats(TOKENS)
     yield (
