@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
 Metadata = TypeVar("Metadata")
+KV_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,18 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    # Of the cache: auto is dtype; int8 has a float32 scale per token and KV head, fp8 has none.
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
 
     @property
     def cache_bytes_per_token(self) -> int:
         """The size of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        head_bytes = {
+            "auto": self.head_dim * self.dtype.itemsize,
+            "int8": self.head_dim + KV_SCALE_BYTES,
+            "fp8": self.head_dim,
+        }[self.kv_dtype]
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property
     def scale(self) -> float:
