@@ -59,11 +59,10 @@ def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
 
 def unpack_quantized(state: dict[str, torch.Tensor]) -> PackedWeight:
     """Makes the weight whose `state` this is."""
-    dtype = state["like"].dtype
+    columns, dtype = state["like"].shape[1], state["like"].dtype
     if "int8" in state:
         return Int8Weight(state["int8"], state["scales"], dtype)
     codes, scales, zeros = state["codes"], state["scales"], state.get("zeros")
-    columns = int(state["columns"])
     if codes.dtype == torch.float8_e4m3fn and _scales_products(codes.shape, len(scales)):
         return Fp8Weight(codes, scales, zeros, dtype, columns)
     return CodeWeight(codes, scales, zeros, dtype, columns)
@@ -87,7 +86,7 @@ class Int8Weight:
         return (self.codes[indices] * self.scales[indices, None]).to(self.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"int8": self.codes, "scales": self.scales, "like": _like(self)}
+        return {"int8": self.codes, "scales": self.scales, "like": _like(self, self.codes.shape[1])}
 
 
 class CodeWeight:
@@ -127,11 +126,10 @@ class CodeWeight:
         return (values * scales).to(self.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
-        columns = torch.tensor(self._columns)
-        state = {"codes": self.codes, "scales": self.scales, "columns": columns}
+        state = {"codes": self.codes, "scales": self.scales, "like": _like(self, self._columns)}
         if self.zeros is not None:
             state["zeros"] = self.zeros
-        return state | {"like": _like(self)}
+        return state
 
 
 class Fp8Weight(CodeWeight):
@@ -201,6 +199,6 @@ def _scales_products(shape: torch.Size, groups: int) -> bool:
     return groups * SCALING_BLOCK == shape[1] and version >= BLOCK_SCALING_CUDA
 
 
-def _like(weight: Int8Weight | CodeWeight) -> torch.Tensor:
-    """Nothing, in the dtype of the weight's rows."""
-    return torch.empty(0, dtype=weight.dtype)
+def _like(weight: Int8Weight | CodeWeight, columns: int) -> torch.Tensor:
+    """No rows, but of the weight's size and in their dtype."""
+    return torch.empty(0, columns, dtype=weight.dtype)
