@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -77,11 +77,12 @@ def make_load(
     heads: Heads,
     contexts: Sequence[int],
     block_size: int | str = "auto",
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
 ) -> Load:
     rows = len(contexts)
-    size = sum(contexts) * heads.kv_heads * heads.head_dim * 2 * setup.dtype.itemsize
-    layers = setup.sizes.layers(size)
-    backend = setup.backend(name, heads, layers=layers, block_size=block_size)
+    itemsize = setup.dtype.itemsize if kv_dtype == "auto" else 1
+    layers = setup.sizes.layers(sum(contexts) * heads.kv_heads * heads.head_dim * 2 * itemsize)
+    backend = setup.backend(name, heads, layers=layers, block_size=block_size, kv_dtype=kv_dtype)
     step = make_step([1] * rows, contexts, backend.block_size, vocab=2)
     tensors = upload_step(step, backend.plan_column(step), setup.device)
     generator = setup.generator(name)
@@ -91,7 +92,11 @@ def make_load(
         setup,
         backend,
         contexts,
-        caches=[cache.normal_(generator=generator) for cache in caches],
+        # Codes and scales of any value take the same time.
+        caches=[
+            (cache.random_ if cache.dtype.itemsize == 1 else cache.normal_)(generator=generator)
+            for cache in caches
+        ],
         q=q.to(setup.dtype),
         tensors=tensors,
         metadata=backend.plan(step, tensors, max(contexts)),
@@ -127,3 +132,21 @@ def measure_mixed_lengths(setup: Setup, report: Report, name: str) -> None:
             bandwidth(setup, report),
             TARGET,
         )
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def measure_caches_in_8_bits(
+    setup: Setup, report: Report, kv_dtype: Literal["int8", "fp8"]
+) -> None:
+    sizes = setup.sizes
+    for label, heads in sizes.heads:
+        for rows in sizes.batches:
+            contexts = [max(sizes.contexts)] * rows
+            load = make_load(setup, "triton", heads, contexts, kv_dtype=kv_dtype)
+            report.figure(
+                f"decode attention, {kv_dtype} cache, {label}, {rows} x {contexts[0]}",
+                load.rate(load.attend),
+                "GB/s",
+                bandwidth(setup, report),
+                TARGET if rows == max(sizes.batches) else None,
+            )

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -54,6 +54,17 @@ class Sizes:
         Product("head", 151_936, 1024),
     )
     product_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 1024)
+    quantized_products: tuple[Product, ...] = (
+        Product("0.6B qkv", 4096, 1024),
+        Product("0.6B o", 1024, 2048),
+        Product("0.6B gate_up", 6144, 1024),
+        Product("0.6B down", 1024, 3072),
+        Product("8B qkv", 6144, 4096),
+        Product("8B o", 4096, 4096),
+        Product("8B gate_up", 24_576, 4096),
+        Product("8B down", 4096, 12_288),
+    )
+    quantized_tokens: tuple[int, ...] = (1, 16, 64, 256)
     prompts: tuple[tuple[int, int, int], ...] = (  # sequences, their queries, their context
         (1, 4096, 4096),
         (8, 1024, 1024),
@@ -102,6 +113,8 @@ REHEARSAL = Sizes(
     matmul=16,
     products=(Product("qkv", 8, 4), Product("head", 301, 4)),
     product_tokens=(1, 3),
+    quantized_products=(Product("o", 16, 256),),
+    quantized_tokens=(1, 3),
     prompts=((1, 9, 9), (2, 3, 12)),
     prompt_steps=((1, 6),),
     max_model_len=1100,
@@ -143,11 +156,17 @@ class Setup:
             pytest.skip(str(error))
 
     def backend(
-        self, name: str, heads: Heads, *, layers: int = 1, block_size: int | str = "auto"
+        self,
+        name: str,
+        heads: Heads,
+        *,
+        layers: int = 1,
+        block_size: int | str = "auto",
+        kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
     ) -> PagedBackend[Any]:
         """Returns a backend; skips the test if it is not installed, or not for this GPU."""
         settings = self.settings(attention=name, block_size=block_size)
-        shape = AttentionShape(layers, *heads, self.dtype, self.device)
+        shape = AttentionShape(layers, *heads, self.dtype, self.device, kv_dtype)
         try:
             backend = self.platform(settings).attention_backend(settings, shape)
         except StartError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 
 from worker_svc.attention import fa3, flash_attn
-from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.base import KV_SCALE_BYTES, AttentionShape
 from worker_svc.attention.fa3 import FlashAttention3
 from worker_svc.attention.flash_attn import BLOCK_SIZE_MULTIPLE, FlashAttention2
 from worker_svc.attention.paged import PagedBackend, PerPhase
@@ -79,6 +79,10 @@ def _obstacle(
     name: str, shape: AttentionShape, block_size: int | None, capability: tuple[int, int]
 ) -> str:
     """The reason why `name` cannot be used here; empty if none is known yet."""
+    if shape.kv_dtype != "auto" and name != "triton":
+        return f"kv_dtype: {name} has no {shape.kv_dtype} cache; triton has"
+    if shape.kv_dtype == "int8" and shape.head_dim % KV_SCALE_BYTES:
+        return f"kv_dtype: head_dim {shape.head_dim} is not a multiple of {KV_SCALE_BYTES}"
     if name.startswith("fa3"):
         if capability != HOPPER:
             return f"it is for Hopper GPUs, this one has capability {_dotted(capability)}"

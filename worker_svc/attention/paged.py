@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from worker_svc.attention.base import AttentionBackend, QKNorm
+from worker_svc.attention.base import KV_SCALE_BYTES, AttentionBackend, QKNorm
 from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
@@ -23,14 +23,17 @@ Metadata = TypeVar("Metadata", bound=PagedMetadata)
 
 
 class PagedBackend(AttentionBackend[Metadata]):
-    """Cache layout [2, blocks, block_size, kv_heads, head_dim]."""
+    """Cache layout [2, blocks, block_size, kv_heads, head_dim], in the dtype of the model or, in
+    Triton's kernels alone, in 8 bits, see `kernels.triton.quantized_cache`."""
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
-        size = (2, num_blocks, self.block_size, s.num_kv_heads, s.head_dim)
+        columns = s.head_dim + (KV_SCALE_BYTES if s.kv_dtype == "int8" else 0)
+        dtype = {"auto": s.dtype, "int8": torch.int8, "fp8": torch.uint8}[s.kv_dtype]
+        size = (2, num_blocks, self.block_size, s.num_kv_heads, columns)
         # Zeros: a kernel may load the rest of a block and give it weight 0, which NaN would
         # survive.
-        return [torch.zeros(size, dtype=s.dtype, device=s.device) for _ in range(s.num_layers)]
+        return [torch.zeros(size, dtype=dtype, device=s.device) for _ in range(s.num_layers)]
 
     def norm_rope_store(
         self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata

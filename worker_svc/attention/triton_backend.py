@@ -39,7 +39,13 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         super().__init__(shape, block_size)
         self._num_sms = num_sms
         self._decode_tiling = decoding.choose_tiling(shape.head_dim, shape.dtype)
-        self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype)
+        in_8_bits = shape.kv_dtype != "auto"
+        self._prompt_tiling = prompting.choose_tiling(
+            shape.head_dim, shape.dtype, in_8_bits=in_8_bits
+        )
+        self._tile_tokens = tile_tokens(
+            shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype, in_8_bits=in_8_bits
+        )
 
     def plan_column(self, step: Step) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
@@ -48,9 +54,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         if len(decodes) == step.num_seqs:
             return decodes
         chunks = np.flatnonzero(step.query_lens > 1).astype(np.int32)
-        shape = self.shape
-        tokens = tile_tokens(shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype)
-        tiles = query_tiles(step.query_lens, chunks, tokens, step.context_lens)
+        tiles = query_tiles(step.query_lens, chunks, self._tile_tokens, step.context_lens)
         return np.concatenate((decodes, tiles.ravel()))
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TritonMetadata:

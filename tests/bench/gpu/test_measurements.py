@@ -60,6 +60,8 @@ def test_measurements_run(tmp_path: Path, tiny_model: Path) -> None:
         "decode attention, triton, tiny, 1 x 9",
         "decode attention, triton, tiny, 2 x 9",
         "decode attention, triton, tiny, 3 mixed",
+        "decode attention, int8 cache, tiny, 2 x 9",
+        "int4, groups of 128: o 16 x 256, 3 tokens",
         "prompt attention, triton, tiny, 2 x 3 of 12",
         "step, 2 x 9: on the GPU",
         "step, 3 mixed: back to back",

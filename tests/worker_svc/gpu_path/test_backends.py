@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,8 +19,10 @@ from tests.worker_svc.platforms import GpuPlatform, make_backend
 from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS, HOPPER
+from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.kernels.triton.kv_store import store_kv
 from worker_svc.kernels.triton.paged_attention import attention_reference
+from worker_svc.kernels.triton.quantized_cache import dequantized, store_quantized_reference
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import padded, upload_step
 
@@ -157,6 +159,39 @@ def test_equals_the_reference(
     found = with_nan if name == "triton" else error(100.0)
     print(f"relative error {found:.1e}, where unwritten slots are NaN {with_nan:.1e}")
     assert found <= 2 * row_bound(dtype)
+
+
+@pytest.mark.parametrize("case", [CASES["padded decodes"], CASES["chunks and decodes"]], ids=str)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_caches_in_8_bits(kv_dtype: Literal["int8", "fp8"], case: Case) -> None:
+    """Attention to the numbers that the codes stand for; slots that no sequence has written hold
+    NaN."""
+    heads, dtype = by_device(cpu=(Heads(4, 2, 16), torch.float32), gpu=(QWEN_0_6B, torch.bfloat16))
+    shape = AttentionShape(1, *heads, dtype, DEVICE, kv_dtype)
+    backend = TritonBackend(shape, by_device(cpu=16, gpu=64), num_sms=1)
+    step, slots, num_blocks = make_step(case, backend.block_size)
+    tensors = upload_step(step, backend.plan_column(step), DEVICE)
+    random = generator(seed=len(slots))
+
+    def normal(rows: int, count: int) -> torch.Tensor:
+        size = rows, count, heads.head_dim
+        return torch.randn(size, generator=random, device=random.device).to(dtype)
+
+    q = 2 * normal(len(step.positions), heads.heads)
+    k, v = normal(len(slots), heads.kv_heads), normal(len(slots), heads.kv_heads)
+    cache = backend.allocate(num_blocks)[0].fill_(-1)  # the bits of NaN
+    store_quantized_reference(k, v, torch.from_numpy(slots).to(DEVICE), cache)
+    out = backend.attend(q, cache, backend.plan(step, tensors, LONGEST)).view(q.shape)
+    exact = attention_reference(
+        q,
+        dequantized(cache),
+        tensors.query_starts.diff(),
+        tensors.context_lens,
+        tensors.block_table,
+        tensors.table_offsets,
+        shape.scale,
+    )
+    assert relative_error(out, exact) <= 2 * row_bound(dtype)
 
 
 @gpu_only

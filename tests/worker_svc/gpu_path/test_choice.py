@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 import structlog
@@ -29,8 +30,9 @@ def choose(
     *,
     head_dim: int = 128,
     block_size: int | None = None,
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
 ) -> tuple[str, int]:
-    shape = AttentionShape(1, 4, 2, head_dim, torch.bfloat16, torch.device("cpu"))
+    shape = AttentionShape(1, 4, 2, head_dim, torch.bfloat16, torch.device("cpu"), kv_dtype)
     backend = choose_backend(name, shape, block_size, capability, num_sms=4)
     return backend.name, backend.block_size
 
@@ -164,3 +166,22 @@ def test_what_a_backend_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -
         message = f"triton cannot be used: head_dim {head_dim} is not in 9..256"
         with pytest.raises(StartError, match=message):
             choose("auto", head_dim=head_dim)
+
+
+@pytest.mark.usefixtures("flash_attention_3")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_only_triton_has_caches_in_8_bits(
+    monkeypatch: pytest.MonkeyPatch, kv_dtype: Literal["int8", "fp8"]
+) -> None:
+    install_flash_attn(monkeypatch)
+    assert choose("auto", kv_dtype=kv_dtype) == ("triton", 64)
+    for name in ("fa3", "fa3+triton", "flash_attn", "flash_attn+triton"):
+        message = rf"{re.escape(name)} cannot be used: kv_dtype: .* has no {kv_dtype} cache"
+        with pytest.raises(StartError, match=message):
+            choose(name, kv_dtype=kv_dtype)
+
+
+def test_scales_have_to_be_aligned() -> None:
+    with pytest.raises(StartError, match="kv_dtype: head_dim 18 is not a multiple of 4"):
+        choose("auto", head_dim=18, kv_dtype="int8")
+    assert choose("auto", head_dim=18, kv_dtype="fp8") == ("triton", 64)

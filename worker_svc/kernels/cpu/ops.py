@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
@@ -20,7 +19,6 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
-    "hidden_dtype",
     "layout",
     "pack",
     "penalize",
@@ -39,11 +37,6 @@ _SETS = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16")
 layout = "-".join(["panels-1", *filter(cpu_features.has, _SETS)])
 
 
-def hidden_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, which kernels compute in: to round between them would cost time and precision."""
-    return torch.float32
-
-
 def embed(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
@@ -58,11 +51,12 @@ def embed(
     local = (input_ids - start).long()
     elsewhere = (local < 0) | (local >= count)
     if not elsewhere.any():
-        return weight.rows(local)
-    return weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
+        return weight.rows(local).float()
+    rows = weight.rows(local.masked_fill(elsewhere, 0)).float()
+    return rows.masked_fill(elsewhere[:, None], 0)
 
 
-def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight)
     if _has_panels(weight.dtype):
@@ -71,7 +65,7 @@ def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
-    return PanelWeight(state) if "codes" in state else pack(state["weight"])
+    return PanelWeight(state) if "codes" in state else pack(state["weight"], torch.float32)
 
 
 def _has_panels(dtype: torch.dtype) -> bool:

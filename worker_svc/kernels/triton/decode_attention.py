@@ -23,6 +23,12 @@ from worker_svc.kernels.triton.paged_attention import (
     dot_dtype,
     slots_of,
 )
+from worker_svc.kernels.triton.quantized_cache import (
+    block_scales,
+    numbers_of,
+    scale_offsets,
+    skipped_scales,
+)
 
 # By architecture and head_dim, rounded up to a power of two, for 16-bit caches. To saturate the
 # memory of an H200, each multiprocessor needs some 40 KB in flight (4.3 TB/s x 1.2 us / 132). On
@@ -84,6 +90,13 @@ def _decode_attention_kernel(
     begin = tiles * part // parts * TILE
     end = tl.minimum(tiles * (part + 1) // parts * TILE, context)
 
+    SCALED: tl.constexpr = keys.dtype.element_ty == tl.int8
+    if SCALED:
+        key_scales = block_scales(keys, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        value_scales = block_scales(values, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    if keys.dtype.element_ty == tl.uint8:
+        scale *= 256.0  # see `numbers_of`
+
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
     head = kv_head * GROUP + row
@@ -99,25 +112,37 @@ def _decode_attention_kernel(
     block = block_of(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
         slots = slots_of(block, start, BLOCK_SIZE, TILE)
-        block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
+        offsets = (slots * KV_HEADS + kv_head) * HEAD_DIM
         seen = start + tl.arange(0, TILE) < end
-        offsets = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
+        if SCALED:
+            offsets += skipped_scales(block, KV_HEADS, BLOCK_SIZE, TILE)
+            scaling = scale_offsets(block, start, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
+            k_scales = tl.load(key_scales + scaling, mask=seen, other=0.0)
+            v_scales = tl.load(value_scales + scaling, mask=seen, other=0.0)
+        block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
         loaded = seen[:, None] & real_dim
-        k = tl.load(keys + offsets, mask=loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(k.to(DOT)), input_precision="ieee") * scale
+        offsets = offsets[:, None] + dim[None, :]
+        k = tl.load(keys + offsets, mask=loaded, other=0)
+        scores = tl.dot(queries, tl.trans(numbers_of(k, DOT)), input_precision="ieee") * scale
+        if SCALED:
+            scores *= k_scales[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values + offsets, mask=loaded, other=0.0)
-        weights = weights.to(v.dtype).to(DOT)
-        acc = tl.dot(weights, v.to(DOT), acc * decay[:, None], input_precision="ieee")
+        v = tl.load(values + offsets, mask=loaded, other=0)
+        if SCALED:
+            weights *= v_scales[None, :]
+        weights = weights.to(q.dtype.element_ty).to(DOT)
+        acc = tl.dot(weights, numbers_of(v, DOT), acc * decay[:, None], input_precision="ieee")
         top = new_top
 
     # Without context, and in an empty part, `total` is 0: the result is 0, its log-sum -inf.
     total = tl.where(total == 0, 1, total)
     acc = acc / total[:, None]
+    if keys.dtype.element_ty == tl.uint8:
+        acc *= 256.0  # see `numbers_of`
     if SPLIT:
         rows = ((n * KV_HEADS * GROUP + head).to(tl.int64) * parts + part) * PARTIAL_SIZE
         tl.store(out + rows + HEAD_DIM, top + tl.log2(total), mask=row < GROUP)
@@ -192,7 +217,8 @@ def decode_attention(
     to zeros if it has no context (padding).
 
         q, out        [T, heads, head_dim], contiguous
-        cache         [2, blocks, block_size, kv_heads, head_dim], contiguous
+        cache         [2, blocks, block_size, kv_heads, head_dim], contiguous; in the dtype of q, or
+                      in 8 bits, see `quantized_cache`
         seqs          int32 [N]
         query_starts  int32 [S + 1]
         context_lens  int32 [S]

@@ -8,29 +8,34 @@ import triton.language as tl
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
+from worker_svc.kernels.triton.quantized import Int8Weight
 
 
 def embed(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
-    packed: PackedWeight,
+    weight: PackedWeight,
     start: int,
     count: int,
 ) -> torch.Tensor:
-    """input_ids [T] int32 -> [T, size]: rows of the weight [rows, size] that is packed, which holds
-    the ids [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
+    """input_ids [T] int32 -> [T, size]: rows of weight [rows, size], which holds the ids
+    [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
     int32."""
-    if not isinstance(packed, PlainWeight):
-        raise ModelError("quantization: quantized embeddings are not implemented on cuda")
-    weight = packed.weight
-    size = weight.shape[1]
-    out = weight.new_empty(len(input_ids), size)
+    if isinstance(weight, PlainWeight):
+        table, scales, dtype = weight.weight, None, weight.weight.dtype
+    elif isinstance(weight, Int8Weight):
+        table, scales, dtype = weight.codes, weight.scales, weight.dtype
+    else:
+        raise ModelError("quantization: embeddings are served in int8 with a scale per row on cuda")
+    size = table.shape[1]
+    out = torch.empty(len(input_ids), size, dtype=dtype, device=table.device)
     if len(input_ids):
         block = next_power_of_2(size)
         _embed_kernel[(len(input_ids),)](
             input_ids,
             last_tokens,
-            weight,
+            table,
+            scales,
             start,
             count,
             out,
@@ -44,7 +49,7 @@ def embed(
 def embed_reference(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
-    packed: PackedWeight,
+    weight: PackedWeight,
     start: int,
     count: int,
 ) -> torch.Tensor:
@@ -52,15 +57,15 @@ def embed_reference(
     sampled = ids < 0
     ids[sampled] = last_tokens.long()[-1 - ids[sampled]]
     here = (ids >= start) & (ids < start + count)
-    rows = packed.rows(torch.where(here, ids - start, 0))
-    return rows.masked_fill(~here[:, None], 0)
+    return weight.rows(torch.where(here, ids - start, 0)).masked_fill(~here[:, None], 0)
 
 
 @kernel(do_not_specialize=["start", "count"])
 def _embed_kernel(
     input_ids: tl.tensor,
     last_tokens: tl.tensor,
-    weight: tl.tensor,
+    table: tl.tensor,
+    scales: tl.tensor,
     start: tl.tensor,
     count: tl.tensor,
     out: tl.tensor,
@@ -74,5 +79,8 @@ def _embed_kernel(
     sampled = tl.load(last_tokens - 1 - given, mask=given < 0, other=0)
     local = tl.where(given < 0, sampled, given) - start
     here = (local >= 0) & (local < count)
-    source = weight + local.to(tl.int64) * SIZE + columns
-    tl.store(out + row * SIZE + columns, tl.load(source, mask=mask & here, other=0), mask=mask)
+    source = table + local.to(tl.int64) * SIZE + columns
+    numbers = tl.load(source, mask=mask & here, other=0)
+    if scales is not None:
+        numbers = numbers.to(tl.float32) * tl.load(scales + local, mask=here, other=0)
+    tl.store(out + row * SIZE + columns, numbers.to(out.dtype.element_ty), mask=mask)

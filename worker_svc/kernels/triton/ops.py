@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.quantized import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 
-layout = "none"
+layout = "triton"
 
 
-def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
-        raise ModelError(f"quantization: {weight.format} is not implemented on cuda")
+        return pack_quantized(weight, dtype)
     return PlainWeight(weight)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
-    return PlainWeight(**state)
+    return PlainWeight(**state) if "weight" in state else unpack_quantized(state)

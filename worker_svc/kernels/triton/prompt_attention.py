@@ -26,6 +26,12 @@ from worker_svc.kernels.triton.paged_attention import (
     dot_dtype,
     slots_of,
 )
+from worker_svc.kernels.triton.quantized_cache import (
+    block_scales,
+    numbers_of,
+    scale_offsets,
+    skipped_scales,
+)
 
 # By architecture and head_dim, rounded up to a power of two, for 16-bit inputs: as large as fits
 # into the registers (128 x 128 sums and 128 x 128 scores need 128 of a thread's 255) and, in
@@ -42,6 +48,19 @@ TILINGS = {
     (80, 128): Tiling(tile=64, num_warps=8, num_stages=3),
     (80, 256): Tiling(tile=32, num_warps=8, num_stages=2),
 }
+# For caches in 8 bits, whose numbers are widened in registers.
+TILINGS_8_BITS = {
+    (90, 16): Tiling(tile=64, num_warps=4, num_stages=3),
+    (90, 32): Tiling(tile=64, num_warps=4, num_stages=3),
+    (90, 64): Tiling(tile=64, num_warps=4, num_stages=3),
+    (90, 128): Tiling(tile=64, num_warps=4, num_stages=3),
+    (90, 256): Tiling(tile=32, num_warps=8, num_stages=2),
+    (80, 16): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 32): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 64): Tiling(tile=64, num_warps=8, num_stages=3),
+    (80, 128): Tiling(tile=64, num_warps=8, num_stages=2),
+    (80, 256): Tiling(tile=16, num_warps=8, num_stages=2),
+}
 # Tensor cores do not multiply float32, which only comparisons use: a tile that does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=8, num_stages=2)
 
@@ -54,6 +73,8 @@ def _attend_tiles(
     acc: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     table: tl.tensor,
     scale: tl.tensor,
     last: tl.tensor,
@@ -65,30 +86,42 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    WEIGHT: tl.constexpr,
     DOT: tl.constexpr,
 ) -> tl.tensor:
     """Continues the online softmax over the positions [begin, end). If MASKED, row r sees none
     after last[r], else all rows see all and end - begin is a multiple of TILE."""
+    SCALED: tl.constexpr = keys.dtype.element_ty == tl.int8
     dim = tl.arange(0, DIMS)[None, :]
     block = block_of(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
         slots = slots_of(block, start, BLOCK_SIZE, TILE)
-        block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
-        offsets = (slots * KV_HEADS * HEAD_DIM)[:, None] + dim
+        rows = slots * KV_HEADS * HEAD_DIM
         position = start + tl.arange(0, TILE)
         # Values beyond the end have weight 0, but what was never written may be NaN.
         loaded = (dim < HEAD_DIM) & ((position < end)[:, None] if MASKED else True)
-        k = tl.load(keys + offsets, mask=loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(k.to(DOT)), input_precision="ieee")
+        if SCALED:
+            rows += skipped_scales(block, KV_HEADS, BLOCK_SIZE, TILE)
+            scaling = scale_offsets(block, start, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
+            k_scales = tl.load(key_scales + scaling, mask=position < end, other=0.0)
+        block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
+        offsets = rows[:, None] + dim
+        k = tl.load(keys + offsets, mask=loaded, other=0)
+        scores = tl.dot(queries, tl.trans(numbers_of(k, DOT)), input_precision="ieee")
+        if SCALED:
+            scores *= k_scales[None, :]
         if MASKED:
             scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values + offsets, mask=loaded, other=0.0)
-        weights = weights.to(v.dtype).to(DOT)
-        acc = tl.dot(weights, v.to(DOT), acc * decay[:, None], input_precision="ieee")
+        v = tl.load(values + offsets, mask=loaded, other=0)
+        if SCALED:
+            v_scales = tl.load(value_scales + scaling, mask=position < end, other=0.0)
+            weights *= v_scales[None, :]
+        weights = weights.to(WEIGHT).to(DOT)
+        acc = tl.dot(weights, numbers_of(v, DOT), acc * decay[:, None], input_precision="ieee")
         top = new_top
     return top, total, acc
 
@@ -139,22 +172,32 @@ def _prompt_attention_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
+    key_scales, value_scales = keys, values  # used if they are int8
+    if keys.dtype.element_ty == tl.int8:
+        key_scales = block_scales(keys, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        value_scales = block_scales(values, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    if keys.dtype.element_ty == tl.uint8:
+        scale *= 256.0  # see `numbers_of`
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
     top, total, acc = _attend_tiles(
-        queries, top, total, acc, keys, values, table, scale, last, 0, seen_by_all,
-        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, DOT,
+        queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
+        0, seen_by_all,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, q.dtype.element_ty, DOT,
     )  # fmt: skip
     top, total, acc = _attend_tiles(
-        queries, top, total, acc, keys, values, table, scale, last, seen_by_all, cached + stop,
-        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, DOT,
+        queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
+        seen_by_all, cached + stop,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT,
     )  # fmt: skip
+    if keys.dtype.element_ty == tl.uint8:
+        acc *= 256.0
     tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-def tile_tokens(head_dim: int, group: int, dtype: torch.dtype) -> int:
+def tile_tokens(head_dim: int, group: int, dtype: torch.dtype, *, in_8_bits: bool = False) -> int:
     """Tokens per tile of queries, for `group` query heads per KV head."""
-    return _rows(head_dim, dtype) // group
+    return _rows(head_dim, dtype, in_8_bits) // group
 
 
 def query_tiles(
@@ -190,7 +233,8 @@ def prompt_attention(
     sequence with Q queries and C positions sees the positions up to C - Q + i; 1 <= Q <= C.
 
         q, out        [T, heads, head_dim], contiguous
-        cache         [2, blocks, block_size, kv_heads, head_dim], contiguous
+        cache         [2, blocks, block_size, kv_heads, head_dim], contiguous; in the dtype of q, or
+                      in 8 bits, see `quantized_cache`
         tiles         int32 [n, 2], see `query_tiles`
         query_starts  int32 [S + 1]
         context_lens  int32 [S]
@@ -202,7 +246,8 @@ def prompt_attention(
     block_size, kv_heads = cache.shape[2:4]
     if len(tiles) == 0:
         return
-    tiling = tiling or choose_tiling(head_dim, q.dtype)
+    in_8_bits = cache.dtype.itemsize == 1
+    tiling = tiling or choose_tiling(head_dim, q.dtype, in_8_bits=in_8_bits)
     _prompt_attention_kernel[(kv_heads, len(tiles))](
         q,
         cache[0],
@@ -216,7 +261,7 @@ def prompt_attention(
         out,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        ROWS=_rows(head_dim, q.dtype),
+        ROWS=_rows(head_dim, q.dtype, in_8_bits),
         HEAD_DIM=head_dim,
         DIMS=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
@@ -227,15 +272,16 @@ def prompt_attention(
     )
 
 
-def _rows(head_dim: int, dtype: torch.dtype) -> int:
+def _rows(head_dim: int, dtype: torch.dtype, in_8_bits: bool) -> int:
     """Rows of a tile of queries. Hopper's wgmma multiplies 64 rows per group of 4 warps."""
     if dtype == torch.float32:
         return 32
-    return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= 128 and not in_8_bits else 64
 
 
-def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """This GPU's entry in TILINGS, for all launches with such heads."""
+def choose_tiling(head_dim: int, dtype: torch.dtype, *, in_8_bits: bool = False) -> Tiling:
+    """This GPU's tiling, for all launches with such heads, and a cache in dtype or in 8 bits."""
     if dtype == torch.float32:
         return FLOAT32_TILING
-    return TILINGS[architecture(), next_power_of_2(head_dim)]
+    tilings = TILINGS_8_BITS if in_8_bits else TILINGS
+    return tilings[architecture(), next_power_of_2(head_dim)]

@@ -13,6 +13,11 @@ import triton.language as tl
 
 from worker_svc.kernels.triton.kv_store import store, store_kv_reference
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
+from worker_svc.kernels.triton.quantized_cache import (
+    head_size,
+    store_codes,
+    store_quantized_reference,
+)
 from worker_svc.kernels.triton.rms_norm import rms_norm_reference
 
 # Heads of one token per program. Each of 128 threads then has 16 bytes of both halves of a head in
@@ -36,10 +41,11 @@ def norm_rope_store(
 
     q_weight, k_weight [head_dim]; cos_sin [max_len, 2, head_dim / 2] float32, indexed by positions
     [T] int32; slot_mapping [T] int32 (-1: keys and values are written nowhere) into cache
-    [2, blocks, block_size, kv_heads, head_dim].
+    [2, blocks, block_size, kv_heads, head_dim], in the dtype of qkv or in 8 bits, see
+    `quantized_cache`.
     """
     tokens = len(qkv)
-    kv_heads, head_dim = cache.shape[3:]
+    kv_heads, head_dim = cache.shape[3], head_size(cache)
     q = qkv.new_empty(tokens, num_heads, head_dim)
     if tokens:
         all_heads = num_heads + 2 * kv_heads
@@ -60,6 +66,7 @@ def norm_rope_store(
             Q_HEADS=num_heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
+            BLOCK_SIZE=cache.shape[2],
             HEADS=heads,
             HALF=half,
             num_warps=min(max(heads * half // (32 * 8), 1), 4),
@@ -78,7 +85,7 @@ def norm_rope_store_reference(
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
 ) -> torch.Tensor:
-    kv_heads, head_dim = cache.shape[3:]
+    kv_heads, head_dim = cache.shape[3], head_size(cache)
     heads = qkv.float().unflatten(1, (-1, head_dim))
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).unbind(dim=2)  # [T, 1, head_dim / 2]
@@ -88,7 +95,9 @@ def norm_rope_store_reference(
         first, second = x.chunk(2, dim=2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
 
-    store_kv_reference(norm_and_rotate(k, k_weight), v, slot_mapping, cache)
+    quantized = cache.dtype in (torch.int8, torch.uint8)
+    store = store_quantized_reference if quantized else store_kv_reference
+    store(norm_and_rotate(k, k_weight), v, slot_mapping, cache)
     return norm_and_rotate(q, q_weight).to(qkv.dtype)
 
 
@@ -108,6 +117,7 @@ def _norm_rope_store_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
@@ -144,6 +154,12 @@ def _norm_rope_store_kernel(
     slot = tl.load(slot_mapping + row)
     plane = tl.where(is_value, cache + plane_size, cache)
     kv_head = head - Q_HEADS - tl.where(is_value, KV_HEADS, 0)
-    offsets = kv_head * HEAD_DIM + columns
-    store(plane, slot, offsets, first, mask & ~is_query, KV_HEADS * HEAD_DIM)
-    store(plane, slot, offsets + half, second, mask & ~is_query, KV_HEADS * HEAD_DIM)
+    kept = mask & ~is_query
+    if cache.dtype.element_ty == tl.int8 or cache.dtype.element_ty == tl.uint8:
+        store_codes(
+            plane, slot, kv_head, columns, first, second, kept, KV_HEADS, HEAD_DIM, BLOCK_SIZE
+        )
+    else:
+        offsets = kv_head * HEAD_DIM + columns
+        store(plane, slot, offsets, first, kept, KV_HEADS * HEAD_DIM)
+        store(plane, slot, offsets + half, second, kept, KV_HEADS * HEAD_DIM)

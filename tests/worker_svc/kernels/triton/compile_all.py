@@ -6,10 +6,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from tests.worker_svc.kernels.triton import compile_cases_attention, compile_cases_pointwise
+from tests.worker_svc.kernels.triton import (
+    compile_cases_attention,
+    compile_cases_pointwise,
+    compile_cases_quantized,
+)
 from tests.worker_svc.kernels.triton.compiled import compile_case
 
-CASES = compile_cases_attention.CASES + compile_cases_pointwise.CASES
+CASES = (
+    compile_cases_attention.CASES + compile_cases_pointwise.CASES + compile_cases_quantized.CASES
+)
 TARGETS = (80, 90)
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
 from worker_svc.kernels.triton.prompt_attention import prompt_attention
+from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 
 KV_HEADS = 8
 BLOCKS = 4
@@ -24,20 +25,38 @@ def _integers(*shape: int, offset: int) -> torch.Tensor:
     return torch.zeros(math.prod(shape) + offset, dtype=torch.int32)[offset:].view(shape)
 
 
-def _decode(dtype: torch.dtype, group: int, head_dim: int, block_size: int, splits: int) -> None:
+def _cache(dtype: torch.dtype, block_size: int, head_dim: int) -> torch.Tensor:
+    columns = head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+    return torch.empty(2, BLOCKS, block_size, KV_HEADS, columns, dtype=dtype)
+
+
+def _decode(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    splits: int,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     for n in ROWS:
         q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
-        cache = torch.empty(2, BLOCKS, block_size, KV_HEADS, head_dim, dtype=dtype)
+        cache = _cache(cache_dtype or dtype, block_size, head_dim)
         workspace = decode_workspace(n, q.shape[1], head_dim, splits, q.device)
         columns = [_integers(size, offset=n) for size in (n, n + 1, n, n, n + 1)]
         scale = head_dim**-0.5
         decode_attention(q, cache, *columns, scale, splits, workspace, torch.empty_like(q))
 
 
-def _prompt(dtype: torch.dtype, group: int, head_dim: int, block_size: int) -> None:
+def _prompt(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     for n in ROWS:
         q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
-        cache = torch.empty(2, BLOCKS, block_size, KV_HEADS, head_dim, dtype=dtype)
+        cache = _cache(cache_dtype or dtype, block_size, head_dim)
         tiles = _integers(n, 2, offset=n)
         columns = [_integers(size, offset=n) for size in (n + 1, n, n, n + 1)]
         prompt_attention(q, cache, tiles, *columns, head_dim**-0.5, torch.empty_like(q))
@@ -50,14 +69,18 @@ def _case(
     head_dim: int,
     block_size: int,
     *splits: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> Case:
     name = f"{str(dtype)[6:]}, group {group}, head_dim {head_dim}, blocks of {block_size}"
     name += "".join(f", {n} splits" for n in splits)
-    call = partial(launch, dtype, group, head_dim, block_size, *splits)
+    if cache_dtype is not None:
+        name += f", cache {str(cache_dtype)[6:]}"
+    call = partial(launch, dtype, group, head_dim, block_size, *splits, cache_dtype=cache_dtype)
     return Case(name, call, uses_wgmma=launch is _prompt and dtype != torch.float32)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+IN_8_BITS = (torch.int8, torch.uint8)
 
 # Qwen3: head_dim 128; 2, 4, 5 or 8 query heads per KV head.
 CASES = [
@@ -76,4 +99,12 @@ CASES = [
     _case(_prompt, BF16, 3, 80, 48),
     _case(_prompt, FP32, 2, 128, 256),
     *(_case(_prompt, dtype, 4, 64, block) for dtype, block in product((BF16, FP16), (16, 256))),
+    *(_case(_decode, BF16, 2, 128, 64, 1, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_decode, FP16, 5, 80, 48, 4, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_decode, BF16, 4, 64, 64, 1, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_decode, BF16, 2, 256, 64, 1, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_prompt, BF16, 2, 128, 64, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_prompt, FP16, 5, 80, 48, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_prompt, BF16, 4, 64, 64, cache_dtype=kind) for kind in IN_8_BITS),
+    *(_case(_prompt, BF16, 2, 256, 64, cache_dtype=kind) for kind in IN_8_BITS),
 ]

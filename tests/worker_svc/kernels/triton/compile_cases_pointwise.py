@@ -10,10 +10,12 @@ import torch
 
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.logits import BINS
+from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.kv_store import store_kv
 from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
+from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
@@ -63,27 +65,32 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     k, v = (part.unflatten(1, (-1, HEAD_DIM)) for part in qkv[:, -2 * kv_size :].chunk(2, dim=1))
     cache = half(2, 2**31 // (16 * kv_size) + 1, 16, shape.kv_heads, HEAD_DIM)
     yield "store_kv", partial(store_kv, k, v, ints(TOKENS), cache)
-    yield (
-        "norm_rope_store",
-        partial(
-            norm_rope_store,
-            qkv,
-            shape.heads,
-            half(HEAD_DIM),
-            half(HEAD_DIM),
-            1e-6,
-            floats(40960, 2, HEAD_DIM // 2),
-            ints(TOKENS),
-            ints(TOKENS),
-            cache,
-        ),
-    )
+    int8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM + SCALE_BYTES, dtype=torch.int8)
+    fp8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM, dtype=torch.uint8)
+    for name, each in (("", cache), (" int8", int8), (" fp8", fp8)):
+        yield (
+            f"norm_rope_store{name}",
+            partial(
+                norm_rope_store,
+                qkv,
+                shape.heads,
+                half(HEAD_DIM),
+                half(HEAD_DIM),
+                1e-6,
+                floats(40960, 2, HEAD_DIM // 2),
+                ints(TOKENS),
+                ints(TOKENS),
+                each,
+            ),
+        )
 
     vocab = VocabPartition(VOCAB_SIZE, shape.ranks - 1, shape.ranks)
     embedding = half(vocab.shard_size, shape.hidden)
     yield (
         "embed",
-        partial(embed, ints(TOKENS), ints(TOKENS), embedding, vocab.start, vocab.num_tokens),
+        partial(
+            embed, ints(TOKENS), ints(TOKENS), PlainWeight(embedding), vocab.start, vocab.num_tokens
+        ),
     )
     logits, temperatures = half(TOKENS, vocab.shard_size), floats(TOKENS)
     yield (

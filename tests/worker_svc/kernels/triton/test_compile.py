@@ -54,7 +54,7 @@ def test_shared_memory_fits(binaries: list[Binary]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_prompt_attention_uses_wgmma(binaries: list[Binary]) -> None:
+def test_products_use_wgmma(binaries: list[Binary]) -> None:
     need = [b for b in binaries if b.needs_wgmma]
     assert need
     assert table([b for b in need if not b.wgmma]) == table([])

@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device
-from tests.worker_svc.kernels.triton.precision import DTYPES, poisoned_memory
+from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton import embedding as module
 from worker_svc.kernels.triton.embedding import embed, embed_reference
+from worker_svc.kernels.triton.ops import pack
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.quantization.formats import QuantizedWeight
 
 VOCAB = 1001
 
@@ -39,7 +41,8 @@ def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens:
         for part in parts:
             weight = torch.full((part.shard_size, size), torch.nan, dtype=dtype)
             weight[: part.num_tokens] = whole[part.start : part.start + part.num_tokens]
-            arguments = last_tokens, PlainWeight(weight.to(DEVICE)), part.start, part.num_tokens
+            table = PlainWeight(weight.to(DEVICE))
+            arguments = last_tokens, table, part.start, part.num_tokens
             with poisoned_memory():
                 out = function(input_ids, *arguments)
             total += out
@@ -49,13 +52,28 @@ def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens:
 def test_the_first_step_has_no_last_tokens() -> None:
     weight = torch.arange(12.0, device=DEVICE).view(4, 3)
     for function in (embed, embed_reference):
-        assert torch.equal(
-            function(int32(3, 0), int32(), PlainWeight(weight), 0, 4), weight[[3, 0]]
-        )
+        rows = function(int32(3, 0), int32(), PlainWeight(weight), 0, 4)
+        assert torch.equal(rows, weight[[3, 0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_rows(dtype: torch.dtype) -> None:
+    """Ids here, sampled ones, and another rank's."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (40, 100), generator=random).to(torch.int8)
+    scales = torch.rand(40, 1, generator=random)
+    packed = pack(QuantizedWeight("int8", codes.to(DEVICE), scales.to(DEVICE)), dtype)
+    out = embed(int32(13, -2, 9, 49, 50), int32(1, 20), packed, 10, 40)
+    exact = (codes * scales)[[3, 10, 0, 39, 0]]
+    exact[[2, 4]] = 0
+    assert_rounded_once(out.cpu(), exact)
+    assert not out[[2, 4]].any()
 
 
 @pytest.mark.launches_nothing
 def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_embed_kernel", None)
-    weight = PlainWeight(torch.ones(4, 3, device=DEVICE))
-    assert embed(int32(), int32(), weight, 0, 4).shape == (0, 3)
+    assert embed(int32(), int32(), PlainWeight(torch.ones(4, 3, device=DEVICE)), 0, 4).shape == (
+        0,
+        3,
+    )

@@ -32,7 +32,12 @@ def run(batch: Batch, seqs: list[int], tile: int | None = TILE) -> torch.Tensor:
     tiles = query_tiles(
         batch.query_lens.cpu().numpy(),
         np.array(seqs, np.int32),
-        tile_tokens(head_dim, heads // batch.cache.shape[3], batch.q.dtype),
+        tile_tokens(
+            head_dim,
+            heads // batch.cache.shape[3],
+            batch.q.dtype,
+            in_8_bits=batch.cache.dtype.itemsize == 1,
+        ),
         batch.context_lens.cpu().numpy(),
     )
     prompt_attention(

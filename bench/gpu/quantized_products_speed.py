@@ -1,0 +1,67 @@
+"""Measures products with quantized weights: bytes per second, against memory bandwidth."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from bench.gpu.ceilings import bandwidth
+from bench.gpu.records import Report
+from bench.gpu.setup import Setup
+from worker_svc.kernels.triton.ops import pack
+from worker_svc.quantization.formats import Format, QuantizedWeight
+
+
+class Kind(NamedTuple):
+    name: str
+    format: Format
+    group: int | None = None  # inputs that share a scale; None for all
+
+
+KINDS = (
+    Kind("int8", "int8"),
+    Kind("int4, groups of 128", "int4", 128),
+    Kind("fp8", "fp8"),
+    Kind("fp8, blocks of 128", "fp8", 128),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def measure_quantized_product(setup: Setup, report: Report, kind: Kind) -> None:
+    """Multiplies layer after layer, so that no weight is in the cache yet. Counts the bytes of
+    codes, scales, x and results, all once; x is quantized where the product needs it."""
+    sizes = setup.sizes
+    generator = setup.generator(kind.name)
+    for name, rows, columns in sizes.quantized_products:
+        first = pack(random_weight(setup, kind, name, rows, columns), setup.dtype)
+        size = sum(tensor.nbytes for tensor in first.state().values())
+        others = [
+            pack(random_weight(setup, kind, name, rows, columns), setup.dtype)
+            for _ in range(sizes.layers(size) - 1)
+        ]
+        for tokens in sizes.quantized_tokens:
+            x = torch.randn(tokens, columns, device=setup.device, generator=generator)
+            x = x.to(setup.dtype)
+            runs = [partial(weight.matmul, x, None) for weight in (first, *others)]
+            moved = size + tokens * (rows + columns) * setup.dtype.itemsize
+            report.figure(
+                f"{kind.name}: {name} {rows} x {columns}, {tokens} tokens",
+                moved / setup.timer.in_graph(runs) / 1e9,
+                "GB/s",
+                bandwidth(setup, report),
+            )
+
+
+def random_weight(setup: Setup, kind: Kind, name: str, rows: int, columns: int) -> QuantizedWeight:
+    generator = setup.generator(f"{kind.name} {name}")
+    size = rows, columns // 2 if kind.format == "int4" else columns
+    # As FP8: finite, since an exponent of ones is not reached.
+    codes = torch.randint(0, 112, size, dtype=torch.uint8, device=setup.device, generator=generator)
+    if kind.format != "int4":
+        codes = codes.view(torch.int8 if kind.format == "int8" else torch.float8_e4m3fn)
+    groups = columns // (kind.group or columns)
+    scales = torch.rand(rows, groups, device=setup.device, generator=generator)
+    return QuantizedWeight(kind.format, codes, scales.to(setup.dtype).float())

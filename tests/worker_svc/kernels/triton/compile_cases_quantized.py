@@ -1,0 +1,75 @@
+"""Launches of products with quantized weights, with the sizes of Qwen3: see `compiled.Case`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from tests.worker_svc.kernels.triton.compile_cases_pointwise import empty
+from tests.worker_svc.kernels.triton.compiled import Case
+from worker_svc.kernels.triton.embedding import embed
+from worker_svc.kernels.triton.quantized import CodeWeight, Int8Weight
+from worker_svc.kernels.triton.row_quantization import quantize
+from worker_svc.quantization.formats import Format
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Rows of x that have to share a binary, for each size of tiles.
+ROWS = ((1, 15, 16), (17, 64), (65, 250), (257, 4096))
+
+
+def make_int8(out: int, columns: int) -> Int8Weight:
+    codes, scales = empty(out, columns, dtype=torch.int8), empty(out, dtype=FP32)
+    return Int8Weight(codes, scales, BF16)
+
+
+def make_codes(
+    name: Format, out: int, columns: int, group: int, zeros: bool, width: int = 64
+) -> CodeWeight:
+    if name == "int4":
+        codes = empty(out, -(-columns // (2 * width)), width, dtype=torch.uint8)
+    else:
+        kind = torch.int8 if name == "int8" else torch.float8_e4m3fn
+        codes = empty(out, columns, dtype=kind)
+    groups = columns // group
+    shift = empty(groups, out, dtype=torch.int16) if zeros else None
+    return CodeWeight(codes, empty(groups, out, dtype=FP32), shift, BF16, columns)
+
+
+def products(
+    weight: Int8Weight | CodeWeight, columns: int, dtype: torch.dtype, rows: tuple[int, ...]
+) -> None:
+    for count in rows:
+        weight.matmul(empty(count, columns, dtype=dtype), None)
+
+
+def cases() -> Iterator[Case]:
+    for rows in ROWS:
+        number = f"{rows[-1]} rows"
+        int8 = partial(products, make_int8(6144, 4096), 4096, BF16, rows)
+        yield Case(f"W8A8 {number}", int8, uses_wgmma=True)
+        for name, zeros in (("int4", False), ("int4", True), ("int8", True), ("fp8", False)):
+            weight = make_codes(name, 1024, 3072, 128, zeros)
+            launch = partial(products, weight, 3072, BF16, rows)
+            yield Case(f"{name} zeros {zeros} {number}", launch, uses_wgmma=True)
+        odd = partial(products, make_codes("int4", 1000, 352, 32, True, 32), 352, FP16, rows)
+        yield Case(f"int4 groups of 32 {number}", odd, uses_wgmma=True)
+    odd = partial(products, make_int8(1000, 352), 352, FP16, (16,))
+    yield Case("W8A8 odd sizes", odd, uses_wgmma=True)
+    yield Case(
+        "fp32 rows", partial(products, make_codes("int4", 64, 128, 64, False), 128, FP32, (1,))
+    )
+    for size in (1024, 12288):
+        x = empty(3, size, dtype=BF16)
+        yield Case(f"quantize {size}", partial(quantize, x, torch.int8))
+        maxima = empty(3, dtype=FP32)
+        yield Case(f"quantize {size} given", partial(quantize, x, torch.int8, maxima=maxima))
+        fp8 = partial(quantize, x, torch.float8_e4m3fn)
+        yield Case(f"quantize {size} fp8", fp8)
+        yield Case(f"quantize {size} blocks", partial(fp8, group=128, multiple=4))
+    ints = empty(3, dtype=torch.int32)
+    yield Case("embed int8", partial(embed, ints, ints, make_int8(151936, 1024), 0, 151936))
+
+
+CASES = list(cases())

@@ -1,0 +1,108 @@
+"""Caches in 8 bits: what is stored, what attention makes of it, and copies of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.gpu.heads import QWEN_0_6B, Heads
+from tests.worker_svc.device import DEVICE, by_device
+from tests.worker_svc.kernels.triton import test_decode_attention as decoding
+from tests.worker_svc.kernels.triton import test_prompt_attention as prompting
+from tests.worker_svc.kernels.triton import test_qk_norm_rope as storing
+from tests.worker_svc.kernels.triton.attention_cases import Batch, assert_close, random_batch
+from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.triton_backend import TritonBackend
+from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store, norm_rope_store_reference
+from worker_svc.kernels.triton.quantized_cache import (
+    dequantized,
+    head_size,
+    store_quantized_reference,
+)
+from worker_svc.kv_cache import TokenCache, copy_blocks
+
+KINDS = {"int8": torch.int8, "fp8": torch.uint8}
+SHAPES = by_device(
+    cpu=[(Heads(4, 2, 16), 16), (Heads(3, 1, 40), 48)],
+    gpu=[(QWEN_0_6B, 64), (Heads(6, 2, 80), 48)],
+)
+
+
+def cache_of(kind: str, heads: Heads, block_size: int, blocks: int) -> torch.Tensor:
+    """A cache as the backend allocates it, all of it NaN as far as 8 bits allow."""
+    shape = AttentionShape(1, *heads, torch.bfloat16, DEVICE, kind)  # type: ignore[arg-type]
+    (cache,) = TritonBackend(shape, block_size, num_sms=1).allocate(blocks)
+    assert cache.dtype == KINDS[kind]
+    assert cache.nbytes == shape.cache_bytes_per_token * blocks * block_size
+    return cache.fill_(-1)  # the bits of NaN in float32 and in FP8
+
+
+def in_8_bits(batch: Batch, kind: str) -> Batch:
+    plain = batch.cache
+    heads = Heads(batch.q.shape[1], *plain.shape[3:])
+    cache = cache_of(kind, heads, plain.shape[2], plain.shape[1])
+    k, v = plain.flatten(1, 2)
+    slots = torch.arange(len(k), dtype=torch.int32, device=DEVICE)
+    store_quantized_reference(k, v, torch.where(k[:, 0, 0].isnan(), -1, slots), cache)
+    return replace(batch, cache=cache)
+
+
+@pytest.mark.parametrize(("heads", "block_size"), SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention(kind: str, heads: Heads, block_size: int) -> None:
+    """Decodes, split and not, and chunks of prompts give what they would with a float32 cache of
+    the same numbers."""
+    contexts = by_device(cpu=[1, 17, 70], gpu=[1, 64, 65, 1000, 4000])
+    for queries in ([1] * len(contexts), [-(-context // 2) for context in contexts]):
+        shape = {**heads._asdict(), "block_size": block_size}
+        batch = in_8_bits(random_batch(queries, contexts, seed=block_size, **shape), kind)
+        exact = replace(batch, cache=dequantized(batch.cache)).reference()
+        if max(queries) > 1:
+            assert_close(prompting.run(batch, list(range(len(queries)))), exact)
+            continue
+        for splits in (1, 3):
+            assert_close(decoding.run(batch, list(range(len(queries))), splits), exact)
+
+
+@pytest.mark.parametrize(("heads", "block_size"), SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_store(kind: str, heads: Heads, block_size: int) -> None:
+    """The same codes and scales as the reference's, but for rounding; other slots stay. Rows of
+    zeros and of numbers beyond FP8 are among them."""
+    inputs = storing.random(*heads, torch.float32, tokens=9)
+    inputs.qkv[0] = 0
+    inputs.qkv[1] *= 1000
+    cache = cache_of(kind, heads, block_size, 3)
+    slots = torch.randperm(3 * block_size, generator=torch.Generator().manual_seed(0))[:9].int()
+    slots[2::3] = -1
+    inputs = replace(inputs, cache=cache, slot_mapping=slots.to(DEVICE))
+    expected = cache.clone()
+    q = norm_rope_store_reference(**{**vars(inputs), "cache": expected})
+    assert_close(norm_rope_store(**vars(inputs)), q)
+    assert head_size(cache) == heads.head_dim
+
+    ours, theirs = dequantized(cache), dequantized(expected)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+    # One code more or less, where a number lies between two.
+    largest = theirs.abs().amax(-1, keepdim=True)
+    step = largest / 127 if kind == "int8" else (theirs.abs() / 8).clamp(min=2**-9)
+    assert bool(((ours - theirs).abs() <= 1.001 * step).all())
+
+
+@pytest.mark.launches_nothing
+@pytest.mark.parametrize("kind", KINDS)
+def test_copied_blocks_bring_their_scales(kind: str) -> None:
+    heads = Heads(4, 2, 16)
+    cache = cache_of(kind, heads, 4, 5)
+    k, v = torch.randn(2, 8, 2, 16, device=DEVICE)
+    store_quantized_reference(k, v, torch.arange(4, 12, device=DEVICE), cache)  # blocks 1 and 2
+    tokens = TokenCache.allocate(5, 4, DEVICE)
+    sources, destinations = torch.tensor([[2, 1], [0, 4]], dtype=torch.int32, device=DEVICE)
+    copy_blocks([cache], tokens, sources, destinations)
+    numbers = dequantized(cache)
+    assert torch.equal(numbers[:, [0, 4]], numbers[:, [2, 1]])
+    assert not numbers[:, [0, 4]].isnan().any()
+    assert numbers[:, 3].isnan().all()

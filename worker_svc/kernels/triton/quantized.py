@@ -1,0 +1,204 @@
+"""Quantized weights in the layouts that a GPU multiplies fastest, see `kernels.ops.PackedWeight`.
+
+| format | | with few rows of x | with many |
+|---|---|---|---|
+| int8, one scale per row, no zeros | `Int8Weight` | int8 x | int8 x |
+| fp8, Hopper | `Fp8Weight` | x as it is | fp8 x, if there is a scale per row or per 128 columns |
+| others | `CodeWeight` | x as it is | x as it is |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import ScalingType, scaled_mm
+from triton.runtime.driver import driver
+
+from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import Exchange, PackedWeight
+from worker_svc.kernels.triton.launch import INTERPRETED
+from worker_svc.kernels.triton.quantized_matmul import (
+    SPLIT_ROWS,
+    code_matmul,
+    int8_matmul,
+    pack_int4,
+    unpack_int4,
+)
+from worker_svc.kernels.triton.row_quantization import quantize
+from worker_svc.quantization.formats import QuantizedWeight
+
+MAX_WIDTH, MIN_WIDTH = 64, 16  # bytes of a tile's rows
+SCALING_BLOCK = 128  # columns that share a scale, for products of two fp8 matrices
+MULTIPLE = 16  # of both sizes of such a weight
+ROWS_MULTIPLE = 4  # of x in such a product with a scale per block
+BLOCK_SCALING_CUDA = (12, 9)  # the first version whose cuBLAS has it
+
+
+def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    """Packs `weight` for steps that compute in dtype.
+
+    Raises:
+        ModelError: its groups do not fit the kernels.
+    """
+    groups = weight.scales.shape[1]
+    if weight.format == "int8" and groups == 1 and weight.zeros is None:
+        return Int8Weight(weight.codes.contiguous(), weight.scales[:, 0].contiguous(), dtype)
+    width = _width(weight.group_size, groups, weight.format)
+    scales = _narrowed(weight.scales).T.contiguous()
+    if weight.format == "fp8":
+        codes = weight.codes.contiguous()
+        if _scales_products(codes.shape, groups):
+            return Fp8Weight(codes, weight.scales.T.contiguous(), None, dtype)
+        return CodeWeight(codes, scales, None, dtype)
+    codes = weight.codes.contiguous()
+    if weight.format == "int4":
+        nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+        codes = pack_int4(nibbles, width)
+    zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
+    return CodeWeight(codes, scales, zeros, dtype, weight.shape[1])
+
+
+def unpack_quantized(state: dict[str, torch.Tensor]) -> PackedWeight:
+    """Makes the weight whose `state` this is."""
+    columns, dtype = state["like"].shape[1], state["like"].dtype
+    if "int8" in state:
+        return Int8Weight(state["int8"], state["scales"], dtype)
+    codes, scales, zeros = state["codes"], state["scales"], state.get("zeros")
+    if codes.dtype == torch.float8_e4m3fn and _scales_products(codes.shape, len(scales)):
+        return Fp8Weight(codes, scales, zeros, dtype, columns)
+    return CodeWeight(codes, scales, zeros, dtype, columns)
+
+
+class Int8Weight:
+    """W as int8 codes [out, in] with a scale per row, multiplied by x quantized row by row."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+        self.codes = codes
+        self.scales = scales
+        self.dtype = dtype
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        codes, scales = quantize(x, torch.int8, maxima=_maxima(x, exchange))
+        return int8_matmul(codes, scales, self.codes, self.scales, bias, x.dtype)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        return (self.codes[indices] * self.scales[indices, None]).to(self.dtype)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"int8": self.codes, "scales": self.scales, "like": _like(self, self.codes.shape[1])}
+
+
+class CodeWeight:
+    """W as codes that become numbers while they are multiplied by x as it is: see `code_matmul` for
+    the layouts of `codes`, `scales` and `zeros`."""
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        dtype: torch.dtype,
+        columns: int | None = None,
+    ) -> None:
+        self.codes = codes
+        self.scales = scales
+        self.zeros = zeros
+        self.dtype = dtype
+        self._columns = codes.shape[1] if columns is None else columns
+        self._group = self._columns // len(scales)
+        self._width = codes.shape[2] if codes.dim() == 3 else _width(self._group, len(scales))
+        self._bytes = codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        return code_matmul(x, self._bytes, self.scales, self.zeros, bias, self._group, self._width)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        codes, int4 = self.codes[indices], self.codes.dim() == 3
+        values = (unpack_int4(codes, self._columns) if int4 else codes).float()
+        if self.zeros is not None:
+            values -= self.zeros.T[indices].repeat_interleave(self._group, dim=1)
+        elif int4:
+            values -= 8
+        scales = self.scales.T[indices].float().repeat_interleave(self._group, dim=1)
+        return (values * scales).to(self.dtype)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state = {"codes": self.codes, "scales": self.scales, "like": _like(self, self._columns)}
+        if self.zeros is not None:
+            state["zeros"] = self.zeros
+        return state
+
+
+class Fp8Weight(CodeWeight):
+    """W as fp8 codes that are also multiplied by x in fp8, by torch, if x has many rows. With few,
+    the weight's bytes take the time, and x can stay as it is."""
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        if len(x) <= SPLIT_ROWS or x.dtype != torch.bfloat16:
+            return super().matmul(x, bias, exchange)
+        one_group = len(self.scales) == 1
+        codes, scales = quantize(
+            x,
+            torch.float8_e4m3fn,
+            group=None if one_group else SCALING_BLOCK,
+            maxima=_maxima(x, exchange) if one_group else None,
+            multiple=1 if one_group else ROWS_MULTIPLE,
+        )
+        if one_group:  # [T, 1] and [1, out]
+            scaling, scales, weight_scales = ScalingType.RowWise, scales[:, 0, None], self.scales
+        else:  # [T, groups] and [out, groups], neighbours in a column
+            scaling, weight_scales = ScalingType.BlockWise1x128, self.scales.T
+        out: torch.Tensor = scaled_mm(
+            codes, self.codes.T, scales, scaling, weight_scales, scaling, output_dtype=x.dtype
+        )
+        out = out[: len(x)]
+        return out if bias is None else out + bias
+
+
+def _maxima(x: torch.Tensor, exchange: Exchange | None) -> torch.Tensor | None:
+    """Magnitudes [T] to quantize x by, if other ranks hold more columns of it."""
+    if exchange is None:
+        return None
+    return exchange(torch.linalg.vector_norm(x, torch.inf, dim=1, dtype=torch.float32))
+
+
+def _width(group: int, groups: int, name: str = "") -> int:
+    """Bytes of a tile's rows: a power of two that divides the group, if there are several."""
+    width = MAX_WIDTH if groups == 1 else min(MAX_WIDTH, group & -group)
+    if width < MIN_WIDTH:
+        raise ModelError(
+            f"quantization: {name} in groups of {group} is not served on cuda; groups have to be "
+            f"multiples of {MIN_WIDTH}"
+        )
+    return width
+
+
+def _narrowed(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in 16 bits if they lose nothing, as those of most checkpoints do."""
+    for dtype in (torch.float16, torch.bfloat16):
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales):
+            return narrow
+    return scales
+
+
+def _scales_products(shape: torch.Size, groups: int) -> bool:
+    """Whether torch multiplies an fp8 matrix of this shape by another one here."""
+    if INTERPRETED or driver.active.get_current_target().arch != 90:
+        return False
+    if any(size % MULTIPLE for size in shape):
+        return False
+    if groups == 1:
+        return True
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return groups * SCALING_BLOCK == shape[1] and version >= BLOCK_SCALING_CUDA
+
+
+def _like(weight: Int8Weight | CodeWeight, columns: int) -> torch.Tensor:
+    """No rows, but of the weight's size and in their dtype."""
+    return torch.empty(0, columns, dtype=weight.dtype)

@@ -1,0 +1,147 @@
+"""Keys and values in 8 bits, in a paged cache [2, blocks, block_size, kv_heads, bytes of a head].
+
+A cache of dtype int8 holds codes and, for each token and KV head, the scale with which the largest
+magnitude has the code 127. Its last dimension counts head_dim codes and 4 bytes of a scale, but in
+a block all codes [block_size, kv_heads, head_dim] come first, where they are aligned, and then the
+scales, float32 [kv_heads, block_size]. A block can be copied as if nobody knew.
+
+A cache of dtype uint8 holds the bits of float8_e4m3fn, and no scales: codes are as precise for
+small numbers as for large ones, from 2⁻⁶ to 448, which normalized keys and values do not leave;
+what does becomes the largest. (As vLLM without calibrated scales.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.kernels.triton.codes import from_e4m3, round_to_even, to_e4m3
+from worker_svc.quantization.formats import quantize_rows
+
+SCALE_BYTES = 4
+
+
+def head_size(cache: torch.Tensor) -> int:
+    """head_dim of a cache of any dtype."""
+    return cache.shape[4] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+
+
+def dequantized(cache: torch.Tensor) -> torch.Tensor:
+    """The numbers in a cache of any dtype, float32 [2, blocks, block_size, kv_heads, head_dim]."""
+    if cache.dtype == torch.uint8:
+        return cache.view(torch.float8_e4m3fn).float()
+    if cache.dtype != torch.int8:
+        return cache.float()
+    codes, scales = _parts(cache)
+    return codes * scales.transpose(2, 3).unsqueeze(4)
+
+
+def store_quantized_reference(
+    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """Stores k and v [T, kv_heads, head_dim] in the slots slot_mapping [T] (−1: nowhere)."""
+    kept = slot_mapping >= 0
+    slots, block_size = slot_mapping[kept].long(), cache.shape[2]
+    places = slots // block_size, slots % block_size
+    for plane, new in zip(cache, (k[kept].float(), v[kept].float()), strict=True):
+        if cache.dtype == torch.uint8:
+            plane[places] = new.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            continue
+        codes, scales = _parts(plane[None])
+        rows, row_scales = quantize_rows(new.flatten(0, 1))
+        codes[0][places] = rows.view(new.shape)
+        scales[0].transpose(1, 2)[places] = row_scales.view(new.shape[:2])
+
+
+def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the codes int8 [planes, blocks, block_size, kv_heads, head_dim] and the scales
+    float32 [planes, blocks, kv_heads, block_size]."""
+    block_size, kv_heads = cache.shape[2:4]
+    blocks = cache.flatten(2)
+    size = block_size * kv_heads * head_size(cache)
+    codes = blocks[:, :, :size].unflatten(2, (block_size, kv_heads, -1))
+    scales = blocks.view(torch.float32)[:, :, size // SCALE_BYTES :]
+    return codes, scales.unflatten(2, (kv_heads, block_size))
+
+
+@triton.jit
+def numbers_of(codes: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
+    """Elements of a cache of any dtype in DOT: divided by their scales, or fp8 by 256."""
+    if codes.dtype == tl.uint8:
+        return from_e4m3(codes, DOT)
+    return codes.to(DOT)
+
+
+@triton.jit
+def block_scales(
+    plane: tl.tensor,
+    kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Where a KV head's scales begin in the first block of a plane of an int8 cache."""
+    scales = plane.to(tl.pointer_type(tl.float32))
+    return scales + BLOCK_SIZE * KV_HEADS * HEAD_DIM // 4 + kv_head * BLOCK_SIZE
+
+
+@triton.jit
+def scale_offsets(
+    block: tl.tensor,
+    start: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """`block_of` of the tile at `start` -> where its scales are, from `block_scales` on:
+    int64 [TILE]."""
+    size: tl.constexpr = BLOCK_SIZE * KV_HEADS * (HEAD_DIM // 4 + 1)
+    if BLOCK_SIZE % TILE == 0:
+        return (block.to(tl.int64) * size + start % BLOCK_SIZE) + tl.arange(0, TILE)
+    else:
+        return block.to(tl.int64) * size + (start + tl.arange(0, TILE)) % BLOCK_SIZE
+
+
+@triton.jit
+def skipped_scales(
+    block: tl.tensor, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Bytes of scales in the blocks before `block_of` a tile: int64 [TILE]."""
+    return block.to(tl.int64) * (BLOCK_SIZE * KV_HEADS * 4) + tl.zeros([TILE], tl.int64)
+
+
+@triton.jit
+def store_codes(
+    plane: tl.tensor,
+    slot: tl.tensor,
+    head: tl.tensor,
+    columns: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    mask: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Stores both halves of some heads of a token, float32 [heads, half], in `slot` (−1: nowhere)
+    of the planes [heads, 1] of a cache in 8 bits. Outside of `mask` they are 0."""
+    mask = mask & (slot >= 0)
+    place = slot.to(tl.int64)
+    offsets = (place * KV_HEADS + head) * HEAD_DIM + columns
+    half: tl.constexpr = HEAD_DIM // 2
+    if plane.dtype.element_ty == tl.uint8:
+        tl.store(plane + offsets, to_e4m3(first), mask=mask)
+        tl.store(plane + offsets + half, to_e4m3(second), mask=mask)
+    else:
+        block = place // BLOCK_SIZE
+        offsets += block * (BLOCK_SIZE * KV_HEADS * 4)
+        top = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+        factor = tl.where(top > 0, 127.0 / tl.where(top > 0, top, 1.0), 0.0)
+        tl.store(plane + offsets, round_to_even(first * factor).to(tl.int8), mask=mask)
+        tl.store(plane + offsets + half, round_to_even(second * factor).to(tl.int8), mask=mask)
+        scales = block_scales(plane, head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        size: tl.constexpr = BLOCK_SIZE * KV_HEADS * (HEAD_DIM // 4 + 1)
+        scales += block * size + place % BLOCK_SIZE
+        tl.store(scales, top / 127.0, mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)
