@@ -1,0 +1,65 @@
+"""Runs vLLM's build for CPUs: its engine, which puts the model into a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+# Read when vllm is imported.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+import vllm
+
+from bench.metrics import Trace
+from bench.peers.driver import Server, main
+from bench.peers.entries import Job
+from bench.workload import TEMPERATURE, Request
+
+MAX_MODEL_LEN = 2048
+
+
+@contextmanager
+def serve(job: Job) -> Iterator[Server]:
+    llm = vllm.LLM(
+        job.model,
+        dtype=job.entry.weights,
+        max_model_len=MAX_MODEL_LEN,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    engine = llm.llm_engine
+    ids = itertools.count()
+
+    def generate(requests: Sequence[Request]) -> list[Trace]:
+        sent = time.perf_counter()
+        traces = {str(next(ids)): Trace(len(request.prompt), sent) for request in requests}
+        for name, request in zip(traces, requests, strict=True):
+            engine.add_request(name, {"prompt_token_ids": request.prompt}, _params(request))
+        while engine.has_unfinished_requests():
+            answers = engine.step()
+            now = time.perf_counter()
+            for answer in answers:
+                trace = traces[answer.request_id]
+                trace.arrivals.append((now, len(answer.outputs[0].token_ids) - trace.output_tokens))
+        return list(traces.values())
+
+    yield Server(
+        generate,
+        {"vllm": vllm.__version__, "torch": torch.__version__},
+        {"enforce_eager": llm.llm_engine.vllm_config.model_config.enforce_eager},
+    )
+
+
+def _params(request: Request) -> vllm.SamplingParams:
+    return vllm.SamplingParams(
+        temperature=TEMPERATURE, ignore_eos=True, max_tokens=request.output_len, detokenize=False
+    )
+
+
+if __name__ == "__main__":
+    main(serve)
