@@ -17,14 +17,13 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.errors import BenchError
+from bench.peers.calibration import calibrate
 from bench.peers.entries import ENTRIES, FULL, TINY, Entry, Job
 from bench.peers.install import HOME, ROOT, converted, python
 from bench.peers.report import Answer, Comparison, Round
 
 TIMEOUT_S = 3600.0
 _REASON_LINES = 12
-
-RunDriver = Callable[[Entry, Job], Answer]
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
@@ -37,22 +36,19 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
     parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
     options = parser.parse_args(args)
+    if not (options.model / "config.json").exists():
+        parser.error(f"--model: {options.model} has no config.json")
     if options.rounds < 1:
         parser.error("--rounds: must be at least 1")
     return options
 
 
-def compare(
-    comparison: Comparison, model: Path, run_driver: RunDriver, done: Callable[[Entry, Round], None]
-) -> None:
+def compare(comparison: Comparison, model: Path, done: Callable[[Entry, Round], None]) -> None:
     """Runs all entries once, then all again, and so on; a failure is kept as that round's result.
 
     Raises:
         BenchError: a server is not installed, or the model could not be converted for it.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: its threads must not spin
-    from bench.peers.calibration import calibrate
-
     for entry in comparison.entries:
         python(entry.peer)
     models = {entry: converted(entry, model) for entry in comparison.entries}
@@ -72,6 +68,10 @@ def compare(
             done(entry, outcome)
 
 
+def driver_module(entry: Entry) -> str:
+    return f"bench.peers.{entry.peer}"
+
+
 def run_driver(entry: Entry, job: Job) -> Answer:
     """Runs a driver in a process group of its own, which is gone when this returns.
 
@@ -80,7 +80,7 @@ def run_driver(entry: Entry, job: Job) -> Answer:
     """
     log = HOME / "logs" / f"{entry.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    command: list[str | Path] = [python(entry.peer), "-m", f"bench.peers.{entry.peer}"]
+    command: list[str | Path] = [python(entry.peer), "-m", driver_module(entry)]
     with (
         log.open("wb") as errors,
         subprocess.Popen(
@@ -109,7 +109,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def main(args: list[str], run_driver: RunDriver = run_driver) -> int:
+def main(args: list[str]) -> int:
     options = parse_args(args)
     console = Console()
     entries: Sequence[Entry] = [entry for entry in ENTRIES if entry.name in options.only]
@@ -122,7 +122,7 @@ def main(args: list[str], run_driver: RunDriver = run_driver) -> int:
         console.print(f"{entry.name}: {figures or outcome.error}", markup=False)
 
     try:
-        compare(comparison, options.model, run_driver, done)
+        compare(comparison, options.model.resolve(), done)
     except BenchError as error:
         print(f"bench.peers: {error}", file=sys.stderr)
         return 1

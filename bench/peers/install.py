@@ -22,6 +22,7 @@ from bench.peers.entries import Entry
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".peers"
+_REASON_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,14 @@ def _pip(directory: Path, *args: str | Path) -> None:
 
 
 def _run(*command: str | Path, cwd: Path = ROOT) -> None:
-    print(f"+ {' '.join(map(str, command))}", file=sys.stderr)
-    try:
-        subprocess.run(command, cwd=cwd, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BenchError(str(error)) from error
+    words = " ".join(map(str, command))
+    print(f"+ {words}", file=sys.stderr)
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = done.stdout.strip().splitlines()[-_REASON_LINES:]
+        raise BenchError("\n".join([f"status {done.returncode} of {words}", *last]))
 
 
 def main(args: list[str]) -> int:

@@ -7,18 +7,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.machine import Machine, this_machine
+from bench.peers.calibration import Calibration
 from bench.peers.driver import Figures
 from bench.peers.entries import Entry, Sizes
 from bench.workload import TEMPERATURE
-
-if TYPE_CHECKING:  # imports torch
-    from bench.peers.calibration import Calibration
 
 
 @dataclass(frozen=True)

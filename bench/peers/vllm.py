@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 # Read when vllm is imported.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
+os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # by default one core does no math
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
