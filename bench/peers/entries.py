@@ -27,7 +27,7 @@ ENTRIES = (
     Entry("llama-bf16", "llama_cpp", "BF16", "f16"),
     Entry("llama-q8_0", "llama_cpp", "Q8_0", "f16"),
     Entry("llama-q4_0", "llama_cpp", "Q4_0", "f16"),
-    Entry("vllm-bf16", "vllm", "bfloat16", "bfloat16"),
+    Entry("vllm-bf16", "vllm", "bfloat16", "bf16"),
 )
 
 

@@ -93,7 +93,7 @@ def _convert_openvino(environment: Path, model: Path, weights: str, out: Path) -
     _run(export, "export", "openvino", "-m", model, "--task", task, "--weight-format", weights, out)
 
 
-# The package has llama.cpp's whole source, which is not released anywhere else as a package.
+# The package holds llama.cpp's source, with its server, at a commit that the server then reports.
 _LLAMA_SOURCE = "llama_cpp_python==0.3.36"
 _LLAMA_OPTIONS = (
     "CMAKE_BUILD_TYPE=Release",

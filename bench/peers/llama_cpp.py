@@ -21,7 +21,7 @@ from bench.peers.driver import Server, main
 from bench.peers.entries import Job
 from bench.workload import TEMPERATURE, Request
 
-SLOT_TOKENS = 1280  # the long prompt, and a multiple of 256
+SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
 HOST = "127.0.0.1"
 
 
@@ -30,10 +30,7 @@ def serve(job: Job) -> Iterator[Server]:
     binary = Path(sys.prefix) / "bin" / "llama-server"
     slots = job.sizes.shape.num_seqs
     port = _free_port()
-    flags = {
-        "model": job.model,
-        "host": HOST,
-        "port": port,
+    settings = {
         "parallel": slots,
         "ctx-size": slots * SLOT_TOKENS,
         "cache-type-k": job.entry.cache,
@@ -41,7 +38,7 @@ def serve(job: Job) -> Iterator[Server]:
         "threads": len(os.sched_getaffinity(0)),
     }
     command = [str(binary), "--no-webui"]
-    for name, value in flags.items():
+    for name, value in {"model": job.model, "host": HOST, "port": port, **settings}.items():
         command += [f"--{name}", str(value)]
     with subprocess.Popen(command) as process:
         try:
@@ -51,7 +48,7 @@ def serve(job: Job) -> Iterator[Server]:
                 def generate(requests: Sequence[Request]) -> list[Trace]:
                     return list(threads.map(partial(_complete, port), requests))
 
-                yield Server(generate, {"llama.cpp": _version(binary)}, flags)
+                yield Server(generate, {"llama.cpp": _version(binary)}, settings)
         finally:
             process.terminate()
 

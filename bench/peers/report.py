@@ -53,11 +53,11 @@ class Range:
     def of(cls, values: Sequence[float]) -> Range:
         return cls(statistics.median(values), min(values), max(values))
 
-    def show(self, pattern: str) -> str:
+    def show(self, pattern: str, separator: str = " ") -> str:
         if self.min == self.max:
             return pattern.format(self.median)
         low, high = pattern.format(self.min), pattern.format(self.max)
-        return f"{pattern.format(self.median)} ({low}–{high})"
+        return f"{pattern.format(self.median)}{separator}({low}–{high})"
 
 
 @dataclass
@@ -111,24 +111,24 @@ class Comparison:
         path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        table = Table(title=f"{self.model}: medians of {self.num_rounds} (min–max)")
+        title = f"{self.model}: medians of {self.num_rounds} (min–max)"
+        table = Table(title=title, box=None, pad_edge=False)
         table.add_column("", no_wrap=True)
-        table.add_column("weights")
-        table.add_column("cache")
+        table.add_column("cache", no_wrap=True)
         for label, _, _ in _COLUMNS:
-            table.add_column(label, justify="right")
+            table.add_column(label, justify="right", no_wrap=True)
         for entry in self.entries:
             found = self.ranges(entry)
-            cells = [found[name].show(pattern) for _, name, pattern in _COLUMNS if found]
-            table.add_row(entry.name, entry.weights, entry.cache, *(cells or ["failed"]))
+            cells = [found[name].show(pattern, "\n") for _, name, pattern in _COLUMNS if found]
+            table.add_row(entry.name, entry.cache, *(cells or ["failed"]))
         console.print(table)
         speeds = (f"{name} {speed.show('{:.0f}')}" for name, speed in self.speeds().items())
         console.print(f"the machine meanwhile: {', '.join(speeds)}")
 
 
 _COLUMNS = (
-    ("output tokens/s", "output_tokens_per_s", "{:.1f}"),
-    ("one stream, tokens/s", "single_stream_tokens_per_s", "{:.1f}"),
-    ("first token of 1,024, s", "ttft_1024_s", "{:.2f}"),
+    ("tokens/s", "output_tokens_per_s", "{:.1f}"),
+    ("one stream", "single_stream_tokens_per_s", "{:.1f}"),
+    ("first of 1024", "ttft_1024_s", "{:.2f}"),
     ("start, s", "start_s", "{:.1f}"),
 )
