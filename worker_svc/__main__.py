@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+gc.disable()  # see `shared.process`
 
 # torch and numba each have a thread pool. By default one pool's threads spin for a while after
 # their work is done, on cores that the other needs: with two cores a step took twice as long.
