@@ -88,9 +88,10 @@ class _ConfigFile(BaseModel, strict=True):
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     dtype: str | None = None
-    torch_dtype: str | None = None  # before transformers 5
+    torch_dtype: str | None = None  # before transformers 5, instead of `dtype`
     rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None  # before transformers 5, and the next two beside it
+    # Before transformers 5, instead of `rope_parameters`.
+    rope_scaling: dict[str, Any] | None = None
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     use_sliding_window: bool = False
