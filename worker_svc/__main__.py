@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+gc.disable()  # see `shared.process`
 
 # A step is hundreds of short parallel regions, and to wake a sleeping thread takes 70 us: threads
 # spin for this many rounds, about 0.1 ms, before they sleep. By default they spin longer, and those
