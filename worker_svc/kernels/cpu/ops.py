@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
@@ -97,7 +98,7 @@ class OneDnnWeight:
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         if self._plain is None:  # the embedding is the only one asked
             self._plain = self._weight.to_dense()
-        return F.embedding(indices, self._plain).float()
+        return F.embedding(indices, self._plain)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"weight": self._weight.to_dense()}
