@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+
+import llvmlite.binding as llvm
+import pytest
+import torch
+
+from worker_svc.errors import ModelError
+from worker_svc.kernels.cpu.ops import OneDnnWeight, pack, unpack
+from worker_svc.kernels.cpu.weights import pack_floats, pack_quantized
+from worker_svc.kernels.ops import PackedWeight, PlainWeight
+from worker_svc.quantization.formats import Format, QuantizedWeight, quantize_rows
+
+pytestmark = pytest.mark.launches_nothing
+
+TOKENS = (1, 2, 3, 7, 12, 13, 131)  # every size of tile, alone and in rows of them
+SHAPES = [(1, 8), (33, 8), (64, 96), (150, 520)]
+# Format, groups, and whether zeros are given; groups of whole steps only.
+QUANTIZED = [
+    (fmt, groups, zeros)
+    for fmt, groups, zeros in product(("int8", "int4", "fp8"), (1, 4), (False, True))
+    if fmt != "fp8" or not zeros
+]
+# Instruction sets to pretend to, by the name of a CPU and what it lacks of newer ones.
+CPUS = {
+    "haswell": "avx512",
+    "skylake-avx512": "avx512vnni avx512bf16 avx512vbmi avx512bitalg avx512vp avx512ifma amx",
+}
+
+
+def random_codes(
+    fmt: Format, out_features: int, in_features: int, groups: int, zeros: bool
+) -> QuantizedWeight:
+    """A weight of any code at all, zeros of any in their range."""
+    generator = torch.Generator().manual_seed(in_features)
+
+    def integers(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=generator)
+
+    size = (out_features, in_features)
+    scales = torch.rand(out_features, groups, generator=generator) + 0.1
+    if fmt == "fp8":
+        codes = torch.randn(*size, generator=generator).to(torch.float8_e4m3fn)
+        return QuantizedWeight(fmt, codes, scales)
+    low, high = (-128, 128) if fmt == "int8" else (0, 16)
+    given = integers(low, high, out_features, groups).short() if zeros else None
+    if fmt == "int8":
+        return QuantizedWeight(fmt, integers(-128, 128, *size).to(torch.int8), scales, given)
+    codes = integers(0, 256, out_features, in_features // 2).to(torch.uint8)
+    return QuantizedWeight(fmt, codes, scales, given)
+
+
+def check_quantized() -> None:
+    """Products are those of exact integers, alone and in a crowd, and rows what they should be."""
+    for (out_features, in_features), (fmt, groups, zeros) in product(SHAPES, QUANTIZED):
+        if groups > 1 and in_features % 32:
+            continue
+        weight = random_codes(fmt, out_features, in_features, groups, zeros)
+        packed = unpack(pack(weight, torch.bfloat16).state())
+        generator = torch.Generator().manual_seed(0)
+        bias = torch.randn(out_features, generator=generator)
+        dequantized = weight.dequantized()
+        for tokens in TOKENS:
+            x = torch.randn(tokens, in_features, generator=generator)
+            x[0] = 0  # has no scale
+            seen = x.double()
+            if fmt != "fp8":
+                codes, scales = quantize_rows(x)
+                seen = codes.double() * scales.double()[:, None]
+            expected = seen @ dequantized.double().T + bias
+            y = packed.matmul(x, bias)
+            error = (y - expected).abs().max() / expected.abs().max()
+            assert error < 3e-6, (fmt, groups, zeros, tokens, error)
+            for row in range(0, tokens, 5):
+                assert torch.equal(packed.matmul(x[row : row + 1], bias)[0], y[row])
+        rows = torch.randint(out_features, (5,), generator=generator)
+        torch.testing.assert_close(packed.rows(rows), dequantized[rows])
+
+
+KINDS: list[tuple[Callable[[torch.Tensor], PackedWeight], torch.dtype]] = [
+    (PlainWeight, torch.float32),
+    (OneDnnWeight, torch.float32),
+    (OneDnnWeight, torch.bfloat16),
+    (pack_floats, torch.float32),
+    (pack_floats, torch.bfloat16),
+]
+
+
+def check_floats(kind: Callable[[torch.Tensor], PackedWeight], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for out_features, in_features in [(1, 1), (33, 7), (64, 100), (150, 513)]:
+        weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+        bias = torch.randn(out_features, generator=generator)
+        packed = kind(weight.clone())
+        assert torch.equal(packed.rows(torch.tensor([0, out_features - 1])), weight[[0, -1]])
+        for tokens in TOKENS:
+            x = torch.randn(tokens, in_features, generator=generator)
+            product = x.double() @ weight.double().T
+            for given in (None, bias):
+                y = packed.matmul(x, None if given is None else given.to(dtype))
+                expected = product if given is None else product + given.to(dtype).double()
+                assert y.dtype == torch.float32
+                scale = expected.abs().max().item() + in_features**0.5
+                bound = scale * (2**-7 if dtype == torch.bfloat16 else 2**-19)
+                assert (y.double() - expected).abs().max() < bound
+            if kind is pack_floats:
+                alone = [packed.matmul(x[row : row + 1], None)[0] for row in range(tokens)]
+                assert torch.equal(packed.matmul(x, None), torch.stack(alone))
+
+
+def test_quantized() -> None:
+    check_quantized()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_floats(kind: Callable[[torch.Tensor], PackedWeight], dtype: torch.dtype) -> None:
+    if kind is OneDnnWeight and not torch._C._has_mkldnn:
+        pytest.skip("no oneDNN in this torch")
+    check_floats(kind, dtype)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_older_cpus(cpu: str) -> None:
+    """In a process that compiles for less than this CPU has."""
+    features = llvm.get_host_cpu_features()
+    if not features.get("avx2") or (cpu != "haswell" and not features.get("avx512bw")):
+        pytest.skip(f"this CPU is older than {cpu}")
+    lacking = tuple(CPUS[cpu].split())
+    names = [
+        ("+" if there and not name.startswith(lacking) else "-") + name
+        for name, there in features.items()
+    ]
+    command = (
+        "from tests.worker_svc.kernels.cpu.test_weights import *; check_quantized(); "
+        "check_floats(pack_floats, torch.bfloat16)"
+    )
+    pretence = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(names)}
+    subprocess.run([sys.executable, "-c", command], check=True, env=os.environ | pretence)
+
+
+def test_groups_of_parts_of_steps_are_refused() -> None:
+    weight = random_codes("int4", 32, 48, 4, False)
+    with pytest.raises(ModelError, match="group_size: 12 is not a multiple of 8"):
+        pack_quantized(weight)
+
+
+def test_ranks_share_the_largest_magnitude() -> None:
+    """Two halves of the columns, quantized by what both exchange, add up to the whole."""
+    weight = random_codes("int8", 40, 64, 1, False)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    whole = pack_quantized(weight).matmul(x, None)
+    maxima = x.abs().amax(dim=1)
+    parts = [
+        pack_quantized(QuantizedWeight("int8", weight.codes[:, half].contiguous(), weight.scales))
+        .matmul(x[:, half], None, lambda mine: maxima)
+        for half in (slice(32), slice(32, 64))
+    ]  # fmt: skip
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-3)
