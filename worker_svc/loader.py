@@ -17,7 +17,7 @@ from worker_svc.quantization.quantize import quantize
 from worker_svc.weights import WeightReader
 
 # Numbers at a time of a matrix that is quantized or repacked: enough to be quick, little beside it.
-_PIECE = 1 << 22
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ class ThreadRank(TensorParallel):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self.all_gather(x.clone()).sum(0))
 
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.all_gather(x.clone()).amax(0))
+
 
 class _OneAtATime:
     """Serializes calls: not every threading layer of numba can be entered by several threads."""

@@ -70,7 +70,8 @@ def _pieces(out: int, columns: int) -> Iterator[slice]:
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    return torch.where(scales != 0, 1 / scales, 0)
+    """1 / scales; 0 for those so small that it would overflow."""
+    return torch.where(scales.abs() > torch.finfo(torch.float32).tiny, 1 / scales, 0)
 
 
 def _int4_scales(weight: torch.Tensor, groups: int) -> torch.Tensor:

@@ -1,0 +1,98 @@
+"""Loading takes the memory of the packed model and of one tensor, no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worker_svc.harness import save_model
+from tests.worker_svc.quantization.writers import FORMATS, SHAPE, save_quantized
+
+LARGE = {
+    "vocab_size": 16384,
+    "hidden_size": 512,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "tie_word_embeddings": False,
+}
+LARGEST = 16384 * 512 * 4
+SLACK = 32 << 20  # what malloc keeps of what was freed; all codes of the layers are more
+
+MEASURE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from tests.worker_svc.quantization import exact
+from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.config import load_model_config
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu import ops
+from worker_svc.kernels.ops import PlainWeight
+from worker_svc.loader import WeightLoader
+from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.packed_cache import open_cache
+from worker_svc.quantization.choice import choose_quantization
+from worker_svc.weights import WeightReader
+
+def resident(name):  # in bytes; ru_maxrss would begin at the parent's
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(name + ":")[1].split()[0])
+
+packed = 0
+
+def pack(weight):  # into a copy, as kernels do
+    global packed
+    if isinstance(weight, torch.Tensor):
+        made = PlainWeight(weight.clone())
+    else:
+        made = exact.ExactWeight(replace(weight, codes=weight.codes.clone()))
+    packed += sum(tensor.nbytes for tensor in made.state().values())
+    return made
+
+def load(path, setting):
+    config, cpu = load_model_config(path), torch.device("cpu")
+    choice = choose_quantization(setting, config.quantization)
+    backend = TorchBackend(attention_shape(config, 1, cpu), 16)
+    cache = open_cache(path, setting, "copy", config.dtype, 0, 1) if choice.quantize_to else None
+    with WeightReader(path, config.dtype, cpu) as reader:
+        loader = WeightLoader(reader, ops, choice, cache)
+        return Qwen3ForCausalLM(loader, config, 64, ops, TensorParallel(), backend)
+
+ops.pack = pack
+torch.set_num_threads(1)
+small, large, setting = sys.argv[1:]
+load(Path(small), setting)  # the pages of torch's code count too
+Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+before, packed = resident("VmRSS"), 0
+model = load(Path(large), setting)
+if isinstance(model.embed_tokens.weight, PlainWeight):
+    packed += model.embed_tokens.weight.weight.nbytes  # was not packed
+print(packed, resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("format", ["int8", "int4", "GPTQ 4", "W8A8"])
+def test_peak_of_loading(tmp_path: Path, format: str) -> None:
+    for name, shape in (("small", SHAPE), ("large", LARGE)):
+        if format in FORMATS:
+            save_quantized(tmp_path / name, FORMATS[format], **shape)
+        else:
+            save_model(tmp_path / name, **shape)
+    setting = "auto" if format in FORMATS else format
+    arguments = str(tmp_path / "small"), str(tmp_path / "large"), setting
+
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()[-1]
+
+    packed, peak = map(int, output.split())
+    print(f"packed {packed}, largest tensor {LARGEST}, peak {peak}")
+    assert packed < peak < packed + LARGEST + SLACK

@@ -1,0 +1,236 @@
+"""Weights that were packed by an earlier start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+
+from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.quantization.exact import ExactWeight
+from tests.worker_svc.quantization.writers import SHAPE
+from worker_svc import loader as loader_module
+from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.model_runner import ModelRunner
+from worker_svc.packed_cache import PackedCache
+from worker_svc.weights import contents_digest
+
+MAPPED, KEPT, BROKEN = (f"packed weights are {how}" for how in ("mapped", "kept", "broken"))
+NOT_KEPT = "packed weights are not kept"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    save_model(tmp_path, **SHAPE)
+    return tmp_path
+
+
+def start(model_dir: Path, quantization: str = "int8", **settings: Any) -> tuple[Any, list[str]]:
+    """Loads a model -> its matrices by name, and what was said about the cache."""
+    with capture_logs() as logs:
+        model = ModelRunner(
+            worker_settings(model_dir, quantization=quantization, **settings)
+        )._model
+    matrices = {"embedding": model.embed_tokens.weight}
+    for i, layer in enumerate(model.layers):
+        for part, names in (
+            (layer.attention, ("qkv_proj", "o_proj")),
+            (layer.mlp, ("gate_up_proj", "down_proj")),
+        ):
+            matrices |= {f"{i} {name}": getattr(part, name)._weight for name in names}
+    assert all(isinstance(each, ExactWeight) for each in matrices.values())
+    return matrices, [each["event"] for each in logs if "packed" in each["event"]]
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(a[k].weight.dequantized(), b[k].weight.dequantized()) for k in a)
+
+
+def files(cache_home: Path) -> list[Path]:
+    return sorted(each for each in cache_home.rglob("*") if each.is_file())
+
+
+def address_ranges(path: Path) -> list[range]:
+    """Where this process has mapped `path`."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            low, high = line.split()[0].split("-")
+            ranges.append(range(int(low, 16), int(high, 16)))
+    return ranges
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_second_start_maps(
+    model_dir: Path, cache_home: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, said = start(model_dir, format)
+    assert said == [KEPT]
+    (path,) = files(cache_home)
+    assert path.relative_to(cache_home).parts[:2] == ("nano-vllm-grpc", "packed")
+    monkeypatch.setattr(loader_module, "quantize", None)  # it would not be called
+    second, said = start(model_dir, format)
+    assert said == [MAPPED]
+    assert same(first, second)
+    mapped = address_ranges(path)
+    for matrix in second.values():
+        for tensor in matrix.state().values():
+            assert any(tensor.data_ptr() in each for each in mapped)
+            assert tensor.nbytes % 64 or tensor.data_ptr() % 64 == 0  # a cache line
+    assert files(cache_home) == [path]
+
+
+def test_nothing_is_kept_of_weights_as_they_are(model_dir: Path, cache_home: Path) -> None:
+    ModelRunner(worker_settings(model_dir))
+    assert files(cache_home) == []
+
+
+def test_settings_have_files_of_their_own(
+    model_dir: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(model_dir, "int8")
+    assert start(model_dir, "int4")[1] == [KEPT]
+    assert start(model_dir, "int8", dtype="bfloat16")[1] == [KEPT]
+    monkeypatch.setattr(cpu_ops, "layout", "of another CPU")
+    assert start(model_dir, "int4")[1] == [KEPT]
+    assert len(files(cache_home)) == 4
+    ranks = {"tp": 2, "worker_addresses": ("127.0.0.1:1", "127.0.0.1:2")}
+    zero, said = start(model_dir, "int8", rank=0, **ranks)
+    one, also_said = start(model_dir, "int8", rank=1, **ranks)
+    assert said == also_said == [KEPT]
+    assert not same(zero, one)
+    assert same(start(model_dir, "int8", rank=1, **ranks)[0], one)
+    assert len(files(cache_home)) == 6
+
+
+def test_weights_that_changed_are_quantized_again(model_dir: Path, cache_home: Path) -> None:
+    """Even if names, sizes and times are the same, as after copying with `cp -p`."""
+    path = model_dir / "model.safetensors"
+    first, _ = start(model_dir)
+    status = path.stat()
+    tensors = {name: 2 * tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    assert path.stat().st_size == status.st_size
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second, said = start(model_dir)
+    assert said == [KEPT]
+    assert not same(first, second)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert start(model_dir)[1] == [KEPT]
+
+
+def test_digest_of_small_and_large_files(model_dir: Path) -> None:
+    digests = {contents_digest(model_dir)}
+    path = model_dir / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    digests.add(contents_digest(model_dir))
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, -1])
+def test_truncated_file_is_replaced(model_dir: Path, cache_home: Path, size: int) -> None:
+    first, _ = start(model_dir)
+    (path,) = files(cache_home)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    second, said = start(model_dir)
+    assert said == [BROKEN, KEPT]
+    assert same(first, second)
+    assert path.read_bytes() == whole
+    assert start(model_dir)[1] == [MAPPED]
+
+
+def test_file_that_lacks_a_weight_is_completed(model_dir: Path, cache_home: Path) -> None:
+    first, _ = start(model_dir)
+    (path,) = files(cache_home)
+    whole = path.read_bytes()
+    path.write_bytes(
+        whole.replace(b"model.layers.1.mlp.down_proj:", b"model.layers.1.mlp.DOWN_proj:")
+    )
+    second, said = start(model_dir)
+    assert said == [KEPT]
+    assert same(first, second)
+    assert set(header(path)) == {name.replace("DOWN", "down") for name in header(path)}
+
+
+def header(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = file.keys()
+    return names
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_directory(model_dir: Path, cache_home: Path) -> None:
+    cache_home.chmod(0o500)
+    assert start(model_dir)[1] == [NOT_KEPT]
+
+
+def test_directory_that_cannot_be_made(model_dir: Path, cache_home: Path) -> None:
+    (cache_home / "nano-vllm-grpc").write_text("a file")
+    assert start(model_dir)[1][-1] == NOT_KEPT
+
+
+def test_full_disk(model_dir: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves nothing behind."""
+
+    def no_space(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    assert start(model_dir)[1] == [NOT_KEPT]
+    assert files(cache_home) == []
+
+
+def test_no_home(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert start(model_dir)[1] == [NOT_KEPT]
+
+
+def keep(directory: Path, variant: str, key: str) -> None:
+    cache = PackedCache(directory, variant, (key,))
+    if cache.get("x") is None:
+        cache.add("x", {"weight": torch.zeros(3)})
+    cache.save()
+
+
+def test_old_files_go(tmp_path: Path) -> None:
+    """Of each format and rank the two used last stay."""
+    times = iter(range(1, 100))
+
+    def keep_at_next_second(variant: str, key: str) -> None:
+        keep(tmp_path, variant, key)
+        for path in tmp_path.glob("*"):  # what was just touched is the newest
+            if path.stat().st_mtime > 1000:
+                os.utime(path, (second := next(times), second))
+
+    keep_at_next_second("int8-0-of-1", "a")
+    keep_at_next_second("int8-0-of-1", "b")
+    keep_at_next_second("int4-0-of-1", "a")
+    keep_at_next_second("int8-0-of-1", "a")  # mapped
+    keep_at_next_second("int8-0-of-1", "c")
+    variants = sorted(path.name[:11] for path in tmp_path.iterdir())
+    assert variants == ["int4-0-of-1", "int8-0-of-1", "int8-0-of-1"]
+    assert PackedCache(tmp_path, "int8-0-of-1", ("a",)).get("x") is not None
+    assert PackedCache(tmp_path, "int8-0-of-1", ("b",)).get("x") is None
+
+
+def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+    (tmp_path / "old.tmp").write_bytes(b"x")
+    os.utime(tmp_path / "old.tmp", (1, 1))
+    (tmp_path / "new.tmp").write_bytes(b"x")  # maybe of a writer at work
+    keep(tmp_path, "int8-0-of-1", "a")
+    assert [path.name for path in tmp_path.glob("*.tmp")] == ["new.tmp"]

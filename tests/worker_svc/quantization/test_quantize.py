@@ -1,0 +1,214 @@
+"""Weights that are quantized while loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.quantization.exact import ExactWeight
+from tests.worker_svc.quantization.writers import SHAPE
+from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from tests.worker_svc.thread_ranks import on_ranks
+from worker_svc.distributed import TensorParallel
+from worker_svc.errors import ModelError
+from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.ops import PackedWeight
+from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
+from worker_svc.layers.linear import RowParallelLinear
+from worker_svc.loader import Rows, WeightLoader
+from worker_svc.model_runner import ModelRunner
+from worker_svc.quantization.choice import Choice
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.quantize import group_size, quantize
+from worker_svc.weights import WeightReader
+
+FORMATS: list[Format] = ["int8", "int4", "fp8"]
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loaded(
+    path: Path, format: Format, load: Callable[[WeightLoader], PackedWeight]
+) -> QuantizedWeight:
+    with WeightReader(path, torch.bfloat16, CPU) as reader:
+        weight = load(WeightLoader(reader, cpu_ops, Choice(quantize_to=format)))
+    assert isinstance(weight, ExactWeight)
+    return weight.weight
+
+
+def relative_error(weight: torch.Tensor, format: Format) -> float:
+    return float((quantize(weight, format).dequantized() - weight).norm() / weight.norm())
+
+
+def test_int8_and_fp8_are_within_half_a_step() -> None:
+    weight = random(50, 70)
+    maxima = weight.abs().amax(dim=1, keepdim=True)
+    int8 = quantize(weight, "int8")
+    assert int8.codes.abs().amax(dim=1).eq(127).all()
+    assert ((int8.dequantized() - weight).abs() <= maxima / 127 * 0.5001).all()
+    fp8 = quantize(weight, "fp8")
+    # Three bits of mantissa, and below the smallest normal number the steps of the subnormal ones.
+    bound = torch.maximum(weight.abs() / 16, maxima / 448 * 2**-10) * 1.0001
+    assert ((fp8.dequantized() - weight).abs() <= bound).all()
+
+
+def test_int4_loses_less_than_other_scales() -> None:
+    """Of normally distributed weights; the usual scale is the largest magnitude over 7."""
+    weight = random(64, 1024)
+    groups = weight.view(-1, 128)
+    scales = groups.abs().amax(dim=1, keepdim=True) / 7
+    usual = (groups / scales).round() * scales
+    ours, theirs = relative_error(weight, "int4"), float((usual - groups).norm() / groups.norm())
+    print(f"{ours:.4f} of the norm, {theirs:.4f} with the usual scale")
+    assert ours < 0.099 < 0.115 < theirs
+
+
+@pytest.mark.parametrize(("inputs", "size"), [(1024, 128), (192, 64), (96, 32)])
+def test_int4_groups_are_as_large_as_possible(inputs: int, size: int) -> None:
+    assert group_size(inputs) == size
+    assert quantize(random(3, inputs), "int4").group_size == size
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros_and_outliers(format: Format) -> None:
+    weight = torch.zeros(5, 64)
+    weight[1, 7], weight[2, 8], weight[3] = 1e30, -1e-38, 1.0
+    found = quantize(weight, format).dequantized()
+    assert found.isfinite().all()
+    assert torch.equal(found[0], weight[0])
+    torch.testing.assert_close(found[[1, 3]], weight[[1, 3]])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_do_not_depend_on_each_other(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(40, 128)
+    whole = quantize(weight, format).dequantized()
+    monkeypatch.setattr("worker_svc.quantization.quantize._PIECE", 7 * 128)
+    assert torch.equal(quantize(weight, format).dequantized(), whole)
+    assert torch.equal(quantize(weight[3:4], format).dequantized(), whole[3:4])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_logits(tmp_path: Path, format: Format) -> None:
+    oracle = save_model(tmp_path, **SHAPE)
+    runner, batch = make_runner(tmp_path, quantization=format)
+    (tokens,) = prompts(301, [40])
+    (logits,) = runner.logits(batch.step([(0, tokens)]))
+    expected = oracle_logits(oracle, tokens)[-1]
+    difference = (logits[:301] - expected).norm() / expected.norm()
+    print(f"{format}: {difference:.3f}")
+    assert 0 < difference < {"int8": 0.05, "fp8": 0.15, "int4": 0.4}[format]
+
+
+def test_embedding_and_head_are_int8(tmp_path: Path) -> None:
+    """A tied one exists once, others have scales of their own."""
+    for tied in (True, False):
+        save_model(tmp_path, tie_word_embeddings=tied, **SHAPE)
+        for format in FORMATS:
+            model = ModelRunner(worker_settings(tmp_path, quantization=format))._model
+            table, head = model.embed_tokens.weight, model.lm_head._weight
+            assert isinstance(table, ExactWeight)
+            assert isinstance(head, ExactWeight)
+            assert (table is head) == tied
+            assert table.weight.format == head.weight.format == "int8"
+
+
+def test_inputs_that_no_group_divides_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)  # its intermediate_size is 112
+    with pytest.raises(ModelError, match=r"quantization: int4 .* of 32 inputs, a layer has 112"):
+        ModelRunner(worker_settings(tmp_path, quantization="int4"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_the_codes_of_one(tmp_path: Path, format: Format, ranks: int) -> None:
+    """Of rows and of columns, even where a rank's boundary cuts a group."""
+    save_file(
+        {"x.weight": random(24, 384), "y.weight": random(24, 384, seed=1)},
+        tmp_path / "x.safetensors",
+    )
+    whole = loaded(
+        tmp_path, format, lambda loader: loader.matrix([Rows("x", 0, 24), Rows("y", 0, 24)], 384)
+    ).dequantized()
+    rows, columns = 24 // ranks, 384 // ranks
+    for rank in range(ranks):
+        parts = [Rows(name, rank * rows, rows) for name in "xy"]
+        part = loaded(tmp_path, format, lambda loader, parts=parts: loader.matrix(parts, 384))
+        ends = slice(rank * rows, (rank + 1) * rows)
+        assert torch.equal(part.dequantized(), torch.cat((whole[:24][ends], whole[24:][ends])))
+
+        place = range(rank * columns, (rank + 1) * columns)
+        part = loaded(
+            tmp_path,
+            format,
+            lambda loader, place=place: loader.matrix([Rows("x", 0, 24)], 384, place),
+        )
+        assert torch.equal(part.dequantized(), whole[:24, place.start : place.stop])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_together_multiply_as_one(tmp_path: Path, format: Format, ranks: int) -> None:
+    """They agree on each row's largest magnitude, so that their 8-bit inputs are those of one."""
+    save_file({"x.weight": random(24, 384)}, tmp_path / "x.safetensors")
+    x = random(7, 384, seed=1)
+    x[3] = 0
+
+    def multiply(tp: TensorParallel) -> torch.Tensor:
+        with WeightReader(tmp_path, torch.float32, CPU) as reader:
+            loader = WeightLoader(reader, cpu_ops, Choice(quantize_to=format))
+            linear = RowParallelLinear(loader, tp, "x", 384, 24, bias=False)
+        return linear(x.chunk(tp.size, dim=1)[tp.rank])
+
+    (one,) = on_ranks(1, multiply)
+    for several in on_ranks(ranks, multiply):
+        torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_vocabulary_of_ranks(tmp_path: Path, ranks: int) -> None:
+    """Each has its own rows, quantized as one rank would, and zeros where they end; the last of
+    four has none at all."""
+    save_file({"x.weight": random(40, 64)}, tmp_path / "x.safetensors")
+    ids, none = torch.arange(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    expected = quantize(random(40, 64), "int8").dequantized().bfloat16()
+
+    def look_up(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+        vocab = VocabPartition(40, tp.rank, tp.size)
+        with WeightReader(tmp_path, torch.bfloat16, CPU) as reader:
+            loader = WeightLoader(reader, cpu_ops, Choice(quantize_to="int4"))
+            table = VocabParallelEmbedding(loader, cpu_ops, tp, vocab, "x", 64)
+        logits = VocabParallelHead(loader.tied_head(table.weight))(table(ids, none))
+        assert logits.shape == (40, vocab.shard_size)
+        return table(ids, none), logits[:, : vocab.num_tokens]
+
+    results = on_ranks(ranks, look_up)
+    for hidden, _ in results:
+        assert hidden.dtype == torch.bfloat16
+        assert torch.equal(hidden, expected)
+    logits = torch.cat([each for _, each in results], dim=1).float()
+    torch.testing.assert_close(logits, expected.float() @ expected.float().T, rtol=0.02, atol=1)
+
+
+def test_retrained_weights_are_not_those_kept(tmp_path: Path) -> None:
+    """See `test_packed_cache`; here for the tokens of a whole model."""
+    save_model(tmp_path, **SHAPE)
+
+    def logits() -> torch.Tensor:
+        runner, batch = make_runner(tmp_path, quantization="int8")
+        return runner.logits(batch.step([(0, prompts(301, [9])[0])]))
+
+    first = logits()
+    assert torch.equal(logits(), first)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert (logits() - first).abs().max() > 0.01
