@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,8 @@ class ModelConfig:
     max_model_len: int
     rope: RopeConfig
     dtype: torch.dtype
+    # `quantization_config` as it is in the file, for `worker_svc.quantization`.
+    quantization: Mapping[str, Any] | None = None
 
 
 def find_model_dir(model: str) -> Path:
@@ -105,6 +108,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         max_model_len=_max_model_len(config),
         rope=_rope(config.rope_parameters),
         dtype=config.dtype or torch.float32,
+        quantization=raw.get("quantization_config") or raw.get("compression_config"),
     )
 
 
@@ -113,8 +117,6 @@ def _refuse_unimplemented(config: PretrainedConfig) -> None:
         raise ModelError("use_sliding_window: sliding window attention is not implemented")
     if config.hidden_act != "silu":
         raise ModelError(f"hidden_act: {config.hidden_act} is not implemented; silu is")
-    if getattr(config, "quantization_config", None):
-        raise ModelError("quantization_config: quantized weights are not implemented")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"num_key_value_heads: {config.num_key_value_heads} does not divide "

@@ -133,6 +133,13 @@ class TensorParallel:
                 dist.all_reduce(x)
         return x
 
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """Takes the maximum of `x` over the ranks, element by element, in place."""
+        if self._joined:
+            with self._collective():
+                dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [...] of every rank -> [size, ...], equal on all ranks."""
         if not self._joined:

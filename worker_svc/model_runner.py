@@ -16,9 +16,12 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.loader import WeightLoader
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.packed_cache import open_cache
 from worker_svc.platforms.base import Platform, Stopwatch
 from worker_svc.platforms.choice import choose_platform
+from worker_svc.quantization.choice import choose_quantization
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
@@ -37,7 +40,7 @@ class RunnerInfo:
 
     device: str
     dtype: str
-    fingerprint: str
+    fingerprint: str  # of the model's files, then the format of its weights
     attention_backend: str
     block_size: int  # tokens
     num_blocks: int  # that fit
@@ -68,6 +71,7 @@ class ModelRunner:
         max_num_batched_tokens = max(platform.num_batched_tokens, settings.max_num_seqs)
         if settings.max_num_batched_tokens != "auto":
             max_num_batched_tokens = settings.max_num_batched_tokens
+        quantization = choose_quantization(settings.quantization, config.quantization)
         shape = attention_shape(config, settings.tp, platform.device)
 
         self._settings = settings
@@ -76,10 +80,15 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tp = TensorParallel(settings.rank, settings.tp)
         self._backend = platform.attention_backend(settings, shape)
+        cache = None
+        if quantization.quantize_to:
+            layout, rank, ranks = platform.ops.layout, settings.rank, settings.tp
+            cache = open_cache(model_dir, quantization.name, layout, config.dtype, rank, ranks)
         copies = platform.weight_copies()
         with WeightReader(model_dir, config.dtype, platform.device, copies) as reader:
+            loader = WeightLoader(reader, platform.ops, quantization, cache)
             self._model = Qwen3ForCausalLM(
-                reader, config, max_model_len, platform.ops, self._tp, self._backend
+                loader, config, max_model_len, platform.ops, self._tp, self._backend
             )
         self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
@@ -103,7 +112,7 @@ class ModelRunner:
         self.info = RunnerInfo(
             device=str(platform.device),
             dtype=str(config.dtype).removeprefix("torch."),
-            fingerprint=model_fingerprint(model_dir),
+            fingerprint=f"{model_fingerprint(model_dir)}-{quantization.name}",
             attention_backend=self._backend.name,
             block_size=block_size,
             num_blocks=blocks_that_fit(

@@ -20,6 +20,12 @@ class WorkerSettings(ServiceSettings):
     model: str = Field("models/demo", description="model directory as Hugging Face lays it out")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+        "auto", description="format of the weights (auto: the checkpoint's)"
+    )
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="format of the KV cache (auto: the dtype)"
+    )
     rank: int = Field(0, ge=0)
     tp: int = Field(1, gt=0, description="tensor-parallel ranks")
     worker_addresses: Addresses = ("127.0.0.1:50053",)

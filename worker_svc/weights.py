@@ -19,6 +19,9 @@ from tqdm import tqdm
 from worker_svc.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Of each file, for `contents_digest`.
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 class WeightReader:
@@ -65,9 +68,13 @@ class WeightReader:
         With `start`, only the slice [start, start + out.shape[dim]) along `dim` is read.
 
         Raises:
-            ModelError: there is no such tensor, or it has another shape.
+            ModelError: there is no such tensor, it has another shape or no floating-point numbers.
         """
         with self._open(name) as tensor:
+            if tensor.get_dtype() not in _FLOATS:
+                raise ModelError(
+                    f"{name}: its dtype, {tensor.get_dtype()}, is one of quantized weights"
+                )
             shape, expected = list(tensor.get_shape()), list(out.shape)
             if start is not None and len(shape) == len(expected):
                 if shape[dim] < start + expected[dim]:
@@ -82,11 +89,52 @@ class WeightReader:
             else:
                 self._copy(out, tensor[:, start : start + out.shape[1]])
 
+    def read(self, name: str, *ranges: range) -> torch.Tensor:
+        """A copy of tensor `name` in its own dtype, or of what `ranges` leave of each dimension.
+
+        Raises:
+            ModelError: there is no such tensor, or it is smaller.
+        """
+        with self._open(name) as tensor:
+            shape = tensor.get_shape()
+            if ranges:
+                sizes = [each.stop for each in ranges]
+                if len(sizes) != len(shape) or any(
+                    a > b for a, b in zip(sizes, shape, strict=True)
+                ):
+                    raise ModelError(f"{name}: shape {shape}, the configuration says {sizes}")
+                source = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
+            else:
+                source = tensor[...]
+            out = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+            self._copy(out, source)
+        return out
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of tensor `name`.
+
+        Raises:
+            ModelError: there is no such tensor.
+        """
+        with self._open(name) as tensor:
+            return list(tensor.get_shape())
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself if that is where it has to be, else a copy there."""
+        if tensor.device == self.device:
+            return tensor
+        out = torch.empty_like(tensor, device=self.device)
+        self._copy(out, tensor)
+        return out
+
     def skip(self, name: str) -> None:
-        """Lets `name` be left unread, if it is there at all."""
-        if name in self._unread:
-            self._unread.remove(name)
-            self._progress.update()
+        """Lets tensor `name`, or all those of layer `name`, be left unread, if there are any."""
+        names = {each for each in self._unread if each == name or each.startswith(f"{name}.")}
+        self._unread -= names
+        self._progress.update(len(names))
 
     def check_all_read(self) -> None:
         """Checks that no tensor is left over.
@@ -119,6 +167,20 @@ def model_fingerprint(model_dir: Path) -> str:
     for path in sorted(set(dict(_locate(model_dir)).values())):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         digest.update(_read_header(path))
+    return digest.hexdigest()[:32]
+
+
+def contents_digest(model_dir: Path) -> str:
+    """Hex digest of every weight file's size, time of change and samples of its bytes: other than
+    `model_fingerprint`, it tells a model from one trained further."""
+    digest = hashlib.sha256()
+    for path in sorted(set(dict(_locate(model_dir)).values())):
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(status.st_size * i // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
 

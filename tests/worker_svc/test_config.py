@@ -58,7 +58,6 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )
 def test_refuses_by_name(tmp_path: Path, overrides: dict[str, Any], reason: str) -> None:

@@ -104,6 +104,7 @@ from worker_svc.attention.torch_backend import TorchBackend
 from worker_svc.config import load_model_config
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.loader import WeightLoader
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
 from worker_svc.weights import WeightReader
 torch.set_num_threads(1)
@@ -113,7 +114,8 @@ backend = TorchBackend(attention_shape(config, 1, cpu), 16)
 torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64), 32)  # oneDNN's own start
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with WeightReader(path, config.dtype, cpu) as reader:
-    model = Qwen3ForCausalLM(reader, config, 64, cpu_ops, TensorParallel(), backend)
+    loader = WeightLoader(reader, cpu_ops)
+    model = Qwen3ForCausalLM(loader, config, 64, cpu_ops, TensorParallel(), backend)
 print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 """
 

@@ -29,7 +29,7 @@ class PackedWeight(Protocol):
         ...
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows `indices` [T] int64 of W, [T, in] in the dtype that steps compute in."""
+        """Rows `indices` [T] int64 of W, [T, in]; those of quantized weights in float32."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -62,13 +62,8 @@ class Ops(Protocol):
 
     layout: str  # names what `pack` does, with the kind of CPU it does it for
 
-    def pack(
-        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype = torch.bfloat16
-    ) -> PackedWeight:
+    def pack(self, weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
         """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.
-
-        Args:
-            dtype: of the rows of a quantized weight: that in which steps compute.
 
         Raises:
             ModelError: nothing multiplies this format on this device.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels.ops import Ops, PlainWeight
-from worker_svc.weights import WeightReader
+from worker_svc.kernels.ops import Ops, PackedWeight, PlainWeight
+from worker_svc.loader import Rows, WeightLoader
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class VocabPartition:
         """Tokens of this rank, padding excluded."""
         return min(max(self.vocab_size - self.start, 0), self.shard_size)
 
+    def rows(self, name: str) -> Rows:
+        """This rank's rows of matrix `name`."""
+        return Rows(name, self.start if self.num_tokens else 0, self.num_tokens)
+
 
 class VocabParallelEmbedding:
     """Token ids [T] int32 -> hidden states [T, hidden], equal on all ranks. A negative id −1−r is
@@ -57,47 +61,36 @@ class VocabParallelEmbedding:
 
     def __init__(
         self,
-        reader: WeightReader,
+        loader: WeightLoader,
         ops: Ops,
         tp: TensorParallel,
         vocab: VocabPartition,
         name: str,
         hidden_size: int,
     ) -> None:
-        self.weight = read_vocab_shard(reader, vocab, name, hidden_size)
+        self.weight = loader.table(vocab.rows(name), vocab.shard_size, hidden_size)
+        self._dtype = loader.dtype
         self._vocab = vocab
         self._ops = ops
         self._tp = tp
 
     def __call__(self, input_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
         vocab = self._vocab
-        table = PlainWeight(self.weight)
-        hidden = self._ops.embed(input_ids, last_tokens, table, vocab.start, vocab.num_tokens)
-        return self._tp.all_reduce(hidden)
+        hidden = self._ops.embed(input_ids, last_tokens, self.weight, vocab.start, vocab.num_tokens)
+        return self._tp.all_reduce(hidden.to(self._dtype))
 
 
 class VocabParallelHead:
     """Hidden states [S, hidden] -> this rank's logits [S, shard_size]; those of the padding are
     meaningless."""
 
-    def __init__(self, ops: Ops, weight: torch.Tensor) -> None:
-        self._weight = ops.pack(weight)
-        self._plain = weight if isinstance(self._weight, PlainWeight) else None
+    def __init__(self, weight: PackedWeight) -> None:
+        self._weight = weight
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Uses the first rows of `out`, if given and the weight is not repacked; else new
-        memory."""
-        if out is None or self._plain is None:
+        """Leaves them in the first rows of `out`, if given; else in new memory."""
+        if out is None:
             return self._weight.matmul(hidden, None)
-        return torch.mm(hidden, self._plain.t(), out=out[: len(hidden)])
-
-
-def read_vocab_shard(
-    reader: WeightReader, vocab: VocabPartition, name: str, hidden_size: int
-) -> torch.Tensor:
-    """Reads this rank's rows [shard_size, hidden]; those past the vocabulary are zero."""
-    weight = torch.empty(vocab.shard_size, hidden_size, dtype=reader.dtype, device=reader.device)
-    weight[vocab.num_tokens :] = 0
-    start = vocab.start if vocab.num_tokens else 0
-    reader.read_into(weight[: vocab.num_tokens], name, start=start)
-    return weight
+        if not isinstance(self._weight, PlainWeight):
+            return out[: len(hidden)].copy_(self._weight.matmul(hidden, None))
+        return torch.mm(hidden, self._weight.weight.t(), out=out[: len(hidden)])

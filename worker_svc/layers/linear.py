@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels.ops import Ops
-from worker_svc.weights import WeightReader
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows [start, start + count) of a checkpoint's `{name}.weight` and `{name}.bias`."""
-
-    name: str
-    start: int
-    count: int
+from worker_svc.loader import Rows, WeightLoader
 
 
 class ColumnParallelLinear:
@@ -27,19 +16,13 @@ class ColumnParallelLinear:
     side."""
 
     def __init__(
-        self, reader: WeightReader, ops: Ops, parts: Sequence[Rows], in_features: int, *, bias: bool
+        self, loader: WeightLoader, parts: Sequence[Rows], in_features: int, *, bias: bool
     ) -> None:
-        out_features = sum(part.count for part in parts)
-        weight = torch.empty(out_features, in_features, dtype=reader.dtype, device=reader.device)
-        self._bias = weight.new_empty(out_features) if bias else None
-        row = 0
-        for part in parts:
-            end = row + part.count
-            reader.read_into(weight[row:end], f"{part.name}.weight", start=part.start)
-            if self._bias is not None:
-                reader.read_into(self._bias[row:end], f"{part.name}.bias", start=part.start)
-            row = end
-        self._weight = ops.pack(weight)
+        self._bias = None
+        if bias:
+            biases = [loader.vector(f"{p.name}.bias", p.count, p.start) for p in parts]
+            self._bias = torch.cat(biases)
+        self._weight = loader.matrix(parts, in_features)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._weight.matmul(x, self._bias)
@@ -51,8 +34,7 @@ class RowParallelLinear:
 
     def __init__(
         self,
-        reader: WeightReader,
-        ops: Ops,
+        loader: WeightLoader,
         tp: TensorParallel,
         name: str,
         in_features: int,
@@ -61,16 +43,15 @@ class RowParallelLinear:
         bias: bool,
     ) -> None:
         share = in_features // tp.size
-        weight = torch.empty(out_features, share, dtype=reader.dtype, device=reader.device)
-        reader.read_into(weight, f"{name}.weight", dim=1, start=tp.rank * share)
+        columns = range(tp.rank * share, (tp.rank + 1) * share)
         self._bias = None
         if bias and tp.rank == 0:  # so that it enters the sum once
-            self._bias = weight.new_empty(out_features)
-            reader.read_into(self._bias, f"{name}.bias")
+            self._bias = loader.vector(f"{name}.bias", out_features)
         elif bias:
-            reader.skip(f"{name}.bias")
-        self._weight = ops.pack(weight)
+            loader.skip(f"{name}.bias")
+        self._weight = loader.matrix([Rows(name, 0, out_features)], in_features, columns)
         self._tp = tp
+        self._exchange = tp.all_reduce_max if tp.size > 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._tp.all_reduce(self._weight.matmul(x, self._bias))
+        return self._tp.all_reduce(self._weight.matmul(x, self._bias, self._exchange))

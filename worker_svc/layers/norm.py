@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from worker_svc.kernels.ops import Ops
-from worker_svc.weights import WeightReader
+from worker_svc.loader import WeightLoader
 
 
 class RMSNorm:
@@ -14,9 +14,8 @@ class RMSNorm:
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    def __init__(self, reader: WeightReader, ops: Ops, name: str, size: int, eps: float) -> None:
-        self.weight = torch.empty(size, dtype=reader.dtype, device=reader.device)
-        reader.read_into(self.weight, f"{name}.weight")
+    def __init__(self, loader: WeightLoader, ops: Ops, name: str, size: int, eps: float) -> None:
+        self.weight = loader.vector(f"{name}.weight", size)
         self._ops = ops
         self._eps = eps
 

@@ -20,13 +20,12 @@ from worker_svc.layers.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabPartition,
-    read_vocab_shard,
 )
-from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
 from worker_svc.layers.norm import RMSNorm
 from worker_svc.layers.rotary import rotary_table
+from worker_svc.loader import Rows, WeightLoader
 from worker_svc.step.tensors import StepTensors
-from worker_svc.weights import WeightReader
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Parts:
     """The parts that all layers are built with."""
 
     config: ModelConfig
-    reader: WeightReader
+    loader: WeightLoader
     ops: Ops
     tp: TensorParallel
     backend: Backend
@@ -45,14 +44,13 @@ class Attention:
     """Grouped-query attention with normalized queries and keys."""
 
     def __init__(self, parts: Parts, name: str) -> None:
-        config, reader, tp = parts.config, parts.reader, parts.tp
+        config, loader, tp = parts.config, parts.loader, parts.tp
         heads, kv_heads = local_heads(config, tp.size)
         dim = config.head_dim
         # With more ranks than key-value heads, neighbouring ranks hold the same one.
         first_kv_head = tp.rank * config.num_kv_heads // tp.size
         self.qkv_proj = ColumnParallelLinear(
-            reader,
-            parts.ops,
+            loader,
             [
                 Rows(f"{name}.q_proj", tp.rank * heads * dim, heads * dim),
                 Rows(f"{name}.k_proj", first_kv_head * dim, kv_heads * dim),
@@ -61,13 +59,11 @@ class Attention:
             config.hidden_size,
             bias=config.attention_bias,
         )
-        q_norm, k_norm = torch.empty(2, dim, dtype=reader.dtype, device=reader.device)
-        reader.read_into(q_norm, f"{name}.q_norm.weight")
-        reader.read_into(k_norm, f"{name}.k_norm.weight")
+        q_norm = loader.vector(f"{name}.q_norm.weight", dim)
+        k_norm = loader.vector(f"{name}.k_norm.weight", dim)
         self.qk_norm = QKNorm(q_norm, k_norm, config.rms_norm_eps, parts.cos_sin)
         self.o_proj = RowParallelLinear(
-            reader,
-            parts.ops,
+            loader,
             tp,
             f"{name}.o_proj",
             config.num_heads * dim,
@@ -87,11 +83,10 @@ class MLP:
     """The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, parts: Parts, name: str) -> None:
-        config, reader, tp = parts.config, parts.reader, parts.tp
+        config, loader, tp = parts.config, parts.loader, parts.tp
         share = config.intermediate_size // tp.size
         self.gate_up_proj = ColumnParallelLinear(
-            reader,
-            parts.ops,
+            loader,
             [
                 Rows(f"{name}.gate_proj", tp.rank * share, share),
                 Rows(f"{name}.up_proj", tp.rank * share, share),
@@ -100,8 +95,7 @@ class MLP:
             bias=False,
         )
         self.down_proj = RowParallelLinear(
-            reader,
-            parts.ops,
+            loader,
             tp,
             f"{name}.down_proj",
             config.intermediate_size,
@@ -145,29 +139,29 @@ class Qwen3ForCausalLM:
 
     def __init__(
         self,
-        reader: WeightReader,
+        loader: WeightLoader,
         config: ModelConfig,
         max_model_len: int,
         ops: Ops,
         tp: TensorParallel,
         backend: Backend,
     ) -> None:
-        cos_sin = rotary_table(config.head_dim, max_model_len, config.rope, reader.device)
-        parts = Parts(config, reader, ops, tp, backend, cos_sin)
+        cos_sin = rotary_table(config.head_dim, max_model_len, config.rope, loader.device)
+        parts = Parts(config, loader, ops, tp, backend, cos_sin)
         vocab = VocabPartition(config.vocab_size, tp.rank, tp.size)
-        embed_name, head_name = "model.embed_tokens.weight", "lm_head.weight"
+        embed_name, head_name = "model.embed_tokens", "lm_head"
         self.embed_tokens = VocabParallelEmbedding(
-            reader, ops, tp, vocab, embed_name, config.hidden_size
+            loader, ops, tp, vocab, embed_name, config.hidden_size
         )
         self.layers = [DecoderLayer(parts, f"model.layers.{i}") for i in range(config.num_layers)]
         self.norm = _norm(parts, "model.norm")
         if config.tie_word_embeddings:
-            reader.skip(head_name)  # some checkpoints carry a copy
-            head = self.embed_tokens.weight
+            loader.skip(head_name)  # some checkpoints carry a copy
+            head = loader.tied_head(self.embed_tokens.weight)
         else:
-            head = read_vocab_shard(reader, vocab, head_name, config.hidden_size)
-        self.lm_head = VocabParallelHead(ops, head)
-        reader.check_all_read()
+            head = loader.head(vocab.rows(head_name), vocab.shard_size, config.hidden_size)
+        self.lm_head = VocabParallelHead(head)
+        loader.finish()
 
     def hidden_states(
         self,
@@ -194,7 +188,7 @@ class Qwen3ForCausalLM:
 
 def _norm(parts: Parts, name: str) -> RMSNorm:
     config = parts.config
-    return RMSNorm(parts.reader, parts.ops, name, config.hidden_size, config.rms_norm_eps)
+    return RMSNorm(parts.loader, parts.ops, name, config.hidden_size, config.rms_norm_eps)
 
 
 def attention_shape(config: ModelConfig, ranks: int, device: torch.device) -> AttentionShape:

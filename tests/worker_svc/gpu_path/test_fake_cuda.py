@@ -21,6 +21,7 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
+from worker_svc.loader import WeightLoader
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
@@ -177,7 +178,8 @@ def test_forward(
             tp = TensorParallel(ranks - 1, ranks)  # the last: its vocabulary is padded
             backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
             reader: Any = FakeReader(dtype)
-            model = Qwen3ForCausalLM(reader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
+            loader = WeightLoader(reader, triton_ops)
+            model = Qwen3ForCausalLM(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
             vocab = VocabPartition(config.vocab_size, tp.rank, ranks)
             step = make_step(query_lens, context_lens, backend.block_size)
             tensors = on_fake_gpu(host_columns(step, backend.plan_column(step)))
@@ -216,9 +218,8 @@ def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     with FakeTensorMode(), recorded(monkeypatch) as launches:
         tp = TensorParallel(ranks - 1, ranks)
         vocab = VocabPartition(VOCAB_SIZE, tp.rank, ranks)
-        head = VocabParallelHead(
-            triton_ops, torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=CUDA)
-        )
+        weight = torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=CUDA)
+        head = VocabParallelHead(triton_ops.pack(weight))
         runner = FeatureRunner(vocab, tp, triton_ops, head, to_fake_gpu)
         tensors = on_fake_gpu(host_columns(decodes, decodes.query_lens[:0]))
         logits = head(torch.empty(8, 64, dtype=torch.bfloat16, device=CUDA))  # padded
@@ -254,7 +255,8 @@ def test_sizes_of_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
             backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
             reader: Any = FakeReader(torch.bfloat16)
             tp = TensorParallel(rank, ranks)
-            Qwen3ForCausalLM(reader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
+            loader = WeightLoader(reader, triton_ops)
+            Qwen3ForCausalLM(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
         return int(reader.num_elements)
 
     whole = elements(0, 1)

@@ -1,105 +1,239 @@
-"""Matrix products with bfloat16 weights in float32 arithmetic, for CPUs that have AVX-512 but no
-bfloat16 instructions (Intel Skylake to Ice Lake).
-
-There oneDNN converts so much that its products reach a fifth of the speed of float32 ones, while
-weights in float32 would double the memory and its traffic, which bounds decoding. Here weights are
-read as bfloat16 and widened in registers.
-"""
+"""Matrix products with weights in panels, of every format, on all threads."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import torch
 from numba import njit, prange
+from numba.extending import overload
 from numpy.typing import NDArray
 
-from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.simd import LANES, PANEL, narrow, panel_product, widen
+from worker_svc.kernels.cpu.panels import MAX_ROWS, PANEL, product
+from worker_svc.kernels.cpu.simd import FASTMATH, float_of, narrow, take
 
-# As many rows as fit the 32 vector registers beside a pair of weight vectors, then the remainder.
-_rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = map(panel_product, (12, 8, 4, 2, 1))
-MAX_ROWS = 12
-# Rows of x that are multiplied with a panel while it is in the L2 cache, as bytes of float32.
+# The remainder after whole tiles goes through smaller ones.
+_rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = (
+    product(min(rows, MAX_ROWS)) for rows in (12, 8, 4, 2, 1)
+)
+# Rows of x that are multiplied with a panel while both are in the L2 cache, in bytes.
 X_BLOCK_BYTES = 512 << 10
-# More pieces than threads, so that a delayed thread delays the others less.
-PIECES_PER_THREAD = 4
-
-
-def is_best_for_this_cpu() -> bool:
-    return cpu_features.has_avx512() and not cpu_features.has_bfloat16_instructions()
-
-
-def pack_panels(weight: torch.Tensor) -> NDArray[np.uint32]:
-    """weight [out, in] bfloat16 -> [panels, in, LANES] uint32, as `panel_product` reads it, the
-    last panel padded with zeros."""
-    out_features, in_features = weight.shape
-    panels = -(-out_features // PANEL)
-    packed = torch.zeros(panels, in_features, LANES, 2, dtype=torch.int16)
-    whole = out_features // PANEL
-    bits = weight.view(torch.int16)
-    packed[:whole] = bits[: whole * PANEL].view(whole, 2, LANES, in_features).permute(0, 3, 2, 1)
-    for row in range(whole * PANEL, out_features):
-        half, lane = divmod(row - whole * PANEL, LANES)
-        packed[whole, :, lane, half] = bits[row]
-    return packed.numpy().view(np.uint32).reshape(panels, in_features, LANES)
+# With fewer tokens than this, waking another thread costs more than it saves.
+PARALLEL_TOKENS = 8
 
 
 @njit(inline="always")
 def _next_rows(left: int) -> int:
-    return 12 if left >= 12 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+    if left >= MAX_ROWS:
+        return MAX_ROWS
+    return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@njit(inline="always")
+def _largest_magnitude(x: Any, row: int) -> Any:
+    """Of row `row` of x float32; NaN if there is one. Such a maximum of integers is vectorized."""
+    bits = x.view(np.uint32)
+    largest = np.uint32(0)
+    for k in range(x.shape[1]):
+        largest = max(largest, bits[row, k] & np.uint32(0x7FFFFFFF))
+    return float_of(largest)
+
+
+def _pack_tile(
+    codes: Any,
+    x: Any,
+    maxima: Any,
+    first: Any,
+    rows: Any,
+    groups: Any,
+    out: Any,
+    sums: Any,
+    scales: Any,
+) -> Any:
+    """Packs rows [first, first + rows) of x as the loops for `codes` read them, from
+    out[first * elements] on, and, for integers, quantizes them."""
+
+
+@overload(_pack_tile)
+def _overload_pack_tile(
+    codes: Any,
+    x: Any,
+    maxima: Any,
+    first: Any,
+    rows: Any,
+    groups: Any,
+    out: Any,
+    sums: Any,
+    scales: Any,
+) -> Any:
+    kind = codes.dtype.name
+    if kind == "uint16":
+        return _pack_pairs
+    return _quantize if kind in ("int8", "int32") else _pack_floats
+
+
+def _pack_floats(
+    codes: Any,
+    x: Any,
+    maxima: Any,
+    first: Any,
+    rows: Any,
+    groups: Any,
+    out: Any,
+    sums: Any,
+    scales: Any,
+) -> Any:
+    depth = x.shape[1]
+    floats = out.view(np.float32)
+    for i in range(rows):
+        scales[first + i] = np.float32(1)
+        for k in range(depth):
+            floats[first * depth + k * rows + i] = x[first + i, k]
+
+
+def _pack_pairs(
+    codes: Any,
+    x: Any,
+    maxima: Any,
+    first: Any,
+    rows: Any,
+    groups: Any,
+    out: Any,
+    sums: Any,
+    scales: Any,
+) -> Any:
+    depth = x.shape[1]
+    pairs = (depth + 1) // 2
+    nearest = np.empty(2 * pairs, np.uint16)
+    nearest[2 * pairs - 1] = 0
+    both = nearest.view(np.uint32)
+    for i in range(rows):
+        scales[first + i] = np.float32(1)
+        for k in range(depth):
+            nearest[k] = narrow(x[first + i, k], nearest[k])
+        for k in range(pairs):
+            out[first * pairs + k * rows + i] = both[k]
+
+
+def _quantize(
+    codes: Any,
+    x: Any,
+    maxima: Any,
+    first: Any,
+    rows: Any,
+    groups: Any,
+    out: Any,
+    sums: Any,
+    scales: Any,
+) -> Any:
+    """As `quantization.formats.quantize_rows`."""
+    depth = x.shape[1]
+    words = len(out) // len(x)
+    size = depth // groups
+    row_codes = np.zeros(4 * words, np.int8)
+    fours = row_codes.view(np.uint32)
+    for i in range(rows):
+        if len(maxima):
+            largest = maxima[first + i]
+        else:
+            largest = _largest_magnitude(x, first + i)
+        factor = np.float32(127) / largest if largest > 0 else np.float32(0)
+        scales[first + i] = largest / np.float32(127)
+        for k in range(depth):
+            row_codes[k] = np.int8(np.rint(x[first + i, k] * factor))
+        for group in range(groups):
+            total = np.int32(0)
+            for k in range(group * size, (group + 1) * size):
+                total += np.int32(row_codes[k])
+            sums[first * groups + group * rows + i] = total
+        for k in range(words):
+            out[first * words + k * rows + i] = fours[k]
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def linear(
-    x: NDArray[np.uint16],
-    packed: NDArray[np.uint32],
-    bias: NDArray[np.uint16],
-    out: NDArray[np.uint16],
-    pieces: int,
-    x_block: int,
+    x: NDArray[np.float32],
+    codes: NDArray[Any],
+    scales: NDArray[np.float32],
+    zeros: NDArray[np.int32],
+    maxima: NDArray[np.float32],
+    bias: NDArray[np.float32],
+    words: int,
+    out: NDArray[np.float32],
+    threads: int,
 ) -> None:
-    """out [T, out_features] = x [T, in] Wᵀ + bias, all bfloat16, rounded once.
+    """out [T, out_features] = x [T, in] Wᵀ + bias.
 
-    An empty `bias` is none. `x_block` is a multiple of MAX_ROWS.
+    codes   W, as in `panels.KINDS`
+    scales  [panels, groups, PANEL], of size 0 where the codes have none
+    zeros   likewise
+    maxima  [T] the magnitudes that become 127, or of size 0: those of the rows
+    bias    [out_features], or of size 0
+    words   of 32 bits that a row of x is packed into
     """
-    tokens, depth = x.shape
-    out_features = out.shape[1]
-    panels = packed.shape[0]
-    transposed = np.empty(tokens * depth, np.float32)
-    for block in prange((tokens + MAX_ROWS - 1) // MAX_ROWS):
-        row = block * MAX_ROWS
-        end = min(tokens, row + MAX_ROWS)
-        while row < end:
-            rows = _next_rows(end - row)
-            for i in range(rows):
-                for k in range(depth):
-                    transposed[row * depth + k * rows + i] = widen(x[row + i, k])
+    tokens = len(x)
+    panels, out_features = len(codes), out.shape[1]
+    groups = max(scales.shape[1], 1)
+    steps = codes.shape[1] // groups
+    packed = np.empty(tokens * words, np.uint32)
+    sums = np.empty(tokens * groups, np.int32)
+    x_scales = np.empty(tokens, np.float32)
+    if tokens < PARALLEL_TOKENS:
+        row = 0
+        while row < tokens:
+            rows = _next_rows(tokens - row)
+            _pack_tile(codes, x, maxima, row, rows, groups, packed, sums, x_scales)
             row += rows
-    for piece in prange(pieces):
+    else:
+        for tile_number in prange((tokens + MAX_ROWS - 1) // MAX_ROWS):
+            row = tile_number * MAX_ROWS
+            end = min(tokens, row + MAX_ROWS)
+            while row < end:
+                rows = _next_rows(end - row)
+                _pack_tile(codes, x, maxima, row, rows, groups, packed, sums, x_scales)
+                row += rows
+    x_block = max(X_BLOCK_BYTES // (4 * words) // MAX_ROWS, 1) * MAX_ROWS
+    units = panels * ((tokens + x_block - 1) // x_block)
+    panel_bytes = codes.itemsize * (codes.size // panels)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(threads):
         tile = np.empty((MAX_ROWS, PANEL), np.float32)
-        for start in range(0, tokens, x_block):
+        while True:
+            unit = take(counter)
+            if unit >= units:
+                break
+            start, panel = unit // panels * x_block, unit % panels
             end = min(tokens, start + x_block)
-            for panel in range(panels * piece // pieces, panels * (piece + 1) // pieces):
-                column = panel * PANEL
-                columns = min(PANEL, out_features - column)
-                row = start
-                while row < end:
-                    rows = _next_rows(end - row)
-                    if rows == 12:
-                        _rows_12(packed, panel, transposed, row, tile)
-                    elif rows == 8:
-                        _rows_8(packed, panel, transposed, row, tile)
-                    elif rows == 4:
-                        _rows_4(packed, panel, transposed, row, tile)
-                    elif rows == 2:
-                        _rows_2(packed, panel, transposed, row, tile)
+            column = panel * PANEL
+            columns = min(PANEL, out_features - column)
+            w = codes.ctypes.data + panel * panel_bytes
+            s = scales.ctypes.data + panel * groups * PANEL * 4
+            z = zeros.ctypes.data + panel * groups * PANEL * 4
+            row = start
+            while row < end:
+                rows = _next_rows(end - row)
+                a = packed.ctypes.data + row * words * 4
+                b = sums.ctypes.data + row * groups * 4
+                t = tile.ctypes.data
+                if rows == MAX_ROWS:
+                    _rows_12(codes, w, s, z, a, b, groups, steps, t)
+                elif rows == 8:
+                    _rows_8(codes, w, s, z, a, b, groups, steps, t)
+                elif rows == 4:
+                    _rows_4(codes, w, s, z, a, b, groups, steps, t)
+                elif rows == 2:
+                    _rows_2(codes, w, s, z, a, b, groups, steps, t)
+                else:
+                    _rows_1(codes, w, s, z, a, b, groups, steps, t)
+                for i in range(rows):
+                    scale = x_scales[row + i]
+                    if columns == PANEL and len(bias) == 0:
+                        for j in range(PANEL):
+                            out[np.uint64(row + i), np.uint64(column + j)] = tile[i, j] * scale
                     else:
-                        _rows_1(packed, panel, transposed, row, tile)
-                    if len(bias):
-                        for i in range(rows):
-                            for j in range(columns):
-                                tile[i, j] += widen(bias[column + j])
-                    for i in range(rows):
                         for j in range(columns):
-                            out[row + i, column + j] = narrow(tile[i, j], out[row + i, column + j])
-                    row += rows
+                            value = tile[i, j] * scale
+                            if len(bias):
+                                value += bias[column + j]
+                            out[row + i, column + j] = value
+                row += rows

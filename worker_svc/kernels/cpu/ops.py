@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import numba
 import torch
+import torch.nn.functional as F
 
-from worker_svc.kernels.cpu import linear as cpu_linear
+from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.fused import add_rms_norm, rms_norm, silu_and_multiply
 from worker_svc.kernels.cpu.sampling import chunk_statistics, select_tokens
-from worker_svc.kernels.cpu.simd import bits
 from worker_svc.kernels.cpu.tokens import apply_masks, penalize, store_tokens
-from worker_svc.kernels.ops import PackedWeight, PlainWeight
+from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
+from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
+from worker_svc.quantization.formats import QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -19,6 +20,7 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
+    "layout",
     "pack",
     "penalize",
     "pick_bins",
@@ -26,8 +28,14 @@ __all__ = [
     "select_tokens",
     "silu_and_multiply",
     "store_tokens",
+    "unpack",
     "weigh_by_key",
 ]
+
+
+# Instruction sets that decide on a layout or on the order of sums.
+_SETS = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16")
+layout = "-".join(["panels-1", *filter(cpu_features.has, _SETS)])
 
 
 def embed(
@@ -41,19 +49,29 @@ def embed(
     if sampled.any():
         input_ids = input_ids.clone()
         input_ids[sampled] = last_tokens[-1 - input_ids[sampled]]
-    local = input_ids - start
+    local = (input_ids - start).long()
     elsewhere = (local < 0) | (local >= count)
     if not elsewhere.any():
         return weight.rows(local)
     return weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
-    if weight.dtype == torch.bfloat16 and cpu_linear.is_best_for_this_cpu():
-        return PanelWeight(weight)
-    if torch._C._has_mkldnn:
-        return OneDnnWeight(weight)
-    return PlainWeight(weight)
+def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+    if isinstance(weight, QuantizedWeight):
+        return pack_quantized(weight)
+    if _has_panels(weight.dtype):
+        return pack_floats(weight)
+    return OneDnnWeight(weight) if torch._C._has_mkldnn else PlainWeight(weight)
+
+
+def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
+    return PanelWeight(state) if "codes" in state else pack(state["weight"])
+
+
+def _has_panels(dtype: torch.dtype) -> bool:
+    """Whether panels are as fast as oneDNN, or faster: it alone uses AMX."""
+    amx = cpu_features.has("amx-bf16") and dtype == torch.bfloat16
+    return cpu_features.has("avx2") and not amx
 
 
 class OneDnnWeight:
@@ -66,30 +84,20 @@ class OneDnnWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         reorder = torch.ops.mkldnn._reorder_linear_weight
         self._weight: torch.Tensor = reorder(weight, self._BEST_FOR_ROWS)
+        self._dtype = weight.dtype
+        self._plain: torch.Tensor | None = None
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
         linear = torch.ops.mkldnn._linear_pointwise
-        y: torch.Tensor = linear(x, self._weight, bias, "none", [], "")
-        return y
+        y: torch.Tensor = linear(x.to(self._dtype), self._weight, bias, "none", [], "")
+        return y.float()
 
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        if self._plain is None:  # the embedding is the only one asked
+            self._plain = self._weight.to_dense()
+        return F.embedding(indices, self._plain).float()
 
-class PanelWeight:
-    """W in panels, for `kernels.cpu.linear`."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._out_features = len(weight)
-        self._packed = cpu_linear.pack_panels(weight)
-        self._no_bias = torch.empty(0, dtype=weight.dtype)
-
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty(len(x), self._out_features)
-        rows = cpu_linear.X_BLOCK_BYTES // (4 * x.shape[1])
-        cpu_linear.linear(
-            bits(x.contiguous()),
-            self._packed,
-            bits(self._no_bias if bias is None else bias),
-            bits(out),
-            cpu_linear.PIECES_PER_THREAD * numba.get_num_threads(),
-            max(rows // cpu_linear.MAX_ROWS, 1) * cpu_linear.MAX_ROWS,
-        )
-        return out
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"weight": self._weight.to_dense()}

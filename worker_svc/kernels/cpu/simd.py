@@ -1,10 +1,11 @@
-"""Numba building blocks: bfloat16 <-> float32, and the inner loop of a matrix product.
+"""Building blocks of numba kernels: bfloat16 <-> float32, exp, and vectors in LLVM's terms.
 
 Numba knows no bfloat16, so such arrays come as uint16: a bfloat16 is the upper half of a float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-LANES = 16  # float32 in a 512-bit register
-PANEL = 2 * LANES  # columns that the inner loop computes at once
+LANES = (
+    16  # 32-bit numbers in a 512-bit register; in two registers where there are only shorter ones
+)
 FASTMATH = {"reassoc", "contract", "nsz"}  # sums in any order, but NaN and infinity as they are
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_VECTOR_I32, _VECTOR_F32 = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+I32S, F32S = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
 def bits(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a float32 tensor as float32, of a bfloat16 one as uint16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
+    """The memory of a tensor, that of a bfloat16 one as uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @intrinsic
@@ -37,7 +38,7 @@ def widen(_context: Any, value: Any) -> Any:
     def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
             return args[0]
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
 
     return types.float32(value), codegen
 
@@ -49,12 +50,22 @@ def narrow(_context: Any, value: Any, like: Any) -> Any:
     def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[1] == types.float32:
             return args[0]
-        bits = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-        rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, _I32(16)), ir.IntType(16))
+        bits = builder.bitcast(args[0], I32)
+        odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+        rounded = builder.add(bits, builder.add(odd, I32(0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, I32(16)), I16)
 
     return like(types.float32, like), codegen
+
+
+@intrinsic
+def float_of(_context: Any, bits: Any) -> Any:
+    """uint32 -> the float32 of the same bits"""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], F32)
+
+    return types.float32(types.uint32), codegen
 
 
 @intrinsic
@@ -62,8 +73,8 @@ def _power_of_two(_context: Any, exponent: Any) -> Any:
     """int32 in [-127, 127] -> 2 to its power as float32, 0 for -127"""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        biased = builder.add(args[0], _I32(127))
-        return builder.bitcast(builder.shl(biased, _I32(23)), _F32)
+        biased = builder.add(args[0], I32(127))
+        return builder.bitcast(builder.shl(biased, I32(23)), F32)
 
     return types.float32(types.int32), codegen
 
@@ -89,80 +100,63 @@ def exp(x: Any) -> Any:
     return series * _power_of_two(np.int32(n))
 
 
-def panel_product(rows: int) -> Any:
-    """Makes the inner loop for `rows` rows: an intrinsic
+@intrinsic
+def take(_context: Any, counter: Any) -> Any:
+    """Adds 1 to counter[0] int64, whichever thread asks -> the value before."""
 
-        (packed, panel, x, start, tile) -> None
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, I64(1), "monotonic")
 
-    that sets tile [>= rows, PANEL] float32 to X Wᵀ, where X [rows, depth] float32 lies transposed
-    at x[start * depth:] (element (k, r) at k * rows + r) and W is panel number `panel` of
-    `packed` [panels, depth, LANES] uint32: lane i holds column i in its low half and column
-    i + LANES in its high half.
-
-    Written in LLVM's terms so that the rows x 2 sums stay in registers for the whole loop, which
-    numba's own loops do not achieve. Each sum runs over `depth` in order: a row's result does not
-    depend on the other rows. (Blocking as in Goto and van de Geijn, "Anatomy of High-Performance
-    Matrix Multiplication", 2008.)
-    """
-
-    @intrinsic
-    def product(_context: Any, packed: Any, panel: Any, x: Any, start: Any, tile: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def array(i: int) -> Any:
-                return context.make_array(signature.args[i])(context, builder, args[i])
-
-            def index(i: int) -> Any:
-                return context.cast(builder, args[i], signature.args[i], types.intp)
-
-            depth = cgutils.unpack_tuple(builder, array(0).shape)[1]
-            vectors = ir.PointerType(_VECTOR_I32)
-            w = builder.gep(builder.bitcast(array(0).data, vectors), [builder.mul(index(1), depth)])
-            x_start = builder.gep(array(2).data, [builder.mul(index(3), depth)])
-            sums = _depth_loop(builder, rows, depth, w, x_start)
-            out = builder.bitcast(array(4).data, ir.PointerType(_VECTOR_F32))
-            for i, value in enumerate(sums):
-                builder.store(value, builder.gep(out, [_I64(i)]), align=4)
-            return context.get_dummy_value()
-
-        return types.void(packed, panel, x, start, tile), codegen
-
-    return product
+    return types.int64(counter), codegen
 
 
-def _depth_loop(builder: Any, rows: int, depth: Any, w: Any, x: Any) -> list[Any]:
-    """The sums of `rows` x 2 vectors, in row order; depth is at least 1."""
-    zero = ir.Constant(_VECTOR_F32, [0.0] * LANES)
-    fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR_F32, [_VECTOR_F32] * 3), f"llvm.fma.v{LANES}f32"
-    )
+def function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """LLVM's function or intrinsic `name`."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x · y + z of float32 vectors"""
+    f = function(builder, f"llvm.fma.v{LANES}f32", F32S, [F32S] * 3)
+    return builder.call(f, [x, y, z])
+
+
+def pointer(builder: Any, address: Any, element: Any) -> Any:
+    """An address (int64) as a pointer to `element`s."""
+    return builder.inttoptr(address, ir.PointerType(element))
+
+
+def splat(builder: Any, scalar: Any, vector: Any) -> Any:
+    """`scalar` in each lane of `vector`."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(I32S, [0] * LANES))
+
+
+def constant(value: int, vector: Any) -> Any:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def loop(
+    builder: Any, count: Any, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emits a loop over 0 to count − 1, count at least 1: values `start`, then what `body` makes of
+    the number and the values so far -> the last ones."""
     before = builder.block
-    loop, after = (builder.append_basic_block(name) for name in ("depth", "depth.end"))
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    k = builder.phi(_I64)
-    k.add_incoming(_I64(0), before)
-    sums = [builder.phi(_VECTOR_F32) for _ in range(2 * rows)]
-    pairs = builder.load(builder.gep(w, [k]), align=4)
-    low = builder.shl(pairs, ir.Constant(_VECTOR_I32, [16] * LANES))
-    high = builder.and_(pairs, ir.Constant(_VECTOR_I32, [0xFFFF0000] * LANES))
-    columns = [builder.bitcast(half, _VECTOR_F32) for half in (low, high)]
-    x_k = builder.gep(x, [builder.mul(k, _I64(rows))])
-    added = []
-    for row in range(rows):
-        factor = _splat(builder, builder.load(builder.gep(x_k, [_I64(row)])))
-        for half in range(2):
-            added.append(builder.call(fma, [factor, columns[half], sums[2 * row + half]]))
-    for total, value in zip(sums, added, strict=True):
-        total.add_incoming(zero, before)
-        total.add_incoming(value, loop)
-    k_next = builder.add(k, _I64(1))
-    k.add_incoming(k_next, loop)
-    builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, after)
+    block, after = (builder.append_basic_block(name) for name in ("loop", "loop.end"))
+    builder.branch(block)
+    builder.position_at_end(block)
+    number = builder.phi(I64)
+    number.add_incoming(I64(0), before)
+    values = [builder.phi(each.type) for each in start]
+    following = body(number, values)
+    end = builder.block
+    for value, begin, result in zip(values, start, following, strict=True):
+        value.add_incoming(begin, before)
+        value.add_incoming(result, end)
+    number_next = builder.add(number, I64(1))
+    number.add_incoming(number_next, end)
+    builder.cbranch(builder.icmp_signed("<", number_next, count), block, after)
     builder.position_at_end(after)
-    return added
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(_VECTOR_F32, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, _I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_VECTOR_I32, [0] * LANES))
+    return following

@@ -37,11 +37,9 @@ __all__ = [
 layout = "triton"
 
 
-def pack(
-    weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype = torch.bfloat16
-) -> PackedWeight:
+def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
-        return pack_quantized(weight, dtype)
+        return pack_quantized(weight)
     return PlainWeight(weight)
 
 

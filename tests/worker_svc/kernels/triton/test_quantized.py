@@ -92,12 +92,12 @@ def test_equals_the_numbers(case: Case) -> None:
     """Every kind of weight, of its own and out of its state."""
     name, out, columns, groups, zeros = case
     weight = random_weight(name, out, columns, groups=groups, zeros=zeros)
-    packed = pack(weight, DTYPE)
+    packed = pack(weight)
     bias = some_x(1, out)[0]
     numbers = weight.dequantized()
     indices = torch.tensor([out - 1, 0, 3], device=DEVICE)
     for each in (packed, unpack(packed.state())):
-        assert_rows_close(each.rows(indices), numbers[indices], row_bound(DTYPE))
+        assert_identical(each.rows(indices), numbers[indices])
         for rows in ROWS:
             x = some_x(rows, columns)
             # cuBLAS refuses to be deterministic without a setting of its own.
@@ -110,7 +110,7 @@ def test_equals_the_numbers(case: Case) -> None:
 
 def test_integer_products_do_not_depend_on_the_batch() -> None:
     """Bit for bit: a row alone, as one of few, whose columns are split, and in a crowd."""
-    weight = pack(random_weight("int8", by_device(cpu=70, gpu=1024), 1024), DTYPE)
+    weight = pack(random_weight("int8", by_device(cpu=70, gpu=1024), 1024))
     assert isinstance(weight, Int8Weight)
     x = some_x(300, 1024)
     together = weight.matmul(x, None)
@@ -122,7 +122,7 @@ def test_integer_products_do_not_depend_on_the_batch() -> None:
 def test_products_of_few_rows_do_not_depend_on_each_other(name: Format) -> None:
     """Bit for bit on a GPU; the interpreter multiplies with a library that adds up in any order."""
     columns = by_device(cpu=256, gpu=4096)
-    weight = pack(random_weight(name, 1024 // 8, columns, groups=2), DTYPE)
+    weight = pack(random_weight(name, 1024 // 8, columns, groups=2))
     x = some_x(quantized.SPLIT_ROWS, columns)
     together = weight.matmul(x, None)
     for start, end in ((0, 1), (3, 20)):
@@ -141,7 +141,7 @@ def test_ranks_agree_on_codes() -> None:
     halves = (slice(0, 128), slice(128, 256))
     parts = [replace(weight, codes=weight.codes[:, half]) for half in halves]
     ys = [
-        pack(part, torch.float32).matmul(x[:, half], None, lambda mine: maxima.maximum(mine))
+        pack(part).matmul(x[:, half], None, lambda mine: maxima.maximum(mine))
         for part, half in zip(parts, halves, strict=True)
     ]
     codes, scales = quantize_rows(x)

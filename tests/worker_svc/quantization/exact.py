@@ -1,0 +1,61 @@
+"""Products with quantized weights as their definition has them, in place of a device's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
+from worker_svc.quantization.formats import QuantizedWeight, quantize_rows
+
+
+class ExactWeight:
+    """Keeps codes, scales and zeros as they are."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.weight = weight
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        left = x.double()
+        if self.weight.format != "fp8":
+            maxima = x.float().abs().amax(dim=1)
+            codes, scales = quantize_rows(x.float(), exchange(maxima) if exchange else maxima)
+            left = codes.double() * scales.double()[:, None]
+        product = left @ self.weight.dequantized().double().T
+        return (product if bias is None else product + bias).to(x.dtype)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        zeros = None if weight.zeros is None else weight.zeros[indices]
+        chosen = replace(
+            weight, codes=weight.codes[indices], scales=weight.scales[indices], zeros=zeros
+        )
+        return chosen.dequantized()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        weight = self.weight
+        zeros = {} if weight.zeros is None else {"zeros": weight.zeros}
+        return {weight.format: weight.codes, "scales": weight.scales} | zeros
+
+
+def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+    return ExactWeight(weight) if isinstance(weight, QuantizedWeight) else PlainWeight(weight)
+
+
+def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
+    (format,) = set(state) - {"scales", "zeros"}
+    made: Any = QuantizedWeight
+    return ExactWeight(made(format, state[format], state["scales"], state.get("zeros")))
+
+
+def use_exact_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a CPU multiply with `ExactWeight`."""
+    monkeypatch.setattr(cpu_ops, "pack", pack)
+    monkeypatch.setattr(cpu_ops, "unpack", unpack)
+    monkeypatch.setattr(cpu_ops, "layout", "exact")

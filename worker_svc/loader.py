@@ -1,0 +1,208 @@
+"""Brings each layer its weights from the checkpoint in the layout that the device multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import Ops, PackedWeight, PlainWeight
+from worker_svc.packed_cache import PackedCache
+from worker_svc.quantization.choice import Choice
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.pieces import RowCollector, cut_columns
+from worker_svc.quantization.quantize import quantize
+from worker_svc.weights import WeightReader
+
+# Numbers at a time of a matrix that is quantized or repacked: enough to be quick, little beside it.
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, start + count) of the checkpoint's matrix and bias `name`."""
+
+    name: str
+    start: int
+    count: int
+
+
+class WeightLoader:
+    """Loads a rank's part of a model. Beyond what it has packed, it never holds more than one
+    matrix.
+
+    Layers do not see in which of four ways a matrix comes: as it is, quantized in the checkpoint,
+    quantized here, or mapped as an earlier start has packed it.
+    """
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        ops: Ops,
+        quantization: Choice | None = None,
+        cache: PackedCache | None = None,
+    ) -> None:
+        self.dtype = reader.dtype
+        self.device = reader.device
+        self._reader = reader
+        self._ops = ops
+        self._choice = quantization or Choice()
+        self._cache = cache
+
+    def matrix(
+        self, parts: Sequence[Rows], in_features: int, columns: range | None = None
+    ) -> PackedWeight:
+        """One matrix of `parts`, each [count, in_features], one below the other, or of `columns` of
+        all their rows.
+
+        Raises:
+            ModelError: a tensor is missing or of another shape, or nothing serves its format.
+        """
+        return self._matrix(parts, in_features, columns, self._choice.quantize_to)
+
+    def table(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
+        """A matrix [num_rows, columns] whose rows are looked up, zero where `rows` end.
+
+        Raises:
+            ModelError: as `matrix`.
+        """
+        if self._is_plain(rows.name, self._to_int8):
+            return PlainWeight(self._read_plain([rows], num_rows, columns))
+        return self._matrix([rows], columns, None, self._to_int8, num_rows)
+
+    def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
+        """The same, to be multiplied with.
+
+        Raises:
+            ModelError: as `matrix`.
+        """
+        return self._matrix([rows], columns, None, self._to_int8, num_rows)
+
+    def tied_head(self, table: PackedWeight) -> PackedWeight:
+        """`table` to be multiplied with: itself, if it is quantized."""
+        return self._ops.pack(table.weight) if isinstance(table, PlainWeight) else table
+
+    def vector(self, name: str, size: int, start: int | None = None) -> torch.Tensor:
+        """Tensor `name` [size] as it is, or its elements from `start` on.
+
+        Raises:
+            ModelError: it is missing or of another shape.
+        """
+        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        self._reader.read_into(out, name, start=start)
+        return out
+
+    def skip(self, name: str) -> None:
+        """Lets tensor `name`, or all those of layer `name`, be left unread."""
+        self._reader.skip(name)
+
+    def finish(self) -> None:
+        """Keeps what was packed for the next start.
+
+        Raises:
+            ModelError: the checkpoint has tensors that the model does not.
+        """
+        self._reader.check_all_read()
+        if self._cache:
+            self._cache.save()
+
+    @property
+    def _to_int8(self) -> Format | None:
+        """The format of embedding and head, where others are quantized here: in 4 bits they would
+        lose more than layers do."""
+        return "int8" if self._choice.quantize_to else None
+
+    def _is_plain(self, name: str, quantize_to: Format | None) -> bool:
+        checkpoint = self._choice.checkpoint
+        return quantize_to is None and not (checkpoint and checkpoint.holds(self._reader, name))
+
+    def _matrix(
+        self,
+        parts: Sequence[Rows],
+        in_features: int,
+        columns: range | None,
+        quantize_to: Format | None,
+        num_rows: int = 0,
+    ) -> PackedWeight:
+        num_rows = num_rows or sum(part.count for part in parts)
+        plain = [self._is_plain(part.name, quantize_to) for part in parts]
+        if all(plain):
+            return self._ops.pack(self._read_plain(parts, num_rows, in_features, columns))
+        if any(plain):
+            raise ModelError(
+                f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
+                f"{parts[plain.index(False)].name} is, and they are multiplied together"
+            )
+        key = parts[0].name
+        if self._cache and (state := self._cache.get(key)) is not None:
+            for part in parts:
+                self._reader.skip(f"{part.name}.weight")
+            return self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
+        everything = range(in_features)
+        packed = self._ops.pack(
+            self._read_quantized(
+                parts,
+                num_rows,
+                in_features,
+                lambda name, rows: self._piece(
+                    name, rows, columns or everything, in_features, quantize_to
+                ),
+            )
+        )
+        if self._cache:
+            self._cache.add(key, packed.state())
+        return packed
+
+    def _read_plain(
+        self, parts: Sequence[Rows], num_rows: int, in_features: int, columns: range | None = None
+    ) -> torch.Tensor:
+        width = in_features if columns is None else len(columns)
+        weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+        end = 0
+        for part in parts:
+            piece, end = weight[end : end + part.count], end + part.count
+            name = f"{part.name}.weight"
+            if columns is None:
+                self._reader.read_into(piece, name, start=part.start)
+            else:
+                self._reader.read_into(piece, name, dim=1, start=columns.start)
+        weight[end:] = 0
+        return weight
+
+    def _read_quantized(
+        self,
+        parts: Sequence[Rows],
+        num_rows: int,
+        in_features: int,
+        read: Callable[[str, range], QuantizedWeight],
+    ) -> QuantizedWeight:
+        collector = RowCollector(num_rows)
+        for part in parts:
+            for rows in _pieces(part, in_features):
+                collector.add(part.name, read(part.name, rows))
+        return collector.result()
+
+    def _piece(
+        self,
+        name: str,
+        rows: range,
+        columns: range,
+        in_features: int,
+        quantize_to: Format | None,
+    ) -> QuantizedWeight:
+        if self._choice.checkpoint:
+            return self._choice.checkpoint.read(self._reader, name, rows, columns, in_features)
+        assert quantize_to
+        weight = torch.empty(len(rows), in_features, device=self.device)
+        self._reader.read_into(weight, f"{name}.weight", start=rows.start)
+        # Whole rows, even if other ranks keep the rest, so that the codes are those of one rank.
+        return cut_columns(quantize(weight, quantize_to), columns)
+
+
+def _pieces(part: Rows, in_features: int) -> Iterator[range]:
+    """The rows of `part`, some at a time; once none, if it has none."""
+    step, stop = max(_PIECE // in_features, 1), part.start + part.count
+    for start in range(part.start, max(stop, part.start + 1), step):
+        yield range(start, min(start + step, stop))

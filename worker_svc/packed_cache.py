@@ -1,0 +1,174 @@
+"""Keeps quantized weights, packed, in the user's cache directory, so that the next start maps them
+instead of quantizing again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker_svc.quantization.quantize import VERSION
+from worker_svc.weights import contents_digest, model_fingerprint
+
+log = structlog.get_logger(__name__)
+
+# Files of one model, format and rank that are kept: the checkpoint or the CPU may change and
+# change back.
+_KEPT = 2
+_ALIGNMENT = 64  # a cache line
+_STALE_S = 3600
+_DTYPES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+def open_cache(
+    model_dir: Path, format: str, layout: str, dtype: torch.dtype, rank: int, ranks: int
+) -> PackedCache | None:
+    """The weights of `model_dir` that this rank quantizes to `format` and packs in `layout` (see
+    `Ops`), in `nano-vllm-grpc/packed` in the user's cache directory; None if there is no home."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        log.warning("packed weights are not kept", reason=str(error))
+        return None
+    path = model_dir.resolve()
+    name = re.sub(r"[^\w.-]", "_", path.name)
+    place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    key = model_fingerprint(path), contents_digest(path), VERSION, layout, str(dtype)
+    return PackedCache(
+        base / "nano-vllm-grpc" / "packed" / f"{name}-{place}", f"{format}-{rank}-of-{ranks}", key
+    )
+
+
+class PackedCache:
+    """A file of packed weights: found, mapped, or written if it was not there or not whole.
+
+    Nothing that goes wrong with it keeps a worker from starting.
+    """
+
+    def __init__(self, directory: Path, variant: str, key: tuple[object, ...]) -> None:
+        """Args:
+        directory: one model's.
+        variant: names the format and the rank: files of the same one replace each other.
+        key: all else that the packed weights depend on.
+        """
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+        self._directory = directory
+        self._variant = variant
+        self._path = directory / f"{variant}-{digest}.safetensors"
+        self._names: dict[str, list[str]] = {}  # of the tensors of each weight in the file
+        self._file = self._open()
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+        self._added: dict[str, dict[str, torch.Tensor]] = {}
+
+    def get(self, name: str) -> dict[str, torch.Tensor] | None:
+        """The state of weight `name`, mapped, if the file has it."""
+        if self._file is None or name not in self._names:
+            return None
+        self._found[name] = state = {
+            each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]
+        }
+        return state
+
+    def add(self, name: str, state: dict[str, torch.Tensor]) -> None:
+        """Has `state` written by `save`."""
+        self._added[name] = state
+
+    def save(self) -> None:
+        """Writes what was found and added, if anything was added; logs if it cannot."""
+        if not self._added:
+            log.info("packed weights are mapped", path=str(self._path))
+            return
+        states = self._found | self._added
+        tensors = {f"{name}:{k}": v for name, state in states.items() for k, v in state.items()}
+        self._found, self._added, self._file = {}, {}, None
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._replace(tensors)
+        except OSError as error:
+            log.warning("packed weights are not kept", path=str(self._path), reason=str(error))
+            return
+        log.info("packed weights are kept", path=str(self._path))
+
+    def _replace(self, tensors: dict[str, torch.Tensor]) -> None:
+        number, temporary = tempfile.mkstemp(suffix=".tmp", dir=self._directory)
+        try:
+            with open(number, "wb") as file:
+                self._drop_old(os.fstat(number).st_mtime)
+                _write(file, tensors)
+                file.flush()
+                os.fsync(number)
+            os.replace(temporary, self._path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def _open(self) -> Any:
+        try:
+            file: Any = safe_open(self._path, framework="pt")
+            keys = file.keys()
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, OSError) as error:
+            log.warning("packed weights are broken", path=str(self._path), reason=str(error))
+            return None
+        for key in keys:
+            name, _, part = key.rpartition(":")
+            self._names.setdefault(name, []).append(part)
+        with suppress(OSError):
+            os.utime(self._path)  # used last, dropped last
+        return file
+
+    def _drop_old(self, now: float) -> None:
+        """Removes all but the newest files of this model, format and rank, and what writers that
+        were killed have left."""
+        found = self._directory.glob(f"{self._variant}-*.safetensors")
+        files = [each for each in found if each != self._path]
+        files.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+        for path in files[_KEPT - 1 :]:
+            path.unlink(missing_ok=True)  # who has mapped it keeps it
+        for path in self._directory.glob("*.tmp"):
+            if now - path.stat().st_mtime > _STALE_S:
+                path.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a safetensors file. The library's own writer copies all tensors before it writes one,
+    and aligns them to 8 bytes, which kernels would feel."""
+    # Those whose sizes are multiples of a cache line first: all of them begin at one.
+    order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
+    header, end = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in order:
+        flat = tensors[name].detach().cpu().contiguous().view(-1)
+        if len(flat):
+            file.write(flat.view(torch.uint8).numpy().data)

@@ -1,0 +1,51 @@
+"""Qwen's own FP8 checkpoints, in the format of DeepSeek-V3's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from worker_svc.errors import ModelError
+from worker_svc.quantization.checkpoint import require, require_shape
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.pieces import per_group
+from worker_svc.weights import WeightReader
+
+
+class BlockFp8:
+    """float8_e4m3fn; W[o, i] = q[o, i] · weight_scale_inv[o // height, i // width].
+    (transformers/integrations/finegrained_fp8.py.)"""
+
+    format: Format = "fp8"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises:
+        ModelError: a field of the configuration asks for what is not implemented.
+        """
+        require(config, "fmt", None, "e4m3")
+        require(config, "activation_scheme", None, "dynamic")
+        block = config.get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2:
+            raise ModelError(
+                f"quantization_config: weight_block_size: {json.dumps(block)} is not implemented; "
+                "implemented: two numbers"
+            )
+        self._block = int(block[0]), int(block[1])
+
+    def holds(self, reader: WeightReader, name: str) -> bool:
+        return reader.has(f"{name}.weight_scale_inv")
+
+    def read(
+        self, reader: WeightReader, name: str, rows: range, columns: range, in_features: int
+    ) -> QuantizedWeight:
+        blocks = -(-in_features // self._block[1])
+        require_shape(reader, f"{name}.weight", -1, in_features)
+        require_shape(reader, f"{name}.weight_scale_inv", -1, blocks)
+        codes = reader.read(f"{name}.weight", rows, columns)
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ModelError(f"{name}.weight: {codes.dtype} is not what the configuration says")
+        scales = reader.read(f"{name}.weight_scale_inv").float()
+        return QuantizedWeight(self.format, codes, per_group(scales, self._block, rows, columns))

@@ -1,0 +1,104 @@
+"""The interface of the formats in which checkpoints hold quantized weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from worker_svc.errors import ModelError
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.pieces import pack_int4
+from worker_svc.weights import WeightReader
+
+
+class Checkpoint(Protocol):
+    """Reads a checkpoint of one format, whose details its `quantization_config` tells.
+
+    Layers that the configuration leaves out are recognized by what the checkpoint holds for them.
+    """
+
+    format: Format
+
+    def holds(self, reader: WeightReader, name: str) -> bool:
+        """Whether the layer `name` is quantized."""
+        ...
+
+    def read(
+        self, reader: WeightReader, name: str, rows: range, columns: range, in_features: int
+    ) -> QuantizedWeight:
+        """Reads a part of a layer's matrix [out, in_features].
+
+        Raises:
+            ModelError: a tensor is missing or has another shape, or holds what is not implemented.
+        """
+        ...
+
+
+def require(config: Mapping[str, Any], name: str, *implemented: Any) -> Any:
+    """The field `name`, whose parts are separated by dots, if its value is an implemented one; a
+    missing one is None.
+
+    Raises:
+        ModelError: it is not.
+    """
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if value not in implemented:
+        choice = ", ".join(map(_in_json, implemented))
+        raise ModelError(
+            f"quantization_config: {name}: {_in_json(value)} is not implemented; "
+            f"implemented: {choice}"
+        )
+    return value
+
+
+def _in_json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def require_shape(reader: WeightReader, name: str, *shape: int) -> None:
+    """Checks the shape of tensor `name`; −1 stands for any size.
+
+    Raises:
+        ModelError: it has another.
+    """
+    found = reader.shape(name)
+    if len(found) != len(shape) or any(b not in (a, -1) for a, b in zip(found, shape, strict=True)):
+        raise ModelError(f"{name}: shape {found}, the configuration says {list(shape)}")
+
+
+def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [..., n] -> the unsigned numbers in it, low bits first: int32 [..., n · 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def unpack_columns(
+    reader: WeightReader, name: str, bits: int, rows: range, columns: range
+) -> torch.Tensor:
+    """The numbers at `rows` and `columns` of an int32 tensor [rows, columns · bits / 32]: int32."""
+    per_word = 32 // bits
+    words = range(columns.start // per_word, -(-columns.stop // per_word))
+    skipped = columns.start - words.start * per_word
+    return unpack_bits(reader.read(name, rows, words), bits)[:, skipped : skipped + len(columns)]
+
+
+def from_unsigned(
+    format: Format, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> QuantizedWeight:
+    """Makes a weight of values [out, in] from 0 to 15 or 255, their scales and zeros [out, groups];
+    without zeros, or if all are in the middle, it is symmetric."""
+    middle = 8 if format == "int4" else 128
+    if zeros is not None and bool((zeros == middle).all()):
+        zeros = None
+    if format == "int4":
+        codes = pack_int4(values.to(torch.uint8))
+    else:
+        codes = (values - middle).to(torch.int8)
+        zeros = None if zeros is None else zeros - middle
+    zeros = None if zeros is None else zeros.to(torch.int16)
+    return QuantizedWeight(format, codes, scales.float(), zeros)

@@ -1,0 +1,59 @@
+"""Chooses how a model's weights are read, from the setting and the checkpoint's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker_svc.errors import ModelError
+from worker_svc.quantization.awq import Awq
+from worker_svc.quantization.block_fp8 import BlockFp8
+from worker_svc.quantization.checkpoint import Checkpoint
+from worker_svc.quantization.compressed_tensors import CompressedTensors
+from worker_svc.quantization.formats import Format
+from worker_svc.quantization.gptq import Gptq
+
+# By `quant_method`.
+CHECKPOINTS: dict[str, Callable[[Mapping[str, Any]], Checkpoint]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": BlockFp8,
+    "gptq": Gptq,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """At most one of them: the checkpoint's own format, or that to bring its weights into."""
+
+    checkpoint: Checkpoint | None = None
+    quantize_to: Format | None = None
+
+    @property
+    def name(self) -> str:
+        """int8, int4 or fp8; none if weights stay floating-point numbers."""
+        return self.checkpoint.format if self.checkpoint else self.quantize_to or "none"
+
+
+def choose_quantization(setting: str, config: Mapping[str, Any] | None) -> Choice:
+    """Args:
+        setting: `WorkerSettings.quantization`.
+        config: the checkpoint's `quantization_config`, if it has one.
+
+    Raises:
+        ModelError: the checkpoint's format is not implemented, or not the one asked for.
+    """
+    if not config:
+        formats: dict[str, Format] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+        return Choice(quantize_to=formats.get(setting))
+    method = str(config.get("quant_method"))
+    if method not in CHECKPOINTS:
+        raise ModelError(
+            f"quantization_config: quant_method: {method} is not implemented; implemented: "
+            + ", ".join(CHECKPOINTS)
+        )
+    choice = Choice(CHECKPOINTS[method](config))
+    if setting not in ("auto", choice.name):
+        raise ModelError(f"quantization: {setting}, but the checkpoint is {choice.name} ({method})")
+    return choice

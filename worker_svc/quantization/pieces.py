@@ -1,0 +1,106 @@
+"""Cuts quantized weights by column and joins them by row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from worker_svc.errors import ModelError
+from worker_svc.quantization.formats import QuantizedWeight
+
+
+def pack_int4(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [out, in] uint8, 0 to 15 -> two in a byte, [out, in / 2] (see `QuantizedWeight`).
+
+    Raises:
+        ModelError: the number of inputs is odd.
+    """
+    if codes.shape[1] % 2:
+        raise ModelError(f"quantization: int4 weights of {codes.shape[1]} inputs, an odd number")
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def per_group(
+    per_block: torch.Tensor, block: tuple[int, int], rows: range, columns: range
+) -> torch.Tensor:
+    """Scales or zeros of a whole matrix's blocks of (rows, columns) -> those of `rows` and
+    `columns`, [len(rows), groups].
+
+    A group that a boundary cuts, of a block or of `columns`, becomes two or more, and all others as
+    small: every input keeps its scale, however many ranks there are.
+    """
+    device = per_block.device
+    height, width = block
+    row_index = torch.arange(rows.start, rows.stop, device=device) // height
+    if per_block.shape[1] == 1:
+        return per_block[row_index]
+    size = math.gcd(width, columns.start, columns.stop)
+    column_index = torch.arange(columns.start, columns.stop, size, device=device) // width
+    return per_block[row_index][:, column_index]
+
+
+def cut_columns(weight: QuantizedWeight, columns: range) -> QuantizedWeight:
+    """`columns` of a whole matrix.
+
+    Raises:
+        ModelError: a byte of two codes would be cut.
+    """
+    out, in_features = weight.shape
+    if len(columns) == in_features:
+        return weight
+    start, stop = columns.start, columns.stop
+    if weight.format == "int4":
+        if start % 2 or stop % 2:
+            raise ModelError(f"tp: ranks would cut int4 weights between inputs {start} and {stop}")
+        start, stop = start // 2, stop // 2
+    place = (1, weight.group_size), range(out), columns
+    return QuantizedWeight(
+        weight.format,
+        weight.codes[:, start:stop],
+        per_group(weight.scales, *place),
+        None if weight.zeros is None else per_group(weight.zeros, *place),
+    )
+
+
+class RowCollector:
+    """Fills a matrix with rows as they are read, so that no part of it is ever there twice. Rows
+    that never come are zero."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._filled = 0
+        self._all: QuantizedWeight | None = None
+
+    def add(self, name: str, rows: QuantizedWeight) -> None:
+        """Adds the next rows.
+
+        Raises:
+            ModelError: those before had another format or other groups. The message has `name`.
+        """
+        whole = self._all
+        if whole is None:
+            whole = QuantizedWeight(rows.format, self._zeros(rows.codes), self._zeros(rows.scales))
+        elif (rows.format, rows.group_size) != (whole.format, whole.group_size):
+            raise ModelError(
+                f"quantization_config: {name} is {rows.format} in groups of {rows.group_size}, "
+                f"what it is multiplied with {whole.format} in groups of {whole.group_size}"
+            )
+        zeros = whole.zeros
+        if rows.zeros is not None and zeros is None:
+            zeros = self._zeros(rows.zeros).fill_(8 if rows.format == "int4" else 0)
+        place = slice(self._filled, self._filled + len(rows.codes))
+        whole.codes[place] = rows.codes
+        whole.scales[place] = rows.scales
+        if zeros is not None and rows.zeros is not None:
+            zeros[place] = rows.zeros
+        self._filled = place.stop
+        self._all = QuantizedWeight(whole.format, whole.codes, whole.scales, zeros)
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self._num_rows, like.shape[1])
+
+    def result(self) -> QuantizedWeight:
+        """The matrix, once rows have been added, if only an empty piece of them."""
+        assert self._all is not None
+        return self._all

@@ -1,0 +1,99 @@
+"""Quantizes weights that a checkpoint holds as floating-point numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from worker_svc.errors import ModelError
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.pieces import pack_int4
+
+VERSION = 1  # of the codes and scales that come out: packed weights of another are made again
+
+GROUP_SIZES = 128, 64, 32
+# The largest magnitude of a group divided by its candidates for a scale. For normally distributed
+# weights in groups of 128 they leave 9.73 % of the norm as error, 20 candidates 9.70 %, the
+# magnitude over 8 alone 10.2 %, and over 7 11.5 %.
+_DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
+_FP8_MAX = 448.0
+# Elements at a time: their intermediate results stay in the cache.
+_PIECE = 1 << 18
+
+
+def group_size(in_features: int) -> int:
+    """The inputs that share a scale in int4: as many as possible.
+
+    Raises:
+        ModelError: none of the sizes divides `in_features`.
+    """
+    for size in GROUP_SIZES:
+        if in_features % size == 0:
+            return size
+    raise ModelError(f"quantization: int4 needs a multiple of 32 inputs, a layer has {in_features}")
+
+
+def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
+    """W [out, in] float32 -> its codes and scales, row by row: the same whichever rows come along.
+
+    Raises:
+        ModelError: as `group_size`.
+    """
+    out, columns = weight.shape
+    groups = columns // group_size(columns) if format == "int4" else 1
+    dtype, width = {
+        "int8": (torch.int8, columns),
+        "int4": (torch.uint8, columns // 2),
+        "fp8": (torch.float8_e4m3fn, columns),
+    }[format]
+    codes = torch.empty(out, width, dtype=dtype, device=weight.device)
+    scales = torch.empty(out, groups, device=weight.device)
+    for rows in _pieces(out, columns):
+        part = weight[rows]
+        if format == "int4":
+            scales[rows] = _int4_scales(part, groups)
+            codes[rows] = _int4_codes(part, scales[rows])
+            continue
+        scales[rows] = part.abs().amax(dim=1, keepdim=True) / (
+            127 if format == "int8" else _FP8_MAX
+        )
+        values = part * _inverse(scales[rows])
+        codes[rows] = (values.round_() if format == "int8" else values).to(dtype)
+    return QuantizedWeight(format, codes, scales)
+
+
+def _pieces(out: int, columns: int) -> Iterator[slice]:
+    step = max(_PIECE // columns, 1)
+    for start in range(0, out, step):
+        yield slice(start, min(start + step, out))
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales != 0, 1 / scales, 0)
+
+
+def _int4_scales(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """The scales [out, groups] that lose least, as the sum of squares, of a few: each candidate is
+    what best fits, by least squares, the codes that one of the divisors gives. A scale has the sign
+    opposite to its group's largest magnitude's: codes reach −8 at that end, but only 7 at the
+    other. (As Q4_0 in llama.cpp.)"""
+    x = weight.reshape(-1, weight.shape[1] // groups)
+    high, low = x.amax(dim=1), x.amin(dim=1)
+    largest = torch.where(high > -low, -high, -low)
+    best, gain = torch.zeros_like(largest), torch.zeros_like(largest)
+    for divisor in _DIVISORS:
+        codes = (x * _inverse(largest / divisor)[:, None]).round_().clamp_(-8, 7)
+        # With scale s the error is Σx² − 2s·Σxq + s²·Σq²; the best s leaves Σx² − (Σxq)² / Σq².
+        products, squares = (x * codes).sum(dim=1), codes.square_().sum(dim=1)
+        scale = products * _inverse(squares)
+        better = scale * products > gain
+        best = torch.where(better, scale, best)
+        gain = torch.where(better, scale * products, gain)
+    return best.view(-1, groups)
+
+
+def _int4_codes(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    x = weight.view(len(weight), scales.shape[1], -1)
+    codes = (x * _inverse(scales)[:, :, None]).round_().clamp_(-8, 7).add_(8)
+    return pack_int4(codes.to(torch.uint8).flatten(1))
