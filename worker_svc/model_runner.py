@@ -73,6 +73,7 @@ class ModelRunner:
             max_num_batched_tokens = settings.max_num_batched_tokens
         quantization = choose_quantization(settings.quantization, config.quantization)
         shape = attention_shape(config, settings.tp, platform.device)
+        shape = dataclasses.replace(shape, kv_dtype=settings.kv_dtype)
 
         self._settings = settings
         self._platform = platform

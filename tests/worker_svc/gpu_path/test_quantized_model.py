@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +10,6 @@ from tests.worker_svc.device import by_device
 from tests.worker_svc.gpu_path.small_model import LARGER, decode, make_runner
 from tests.worker_svc.harness import save_model
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured
-from worker_svc import model_runner
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +33,10 @@ def test_graphs_sample_what_single_launches_do(
     """Padded, on static buffers, with weights that were just quantized; and launched one by one,
     with those that were kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape = model_runner.attention_shape
-
-    def with_cache(*args: Any) -> Any:
-        return replace(shape(*args), kv_dtype=kv_dtype)
-
-    monkeypatch.setattr(model_runner, "attention_shape", with_cache)
-    first = decode(*make_runner(model, GpuPlatform, quantization=quantization))
+    formats = {"quantization": quantization, "kv_dtype": kv_dtype}
+    runner, batch = make_runner(model, GpuPlatform, **formats)
+    assert runner._backend.shape.kv_dtype == kv_dtype
+    first = decode(runner, batch)
     assert list(tmp_path.rglob("*.safetensors"))
     padded = by_device(cpu=False, gpu=True)  # a GPU rounds differently for another batch
-    single = make_runner(model, Uncaptured, quantization=quantization, captures=padded)
-    assert decode(*single) == first
+    assert decode(*make_runner(model, Uncaptured, captures=padded, **formats)) == first
