@@ -21,7 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_dtype"), [("int8", "int8"), ("int4", "fp8"), ("fp8", "auto")]
+    ("quantization", "kv_dtype"),
+    [("int8", "int8"), ("int4", "fp8"), *by_device(cpu=[], gpu=[("fp8", "auto")])],
 )
 def test_graphs_sample_what_single_launches_do(
     model: Path,
