@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, percentile, summarize
-from bench.workload import PLAIN
+from bench.stack import PLAIN
 from frontend.client import AsyncLLM, LLMError, PrivateStack, StructuredOutput
 
 # Matches long enough text for any run, so that no stream ends early.

@@ -25,6 +25,12 @@ class Trace:
         """Seconds from sending the request to its first token."""
         return self.arrivals[0][0] - self.sent
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first chunk, over their time."""
+        (first, at_first), (last, _) = self.arrivals[0], self.arrivals[-1]
+        return (self.output_tokens - at_first) / (last - first)
+
     def inter_token_latencies_s(self) -> list[float]:
         """One latency per token after the first chunk: the k tokens of a chunk that came g seconds
         after the previous one count as k times g/k."""

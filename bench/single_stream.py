@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from dataclasses import dataclass
 
 from bench.errors import BenchError
 from bench.stack import run_request
-from bench.workload import Request
+from bench.workload import LONG_PROMPT, REPEATS, STREAM_PROMPT, STREAM_TOKENS, random_request
 from frontend.client import AsyncLLM, ModelInfo
-
-STREAM_PROMPT, STREAM_TOKENS = 32, 128
-LONG_PROMPT = 1024
-REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -39,14 +34,8 @@ async def measure_single_stream(
         )
     rates, ttfts = [], []
     for _ in range(repeats):
-        trace = await run_request(llm, _request(model, STREAM_PROMPT, STREAM_TOKENS))
-        (first, at_first), (last, _) = trace.arrivals[0], trace.arrivals[-1]
-        rates.append((trace.output_tokens - at_first) / (last - first))
-        ttfts.append((await run_request(llm, _request(model, LONG_PROMPT, 1))).ttft_s)
+        stream = random_request(model.vocab_size, STREAM_PROMPT, STREAM_TOKENS)
+        rates.append((await run_request(llm, stream)).tokens_per_s)
+        prompt = random_request(model.vocab_size, LONG_PROMPT, 1)
+        ttfts.append((await run_request(llm, prompt)).ttft_s)
     return SingleStream(statistics.median(rates), statistics.median(ttfts))
-
-
-def _request(model: ModelInfo, prompt_len: int, output_len: int) -> Request:
-    # Deliberately unseeded: a prompt the server has seen before would be in its prefix cache.
-    prompt = [random.randrange(model.vocab_size) for _ in range(prompt_len)]
-    return Request(prompt, output_len, seed=0)

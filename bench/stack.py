@@ -11,9 +11,11 @@ from bench.engine_stats import ReadStats
 from bench.errors import BenchError
 from bench.metrics import Trace, summarize
 from bench.run import Run
-from bench.workload import PLAIN, TEMPERATURE, Request
-from frontend.client import AsyncLLM
+from bench.workload import TEMPERATURE, Request
+from frontend.client import AsyncLLM, SamplingParams
 
+# Adds nothing to a temperature, whatever the model's own defaults are.
+PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 Received = Callable[[int], None]
 
 

@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 
 from bench.errors import BenchError
-from frontend.client import SamplingParams
 
 TEMPERATURE = 0.6
-# Adds nothing to a temperature, whatever the model's own defaults are.
-PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+STREAM_PROMPT, STREAM_TOKENS = 32, 128
+LONG_PROMPT = 1024
+REPEATS = 3
 _ID_RANGE = 10_000
 
 
@@ -56,6 +56,12 @@ def warm_up_request(shape: Shape, vocab_size: int) -> Request:
     rng = random.Random(f"warm-up {shape.seed}")
     prompt = [rng.randrange(vocab_size) for _ in range(shape.min_input)]
     return Request(prompt, min(shape.min_output, 16), seed=0)
+
+
+def random_request(vocab_size: int, prompt_len: int, output_len: int) -> Request:
+    """A request that no server has seen: deliberately unseeded, since a prompt seen before would be
+    in the prefix cache."""
+    return Request(random.choices(range(vocab_size), k=prompt_len), output_len, seed=0)
 
 
 def check_fits(requests: list[Request], max_model_len: int) -> None:

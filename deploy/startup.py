@@ -16,6 +16,7 @@ from shared.process import CANNOT_START
 Report = Callable[[Sequence[ProcessStatus]], None]
 
 _POLL_S = 0.2
+_SUPERVISOR_POLL_S = 0.02  # until supervisord answers: the first question wakes it to its work
 _MAX_RESTARTS = 3
 
 
@@ -72,7 +73,7 @@ def wait_until_serving(
         serving = bool(statuses) and all(status.health == SERVING for status in statuses)
         if serving and _all_answer(stack):
             return
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if statuses else _SUPERVISOR_POLL_S)
 
 
 def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:

@@ -44,7 +44,8 @@ def stack_status(stack: Stack) -> list[ProcessStatus]:
 def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> ProcessStatus:
     health = UNREACHABLE
     # Frontends share an address: one that does not listen yet must not pass for its neighbour.
-    if supervised.pid and (process.service != "frontend" or _listens(supervised.pid, stack.port)):
+    shares = process.service == "frontend" and stack.frontends > 1
+    if supervised.pid and (not shares or _listens(supervised.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
     return ProcessStatus(process, supervised.pid, supervised.state, health, supervised.exit_status)
 

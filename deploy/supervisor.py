@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from supervisor.xmlrpc import Faults, SupervisorTransport
 
 from deploy.errors import SupervisorGoneError
-from deploy.plan import Environment
 from deploy.stack import Process, Stack, make_directory
 from deploy.supervisor_config import control_socket, render_config
+
+if TYPE_CHECKING:
+    from deploy.plan import Environment
 
 # Set in the environment of each process of a stack, so that they are found even if their supervisor
 # was killed. Its value is the stack's directory.

@@ -58,7 +58,8 @@ def internal_options(keepalive_s: float) -> Options:
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A service that starts is found soon after it listens.
+        ("grpc.max_reconnect_backoff_ms", 250),
         # Despite its name it also limits an attempt, whose packets may be lost; 20 s by default.
         ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_TIMEOUT_S)),
         # Each channel has its own connection: a new one must not wait for an old one's backoff.

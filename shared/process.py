@@ -1,13 +1,18 @@
 """Runs a service in a fork, and another in its place if that dies.
 
-Most of the startup time goes to imports: torch's alone take two seconds. So the main process
+Most of the startup time goes to imports: torch's alone take over a second. So the main process
 imports everything, leaves the rest to a fork of itself, and waits: if that dies, another takes
 milliseconds. It never runs gRPC or torch: threads and devices do not survive a fork.
+
+Before large imports a service disables the garbage collector, which would walk over the imported
+objects again and again, a tenth of the time, and find nothing. Forks enable it, with these objects
+frozen: no collection of theirs looks at them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -83,6 +88,7 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
         128 plus its number.
     """
     pid, tries, told_to_end = 0, 1, False
+    gc.freeze()
     woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waking)
     signal.signal(signal.SIGCHLD, _ignore)
@@ -104,6 +110,7 @@ def serve_with_successors(serve: Callable[[Ready], None]) -> int:
             for descriptor in (reading, woken, waking):
                 os.close(descriptor)
             end_with_parent(keeper)
+            gc.enable()
             serve(partial(os.write, writing, b"."))
             return 0
         os.close(writing)

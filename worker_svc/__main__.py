@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
-# torch and numba each have a thread pool. By default one pool's threads spin for a while after
-# their work is done, on cores that the other needs: with two cores a step took twice as long.
-# OpenMP reads this once, when it is loaded.
+gc.disable()  # see `shared.process`
+
+# A step is hundreds of short parallel regions, and to wake a sleeping thread takes 70 us: threads
+# spin for this many rounds, about 0.1 ms, before they sleep. By default they spin longer, and those
+# of torch's pool on cores that numba's needs. OpenMP reads both once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The model's configuration: config.json, as transformers reads it, in one frozen dataclass."""
+"""The model's configuration: config.json, read as transformers does, in one frozen dataclass.
+
+transformers itself would take longer to import than all of this takes to load a small model.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from pydantic import BaseModel, PositiveInt, TypeAdapter, ValidationError
 
 from worker_svc.errors import ModelError
 
@@ -72,6 +75,34 @@ def find_model_dir(model: str) -> Path:
         raise ModelError(f"model: {model} is not a directory, and not found on the hub") from error
 
 
+class _ConfigFile(BaseModel, strict=True):
+    """The fields of config.json that matter here, with transformers' defaults for Qwen3."""
+
+    vocab_size: PositiveInt = 151936
+    hidden_size: PositiveInt = 4096
+    intermediate_size: PositiveInt = 22016
+    num_hidden_layers: PositiveInt = 32
+    num_attention_heads: PositiveInt = 32
+    num_key_value_heads: PositiveInt | None = 32
+    head_dim: PositiveInt = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: PositiveInt = 32768
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None  # before transformers 5, instead of `dtype`
+    rope_parameters: dict[str, Any] | None = None
+    # Before transformers 5, instead of `rope_parameters`.
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None  # as compressed-tensors once called it
+
+
 def load_model_config(model_dir: Path) -> ModelConfig:
     """Reads and checks `config.json`.
 
@@ -90,72 +121,83 @@ def load_model_config(model_dir: Path) -> ModelConfig:
             f"architectures: {', '.join(architectures)} is not implemented; {ARCHITECTURE} is"
         )
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds, each with a message of its own
-        raise ModelError(f"model: {path}: {error}") from error
-    _refuse_unimplemented(config)
+        return _checked(_ConfigFile.model_validate(raw))
+    except ValidationError as error:
+        raise ModelError(f"model: {path}: {_describe(error)}") from error
+
+
+def _checked(file: _ConfigFile) -> ModelConfig:
+    num_kv_heads = file.num_key_value_heads or file.num_attention_heads
+    if file.use_sliding_window or "sliding_attention" in (file.layer_types or ()):
+        raise ModelError("use_sliding_window: sliding window attention is not implemented")
+    if file.hidden_act != "silu":
+        raise ModelError(f"hidden_act: {file.hidden_act} is not implemented; silu is")
+    if file.num_attention_heads % num_kv_heads:
+        raise ModelError(
+            f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads, which is "
+            f"{file.num_attention_heads}"
+        )
+    rope = _rope(_rope_parameters(file))
     return ModelConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        attention_bias=config.attention_bias,
-        tie_word_embeddings=config.tie_word_embeddings,
-        max_model_len=_max_model_len(config),
-        rope=_rope(config.rope_parameters),
-        dtype=config.dtype or torch.float32,
-        quantization=raw.get("quantization_config") or raw.get("compression_config"),
+        vocab_size=file.vocab_size,
+        hidden_size=file.hidden_size,
+        intermediate_size=file.intermediate_size,
+        num_layers=file.num_hidden_layers,
+        num_heads=file.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=file.head_dim,
+        rms_norm_eps=file.rms_norm_eps,
+        attention_bias=file.attention_bias,
+        tie_word_embeddings=file.tie_word_embeddings,
+        max_model_len=_max_model_len(file.max_position_embeddings, rope),
+        rope=rope,
+        dtype=_dtype(file.dtype or file.torch_dtype or "float32"),
+        quantization=file.quantization_config or file.compression_config,
     )
 
 
-def _refuse_unimplemented(config: PretrainedConfig) -> None:
-    if config.use_sliding_window or "sliding_attention" in (config.layer_types or ()):
-        raise ModelError("use_sliding_window: sliding window attention is not implemented")
-    if config.hidden_act != "silu":
-        raise ModelError(f"hidden_act: {config.hidden_act} is not implemented; silu is")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ModelError(
-            f"num_key_value_heads: {config.num_key_value_heads} does not divide "
-            f"num_attention_heads, which is {config.num_attention_heads}"
-        )
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"dtype: {name} is not one of torch's")
+    return dtype
+
+
+def _rope_parameters(file: _ConfigFile) -> dict[str, Any]:
+    given = file.rope_scaling or file.rope_parameters or {}
+    return {
+        "rope_type": given.get("type", "default"),
+        "rope_theta": file.rope_theta,
+        "original_max_position_embeddings": file.max_position_embeddings,
+        "partial_rotary_factor": file.partial_rotary_factor,
+    } | {name: value for name, value in given.items() if value is not None}
 
 
 def _rope(parameters: dict[str, Any]) -> RopeConfig:
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ModelError("rope_parameters: one per kind of layer is not implemented")
     rope_type = parameters["rope_type"]
     if rope_type not in ("default", "linear", "yarn"):
         raise ModelError(f"rope_type: {rope_type} is not implemented; default, linear and yarn are")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("partial_rotary_factor: only 1.0 is implemented")
-    theta = float(parameters["rope_theta"])
-    if rope_type == "default":
-        return RopeConfig("default", theta)
-    factor = float(parameters["factor"])
-    if rope_type == "linear":
-        return RopeConfig("linear", theta, factor)
-    return RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        original_max_position_embeddings=parameters["original_max_position_embeddings"],
-        attention_factor=parameters.get("attention_factor"),
-        mscale=parameters.get("mscale"),
-        mscale_all_dim=parameters.get("mscale_all_dim"),
-        beta_fast=parameters.get("beta_fast") or 32.0,
-        beta_slow=parameters.get("beta_slow") or 1.0,
-        truncate=parameters.get("truncate", True),
-    )
+    if rope_type != "default" and "factor" not in parameters:
+        raise ModelError(f"factor: missing; rope_type {rope_type} needs one")
+    theta = {"theta": parameters["rope_theta"]}
+    return TypeAdapter(RopeConfig).validate_python(parameters | theta)
 
 
-def _max_model_len(config: PretrainedConfig) -> int:
+def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
     """The model's limit in tokens. Qwen3's model cards enable yarn by adding it to the
     configuration without changing `max_position_embeddings`, so the extended length is worked out
     here."""
-    rope = config.rope_parameters
     extended = 0
-    if rope["rope_type"] == "yarn":
-        extended = int(rope["original_max_position_embeddings"] * rope["factor"])
-    return max(int(config.max_position_embeddings), extended)
+    if rope.rope_type == "yarn":
+        extended = int(rope.original_max_position_embeddings * rope.factor)
+    return max(max_position_embeddings, extended)
+
+
+def _describe(error: ValidationError) -> str:
+    return "; ".join(
+        f"{each['loc'][0]}: {each['msg']}, not {each['input']!r}" for each in error.errors()
+    )

@@ -82,7 +82,7 @@ class WeightLoader:
 
     def tied_head(self, table: PackedWeight) -> PackedWeight:
         """`table` to be multiplied with: itself, if it is quantized."""
-        return self._ops.pack(table.weight) if isinstance(table, PlainWeight) else table
+        return self._ops.pack(table.weight, self.dtype) if isinstance(table, PlainWeight) else table
 
     def vector(self, name: str, size: int, start: int | None = None) -> torch.Tensor:
         """Tensor `name` [size] as it is, or its elements from `start` on.
@@ -129,7 +129,9 @@ class WeightLoader:
         num_rows = num_rows or sum(part.count for part in parts)
         plain = [self._is_plain(part.name, quantize_to) for part in parts]
         if all(plain):
-            return self._ops.pack(self._read_plain(parts, num_rows, in_features, columns))
+            return self._ops.pack(
+                self._read_plain(parts, num_rows, in_features, columns), self.dtype
+            )
         if any(plain):
             raise ModelError(
                 f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
@@ -149,7 +151,8 @@ class WeightLoader:
                 lambda name, rows: self._piece(
                     name, rows, columns or everything, in_features, quantize_to
                 ),
-            )
+            ),
+            self.dtype,
         )
         if self._cache:
             self._cache.add(key, packed.state())

@@ -36,10 +36,10 @@ def measure_quantized_product(setup: Setup, report: Report, kind: Kind) -> None:
     sizes = setup.sizes
     generator = setup.generator(kind.name)
     for name, rows, columns in sizes.quantized_products:
-        first = pack(random_weight(setup, kind, name, rows, columns))
+        first = pack(random_weight(setup, kind, name, rows, columns), setup.dtype)
         size = sum(tensor.nbytes for tensor in first.state().values())
         others = [
-            pack(random_weight(setup, kind, name, rows, columns))
+            pack(random_weight(setup, kind, name, rows, columns), setup.dtype)
             for _ in range(sizes.layers(size) - 1)
         ]
         for tokens in sizes.quantized_tokens:

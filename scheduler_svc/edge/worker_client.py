@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
-_RETRY_S = 0.2
+_RETRY_S = 0.1
 _INFO_TIMEOUT_S = 10.0
 # Workers that fail at everything are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from tests.worker_svc.harness import TINY
 from worker_svc.config import find_model_dir, load_model_config
@@ -33,6 +34,26 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
     assert config.max_model_len == 512
 
 
+def test_assumes_what_transformers_does(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    config, oracle = load_model_config(tmp_path), Qwen3Config()
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "rms_norm_eps",
+        "attention_bias",
+        "tie_word_embeddings",
+    ):
+        assert getattr(config, name) == getattr(oracle, name), name
+    assert config.num_layers == oracle.num_hidden_layers
+    assert config.num_heads == oracle.num_attention_heads
+    assert config.num_kv_heads == oracle.num_key_value_heads
+    assert config.max_model_len == oracle.max_position_embeddings
+    assert config.rope.theta == oracle.rope_parameters["rope_theta"]
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -56,6 +77,9 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
         ({"architectures": None}, "architectures: none"),
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor: missing"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: "),
+        ({"torch_dtype": "float7"}, "dtype: float7"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3"),
     ],
@@ -64,6 +88,11 @@ def test_refuses_by_name(tmp_path: Path, overrides: dict[str, Any], reason: str)
     with pytest.raises(ModelError) as error:
         load_model_config(write_config(tmp_path, **overrides))
     assert str(error.value).startswith(reason)
+
+
+def test_names_a_field_of_the_wrong_type(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: hidden_size: .*, not '64'"):
+        load_model_config(write_config(tmp_path, hidden_size="64"))
 
 
 def test_names_an_unreadable_file(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
 Metadata = TypeVar("Metadata")
-KVDtype = Literal["auto", "int8", "fp8"]
-KV_SCALE_BYTES = 4  # of a token and KV head in an int8 cache
+KV_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,18 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    kv_dtype: KVDtype = "auto"  # auto: dtype
+    # Of the cache: auto is dtype; int8 has a float32 scale per token and KV head, fp8 has none.
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """The size of one token's keys and values in all layers, with the scales of quantized
-        ones."""
-        number = self.dtype.itemsize if self.kv_dtype == "auto" else 1
-        scale = KV_SCALE_BYTES if self.kv_dtype == "int8" else 0
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * number + scale)
+        """The size of one token's keys and values in all layers."""
+        head_bytes = {
+            "auto": self.head_dim * self.dtype.itemsize,
+            "int8": self.head_dim + KV_SCALE_BYTES,
+            "fp8": self.head_dim,
+        }[self.kv_dtype]
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property
     def scale(self) -> float:

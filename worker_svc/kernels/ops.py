@@ -29,7 +29,7 @@ class PackedWeight(Protocol):
         ...
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows `indices` [T] int64 of W, [T, in]; those of quantized weights in float32."""
+        """Rows `indices` [T] int64 of W, [T, in]."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -62,8 +62,11 @@ class Ops(Protocol):
 
     layout: str  # names what `pack` does, with the kind of CPU it does it for
 
-    def pack(self, weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+    def pack(self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.
+
+        Args:
+            dtype: of the model, in which steps compute (on a CPU in float32).
 
         Raises:
             ModelError: nothing multiplies this format on this device.

@@ -69,7 +69,6 @@ class VocabParallelEmbedding:
         hidden_size: int,
     ) -> None:
         self.weight = loader.table(vocab.rows(name), vocab.shard_size, hidden_size)
-        self._dtype = loader.dtype
         self._vocab = vocab
         self._ops = ops
         self._tp = tp
@@ -77,7 +76,7 @@ class VocabParallelEmbedding:
     def __call__(self, input_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
         vocab = self._vocab
         hidden = self._ops.embed(input_ids, last_tokens, self.weight, vocab.start, vocab.num_tokens)
-        return self._tp.all_reduce(hidden.to(self._dtype))
+        return self._tp.all_reduce(hidden)
 
 
 class VocabParallelHead:

@@ -219,7 +219,7 @@ def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         tp = TensorParallel(ranks - 1, ranks)
         vocab = VocabPartition(VOCAB_SIZE, tp.rank, ranks)
         weight = torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=CUDA)
-        head = VocabParallelHead(triton_ops.pack(weight))
+        head = VocabParallelHead(triton_ops.pack(weight, weight.dtype))
         runner = FeatureRunner(vocab, tp, triton_ops, head, to_fake_gpu)
         tensors = on_fake_gpu(host_columns(decodes, decodes.query_lens[:0]))
         logits = head(torch.empty(8, 64, dtype=torch.bfloat16, device=CUDA))  # padded

@@ -34,6 +34,7 @@ from worker_svc.kernels.cpu.simd import (
     constant,
     exp,
     fma,
+    largest,
     loop,
     narrow,
     pointer,
@@ -207,22 +208,13 @@ def _weigh_tile(
         _weigh_1(cache, a, offset, w, keys, t, size)
 
 
-# That no score is NaN lets LLVM look for the largest in vectors; one that is makes the sum NaN.
-@njit(nogil=True, fastmath=FASTMATH | {"nnan"})
-def _largest(scores: Any, row: int, count: int) -> Any:
-    largest = np.float32(-np.inf)
-    for i in range(count):
-        largest = max(largest, scores[row, i])
-    return largest
-
-
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _soften(
     scores: Any, row: int, visible: int, keys: int, tops: Any, sums: Any, totals: Any
 ) -> None:
     """Turns a row's scores of a chunk into weights, 0 for keys that it does not see."""
     if visible > 0:
-        top = max(tops[row], _largest(scores, row, visible))
+        top = max(tops[row], largest(scores, row, 0, visible))
         total = np.float32(0)
         for i in range(visible):
             weight = exp(scores[row, i] - top)
@@ -357,57 +349,47 @@ def padded(size: int, multiple: int) -> int:
 
 @njit(inline="always")
 def _normalize(
-    qkv: Any,
-    row: int,
-    head: int,
-    weight: Any,
-    eps: float,
-    cos_sin: Any,
-    position: int,
-    out: Any,
+    qkv: Any, row: int, head: int, weight: Any, eps: float, rotation: Any, x: Any, out: Any
 ) -> None:
-    """Sets out [head_dim] to a head of qkv, normalized and rotated."""
-    head_dim = qkv.shape[2]
+    """Sets out [head_dim] to a head of qkv, normalized and rotated by cosines and then sines
+    [head_dim]. x [head_dim] is overwritten: on arrays of its own the loops run in vectors."""
+    head_dim = len(out)
     half = head_dim // 2
     squares = np.float32(0)
     for i in range(head_dim):
-        squares += qkv[row, head, i] * qkv[row, head, i]
+        x[i] = qkv[row, head, i]
+        squares += x[i] * x[i]
     scale = np.float32(1 / math.sqrt(squares / head_dim + eps))
+    for i in range(head_dim):
+        x[i] *= scale * widen(weight[i])
     for i in range(half):
-        cos, sin = cos_sin[position, 0, i], cos_sin[position, 1, i]
-        first = qkv[row, head, i] * scale * widen(weight[i])
-        second = qkv[row, head, half + i] * scale * widen(weight[half + i])
-        out[i] = first * cos - second * sin
-        out[half + i] = second * cos + first * sin
+        out[i] = x[i] * rotation[i] - x[half + i] * rotation[half + i]
+        out[half + i] = x[half + i] * rotation[i] + x[i] * rotation[half + i]
 
 
-def _round(numbers: Any, cache: Any) -> Any:
-    """Rounds `numbers` float32 to what the cache holds -> (codes, scale)."""
+def _round(numbers: Any, codes: Any) -> Any:
+    """Rounds numbers [head_dim] float32 to codes, of the cache's dtype -> their scale."""
 
 
 @overload(_round)
-def _overload_round(numbers: Any, cache: Any) -> Any:
-    if cache.dtype.name != "int8":
-        return _round_floats
-    return _round_to_int8
+def _overload_round(numbers: Any, codes: Any) -> Any:
+    return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
 
 
-def _round_floats(numbers: Any, cache: Any) -> Any:
-    codes = np.empty(len(numbers), cache.dtype)
+def _round_floats(numbers: Any, codes: Any) -> Any:
     for i in range(len(numbers)):
         codes[i] = narrow(numbers[i], codes[i])
-    return codes, np.float32(1)
+    return np.float32(1)
 
 
-def _round_to_int8(numbers: Any, cache: Any) -> Any:
-    codes = np.empty(len(numbers), cache.dtype)
-    largest = np.float32(0)
+def _round_to_int8(numbers: Any, codes: Any) -> Any:
+    top = np.float32(0)
     for i in range(len(numbers)):
-        largest = max(largest, abs(numbers[i]))
-    factor = np.float32(127) / largest if largest > 0 else np.float32(0)
+        top = max(top, abs(numbers[i]))
+    factor = np.float32(127) / top if top > 0 else np.float32(0)
     for i in range(len(numbers)):
         codes[i] = np.int8(np.rint(numbers[i] * factor))
-    return codes, largest / np.float32(127)
+    return top / np.float32(127)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -442,23 +424,33 @@ def normalize_and_store(
     scales = cache.view(np.float32)
     first_scale = row_size * slots // 4
     for thread in prange(threads):
-        numbers = np.empty(head_dim, np.float32)
+        x, numbers, rotation = (
+            np.empty(head_dim, np.float32),
+            np.empty(head_dim, np.float32),
+            np.empty(head_dim, np.float32),
+        )
+        codes = np.empty(head_dim, cache.dtype)
         for row in range(len(qkv) * thread // threads, len(qkv) * (thread + 1) // threads):
             position = positions[row]
-            block, slot = slot_mapping[row] // block_size, slot_mapping[row] % block_size
+            for i in range(head_dim // 2):
+                rotation[i] = cos_sin[position, 0, i]
+                rotation[head_dim // 2 + i] = cos_sin[position, 1, i]
             for head in range(heads):
-                _normalize(qkv, row, head, q_weight, eps, cos_sin, position, q[row, head])
-            for head in range(kv_heads):
-                _normalize(qkv, row, heads + head, k_weight, eps, cos_sin, position, numbers)
-                codes, scale = _round(numbers, cache)
+                _normalize(qkv, row, head, q_weight, eps, rotation, x, numbers)
                 for d in range(head_dim):
-                    place = (slot // LANES * head_dim + d) * LANES + slot % LANES
-                    cache[0, block, head, place] = codes[d]
+                    q[row, head, d] = numbers[d]
+            block, slot = slot_mapping[row] // block_size, slot_mapping[row] % block_size
+            for head in range(kv_heads):
+                _normalize(qkv, row, heads + head, k_weight, eps, rotation, x, numbers)
+                scale = _round(numbers, codes)
+                first = slot // LANES * head_dim * LANES + slot % LANES
+                for d in range(head_dim):
+                    cache[0, block, head, first + d * LANES] = codes[d]
                 if cache.itemsize == 1:
                     scales[0, block, head, first_scale + slot] = scale
                 for d in range(head_dim):
                     numbers[d] = qkv[row, heads + kv_heads + head, d]
-                codes, scale = _round(numbers, cache)
+                scale = _round(numbers, codes)
                 for d in range(head_dim):
                     cache[1, block, head, slot * row_size + d] = codes[d]
                 if cache.itemsize == 1:

@@ -52,11 +52,12 @@ def embed(
     local = (input_ids - start).long()
     elsewhere = (local < 0) | (local >= count)
     if not elsewhere.any():
-        return weight.rows(local)
-    return weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
+        return weight.rows(local).float()
+    rows = weight.rows(local.masked_fill(elsewhere, 0)).float()
+    return rows.masked_fill(elsewhere[:, None], 0)
 
 
-def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight)
     if _has_panels(weight.dtype):
@@ -65,7 +66,7 @@ def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
-    return PanelWeight(state) if "codes" in state else pack(state["weight"])
+    return PanelWeight(state) if "codes" in state else pack(state["weight"], torch.float32)
 
 
 def _has_panels(dtype: torch.dtype) -> bool:
@@ -97,7 +98,7 @@ class OneDnnWeight:
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         if self._plain is None:  # the embedding is the only one asked
             self._plain = self._weight.to_dense()
-        return F.embedding(indices, self._plain).float()
+        return F.embedding(indices, self._plain)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"weight": self._weight.to_dense()}

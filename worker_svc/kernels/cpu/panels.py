@@ -1,4 +1,4 @@
-"""Inner loops of matrix products in LLVM's terms, for numba: a tile of a few rows by `PANEL` columns
+"""Inner loops of matrix products in LLVM's terms, for numba: some rows by `PANEL` columns,
 whose sums stay in registers for the whole loop, which numba's own loops do not achieve.
 
 Weights lie in panels of `PANEL` columns, x in tiles of as many rows as a loop takes, so that both
@@ -323,7 +323,7 @@ def _pmaddwd(builder: Any, factor: Any, weights: Any, total: Any, bits: int) -> 
     return total
 
 
-class _BFloat(ir.HalfType):
+class _BFloat(ir.HalfType):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not name."""
 
     null = "0.0"

@@ -1,6 +1,5 @@
-"""Sampling in two levels, first a chunk of the vocabulary and then a token in it, in PyTorch.
+"""Sampling in two levels, first a chunk of the vocabulary and then a token in it, in numba.
 
-This is what a CPU runs, and what the kernels of `kernels.triton.sampling` must equal.
 Greedy is the same as drawing with the number 0 from weights that are 1 for the largest logit and 0
 elsewhere, so both take one path. (Inverse transform sampling: Devroye, "Non-Uniform Random Variate
 Generation", 1986, with a two-level search.)
@@ -8,11 +7,22 @@ Generation", 1986, with a two-level search.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
+import numba
+import numpy as np
 import torch
+from numba import njit, prange
+from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.simd import FASTMATH, exp, largest, take
 from worker_svc.kernels.logits import inverse_temperatures
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+# exp of less is 0, which the exp of `simd` never is.
+MIN_EXPONENT = np.float32(-87)
 
 
 def chunk_statistics(
@@ -24,17 +34,18 @@ def chunk_statistics(
     -> per chunk the largest logit (-inf if none is valid), and the sum of
     exp((logit - largest) / temperature), 0 in a greedy row: both [N, chunks] float32.
     """
-    shape = len(logits), logits.shape[1] // chunk_size
-    maxima = torch.full(shape, -torch.inf, device=logits.device)
-    sums = torch.zeros(shape, device=logits.device)
-    drawing = temperatures.nonzero().squeeze(1)
-    inverse = inverse_temperatures(temperatures)[drawing, None, None]
-    for place, chunks in _valid_chunks(logits, chunk_size, num_tokens):
-        largest = chunks.amax(dim=2).float()
-        maxima[:, place] = largest
-        if len(drawing):
-            weights = chunks[drawing].float().sub_(_finite(largest)[drawing].unsqueeze(2))
-            sums[drawing, place] = weights.mul_(inverse).exp_().sum(dim=2)
+    maxima = torch.empty(len(logits), logits.shape[1] // chunk_size)
+    sums = torch.empty_like(maxima)
+    _chunk_statistics(
+        logits.float().contiguous().numpy(),
+        chunk_size,
+        num_tokens,
+        temperatures.numpy(),
+        inverse_temperatures(temperatures).numpy(),
+        maxima.numpy(),
+        sums.numpy(),
+        numba.get_num_threads(),
+    )
     return maxima, sums
 
 
@@ -55,59 +66,122 @@ def select_tokens(
     inverse of the cumulative distribution at the uniform number, in float64 so that rounding moves
     next to no mass between tokens. -1 where the chosen chunk is another rank's.
     """
-    greedy = (temperatures == 0).unsqueeze(1)
-    inverse = inverse_temperatures(temperatures).unsqueeze(1)
-    uniforms = uniforms.unsqueeze(1).masked_fill(greedy, 0)
-
-    top = maxima.amax(dim=1, keepdim=True)
-    scale = maxima.sub(_finite(top)).mul_(inverse).exp_()
-    weights = torch.where(greedy, maxima == top, sums.double() * scale.double())
-    chunk, fraction = _invert(weights, uniforms)
-
-    num_chunks = logits.shape[1] // chunk_size
-    local = chunk - first_chunk
-    here = (local >= 0) & (local < num_chunks)
-    start = local.clamp(0, num_chunks - 1) * chunk_size
-    columns = start + torch.arange(chunk_size, device=logits.device)
-    values = logits.gather(1, columns).float().masked_fill_(columns >= num_tokens, -torch.inf)
-    top = maxima.gather(1, chunk)
-    weights = values.sub(_finite(top)).mul_(inverse).exp_().double()
-    weights = torch.where(greedy, values == top, weights)
-    token, _ = _invert(weights, fraction)
-    return (chunk * chunk_size + token).masked_fill_(~here, -1).squeeze(1).int()
+    tokens = torch.empty(len(logits), dtype=torch.int32)
+    _select_tokens(
+        logits.float().contiguous().numpy(),
+        chunk_size,
+        num_tokens,
+        maxima.contiguous().numpy(),
+        sums.contiguous().numpy(),
+        first_chunk,
+        temperatures.numpy(),
+        inverse_temperatures(temperatures).numpy(),
+        uniforms.numpy(),
+        tokens.numpy(),
+    )
+    return tokens
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weights [N, K] float64 >= 0, uniforms [N, 1] -> [N, 1] each: the first index at which the
-    cumulative sum passes that part of the total, and how far into its weight that is, in [0, 1].
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _chunk_statistics(
+    logits: Floats,
+    chunk_size: int,
+    num_tokens: int,
+    temperatures: Floats,
+    inverse: Floats,
+    maxima: Floats,
+    sums: Floats,
+    threads: int,
+) -> None:
+    chunks = maxima.shape[1]
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(threads):
+        while True:
+            unit = take(counter)
+            if unit >= maxima.size:
+                break
+            row, chunk = unit // chunks, unit % chunks
+            start = chunk * chunk_size
+            end = min(start + chunk_size, num_tokens)
+            top = largest(logits, row, start, end)
+            maxima[row, chunk] = top
+            total = np.float32(0)
+            if temperatures[row] != 0 and top > -np.inf:
+                for i in range(start, end):
+                    exponent = (logits[row, i] - top) * inverse[row]
+                    total += exp(exponent) if exponent > MIN_EXPONENT else np.float32(0)
+            sums[row, chunk] = total
+
+
+@njit(inline="always")
+def _exp_or_zero(exponent: Any) -> Any:
+    return exp(exponent) if exponent > MIN_EXPONENT else np.float32(0)
+
+
+@njit(inline="always")
+def _invert(weights: Doubles, uniform: float) -> tuple[int, float]:
+    """The first index at which the cumulative sum of weights passes that part of the total, and how
+    far into its weight that is, in [0, 1].
 
     Never an index of weight 0, except 0 if all are: neither where rounding puts the target past the
     end nor where it makes a sum grow that should not.
     """
-    cumulative = weights.cumsum(dim=1)
-    target = uniforms * cumulative[:, -1:]
-    possible = weights > 0
-    indices = torch.arange(weights.shape[1], device=weights.device)
-    last = torch.where(possible, indices, 0).amax(dim=1, keepdim=True)
-    passed = torch.where(possible & (cumulative > target), indices, last)
-    index = passed.amin(dim=1, keepdim=True)
-    weight = weights.gather(1, index)
-    fraction = (target - (cumulative.gather(1, index) - weight)) / weight.clamp(min=1e-300)
-    return index, fraction.clamp_(0, 1)
+    total = 0.0
+    for weight in weights:
+        total += weight
+    target = uniform * total
+    chosen, before, cumulative = 0, 0.0, 0.0
+    for i in range(len(weights)):
+        if weights[i] > 0:
+            chosen, before = i, cumulative
+            cumulative += weights[i]
+            if cumulative > target:
+                break
+    fraction = (target - before) / max(weights[chosen], 1e-300)
+    return chosen, min(max(fraction, 0.0), 1.0)
 
 
-def _valid_chunks(
-    logits: torch.Tensor, chunk_size: int, num_tokens: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yields the whole chunks, then the one in which the vocabulary ends: their numbers, and their
-    valid logits [N, chunks, tokens]."""
-    whole = num_tokens // chunk_size
-    if whole:
-        yield slice(whole), logits[:, : whole * chunk_size].unflatten(1, (whole, chunk_size))
-    if num_tokens > whole * chunk_size:
-        yield slice(whole, whole + 1), logits[:, None, whole * chunk_size : num_tokens]
-
-
-def _finite(largest: torch.Tensor) -> torch.Tensor:
-    """The value to subtract from logits: 0 where all are -inf, which itself would make them NaN."""
-    return largest.masked_fill(largest == -torch.inf, 0)
+# Not in parallel: it reads two numbers per chunk and one chunk per row.
+@njit(cache=True, nogil=True, error_model="numpy")
+def _select_tokens(
+    logits: Floats,
+    chunk_size: int,
+    num_tokens: int,
+    maxima: Floats,
+    sums: Floats,
+    first_chunk: int,
+    temperatures: Floats,
+    inverse: Floats,
+    uniforms: Doubles,
+    tokens: NDArray[np.int32],
+) -> None:
+    chunks = maxima.shape[1]
+    of_chunks = np.empty(chunks)
+    of_tokens = np.empty(chunk_size)
+    for row in range(len(tokens)):
+        greedy = temperatures[row] == 0
+        uniform = 0.0 if greedy else uniforms[row]
+        top = largest(maxima, row, 0, chunks)
+        for i in range(chunks):
+            if greedy:
+                of_chunks[i] = maxima[row, i] == top
+            elif maxima[row, i] > -np.inf:
+                scale = _exp_or_zero((maxima[row, i] - top) * inverse[row])
+                of_chunks[i] = np.float64(sums[row, i]) * np.float64(scale)
+            else:
+                of_chunks[i] = 0
+        chunk, fraction = _invert(of_chunks, uniform)
+        start = (chunk - first_chunk) * chunk_size
+        if start < 0 or start >= logits.shape[1]:
+            tokens[row] = -1
+            continue
+        top = maxima[row, chunk]
+        for i in range(chunk_size):
+            if start + i >= num_tokens:
+                of_tokens[i] = 0
+            elif greedy:
+                of_tokens[i] = logits[row, start + i] == top
+            else:
+                of_tokens[i] = _exp_or_zero((logits[row, start + i] - top) * inverse[row])
+        token, _ = _invert(of_tokens, fraction)
+        tokens[row] = chunk * chunk_size + token

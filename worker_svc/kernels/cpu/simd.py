@@ -100,6 +100,17 @@ def exp(x: Any) -> Any:
     return series * _power_of_two(np.int32(n))
 
 
+# That no number is NaN lets LLVM look for the largest in vectors.
+@njit(nogil=True, fastmath=FASTMATH | {"nnan"})
+def largest(numbers: Any, row: int, start: int, end: int) -> Any:
+    """The largest of numbers[row, start:end] float32, −inf if there are none. A NaN may count or
+    not."""
+    top = np.float32(-np.inf)
+    for i in range(start, end):
+        top = max(top, numbers[row, i])
+    return top
+
+
 @intrinsic
 def take(_context: Any, counter: Any) -> Any:
     """Adds 1 to counter[0] int64, whichever thread asks -> the value before."""

@@ -19,12 +19,12 @@ def embed(
     count: int,
 ) -> torch.Tensor:
     """input_ids [T] int32 -> [T, size]: rows of weight [rows, size], which holds the ids
-    [start, start + count), and zeros for other ids; in float32 if it is quantized. An id -1 - r
-    stands for last_tokens[r] int32."""
+    [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
+    int32."""
     if isinstance(weight, PlainWeight):
         table, scales, dtype = weight.weight, None, weight.weight.dtype
     elif isinstance(weight, Int8Weight):
-        table, scales, dtype = weight.codes, weight.scales, torch.float32
+        table, scales, dtype = weight.codes, weight.scales, weight.dtype
     else:
         raise ModelError("quantization: embeddings are served in int8 with a scale per row on cuda")
     size = table.shape[1]

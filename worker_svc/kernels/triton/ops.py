@@ -37,9 +37,9 @@ __all__ = [
 layout = "triton"
 
 
-def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
-        return pack_quantized(weight)
+        return pack_quantized(weight, dtype)
     return PlainWeight(weight)
 
 

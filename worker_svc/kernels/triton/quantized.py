@@ -33,47 +33,48 @@ ROWS_MULTIPLE = 4  # of x in such a product with a scale per block
 BLOCK_SCALING_CUDA = (12, 9)  # the first version whose cuBLAS has it
 
 
-def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
-    """Packs `weight`.
+def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    """Packs `weight` for steps that compute in dtype.
 
     Raises:
         ModelError: its groups do not fit the kernels.
     """
     groups = weight.scales.shape[1]
     if weight.format == "int8" and groups == 1 and weight.zeros is None:
-        return Int8Weight(weight.codes.contiguous(), weight.scales[:, 0].contiguous())
+        return Int8Weight(weight.codes.contiguous(), weight.scales[:, 0].contiguous(), dtype)
     width = _width(weight.group_size, groups, weight.format)
     scales = _narrowed(weight.scales).T.contiguous()
     if weight.format == "fp8":
         codes = weight.codes.contiguous()
         if _scales_products(codes.shape, groups):
-            return Fp8Weight(codes, weight.scales.T.contiguous(), None)
-        return CodeWeight(codes, scales, None)
+            return Fp8Weight(codes, weight.scales.T.contiguous(), None, dtype)
+        return CodeWeight(codes, scales, None, dtype)
     codes = weight.codes.contiguous()
     if weight.format == "int4":
         nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
         codes = pack_int4(nibbles, width)
     zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
-    return CodeWeight(codes, scales, zeros, weight.shape[1])
+    return CodeWeight(codes, scales, zeros, dtype, weight.shape[1])
 
 
 def unpack_quantized(state: dict[str, torch.Tensor]) -> PackedWeight:
     """Makes the weight whose `state` this is."""
+    columns, dtype = state["like"].shape[1], state["like"].dtype
     if "int8" in state:
-        return Int8Weight(state["int8"], state["scales"])
+        return Int8Weight(state["int8"], state["scales"], dtype)
     codes, scales, zeros = state["codes"], state["scales"], state.get("zeros")
-    columns = state["columns"].shape[1]
     if codes.dtype == torch.float8_e4m3fn and _scales_products(codes.shape, len(scales)):
-        return Fp8Weight(codes, scales, zeros, columns)
-    return CodeWeight(codes, scales, zeros, columns)
+        return Fp8Weight(codes, scales, zeros, dtype, columns)
+    return CodeWeight(codes, scales, zeros, dtype, columns)
 
 
 class Int8Weight:
     """W as int8 codes [out, in] with a scale per row, multiplied by x quantized row by row."""
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
         self.codes = codes
         self.scales = scales
+        self.dtype = dtype
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
@@ -82,10 +83,10 @@ class Int8Weight:
         return int8_matmul(codes, scales, self.codes, self.scales, bias, x.dtype)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return self.codes[indices] * self.scales[indices, None]
+        return (self.codes[indices] * self.scales[indices, None]).to(self.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"int8": self.codes, "scales": self.scales}
+        return {"int8": self.codes, "scales": self.scales, "like": _like(self, self.codes.shape[1])}
 
 
 class CodeWeight:
@@ -97,11 +98,13 @@ class CodeWeight:
         codes: torch.Tensor,
         scales: torch.Tensor,
         zeros: torch.Tensor | None,
+        dtype: torch.dtype,
         columns: int | None = None,
     ) -> None:
         self.codes = codes
         self.scales = scales
         self.zeros = zeros
+        self.dtype = dtype
         self._columns = codes.shape[1] if columns is None else columns
         self._group = self._columns // len(scales)
         self._width = codes.shape[2] if codes.dim() == 3 else _width(self._group, len(scales))
@@ -120,11 +123,10 @@ class CodeWeight:
         elif int4:
             values -= 8
         scales = self.scales.T[indices].float().repeat_interleave(self._group, dim=1)
-        return values * scales
+        return (values * scales).to(self.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
-        columns = torch.empty(0, self._columns, dtype=torch.uint8)  # all that matters is its size
-        state = {"codes": self.codes, "scales": self.scales, "columns": columns}
+        state = {"codes": self.codes, "scales": self.scales, "like": _like(self, self._columns)}
         if self.zeros is not None:
             state["zeros"] = self.zeros
         return state
@@ -195,3 +197,8 @@ def _scales_products(shape: torch.Size, groups: int) -> bool:
         return True
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     return groups * SCALING_BLOCK == shape[1] and version >= BLOCK_SCALING_CUDA
+
+
+def _like(weight: Int8Weight | CodeWeight, columns: int) -> torch.Tensor:
+    """No rows, but of the weight's size and in their dtype."""
+    return torch.empty(0, columns, dtype=weight.dtype)

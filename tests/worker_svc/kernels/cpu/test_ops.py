@@ -61,7 +61,7 @@ def test_panel_rows_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize(("start", "count"), [(0, 50), (20, 13), (40, 10), (0, 0)])
 def test_embed(start: int, count: int) -> None:
     """Ids are all known or sampled by the previous step, here or on another rank."""
-    weight = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    weight = PlainWeight(torch.randn(64, 5, generator=torch.Generator().manual_seed(0)))
     last_tokens = torch.tensor([7, 45, 21], dtype=torch.int32)
     for ids in ([20, 32, 33, 49], [-1, -2, -3, 3], [25, -3]):
         input_ids = torch.tensor(ids, dtype=torch.int32)

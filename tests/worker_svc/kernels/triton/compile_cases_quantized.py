@@ -21,7 +21,7 @@ ROWS = ((1, 15, 16), (17, 64), (65, 250), (257, 4096))
 
 def make_int8(out: int, columns: int) -> Int8Weight:
     codes, scales = empty(out, columns, dtype=torch.int8), empty(out, dtype=FP32)
-    return Int8Weight(codes, scales)
+    return Int8Weight(codes, scales, BF16)
 
 
 def make_codes(
@@ -34,7 +34,7 @@ def make_codes(
         codes = empty(out, columns, dtype=kind)
     groups = columns // group
     shift = empty(groups, out, dtype=torch.int16) if zeros else None
-    return CodeWeight(codes, empty(groups, out, dtype=FP32), shift, columns)
+    return CodeWeight(codes, empty(groups, out, dtype=FP32), shift, BF16, columns)
 
 
 def products(

@@ -19,6 +19,7 @@ from tests.worker_svc.device import (
     generator,
     reference,
 )
+from tests.worker_svc.kernels import sampling_reference
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from worker_svc.kernels.cpu import sampling as cpu_sampling
 from worker_svc.kernels.triton import sampling as module
@@ -82,7 +83,10 @@ class Implementation:
 KERNEL = Implementation(
     "kernel", poisoned_memory()(chunk_statistics), poisoned_memory()(select_tokens)
 )
-REFERENCE = Implementation("reference", cpu_sampling.chunk_statistics, cpu_sampling.select_tokens)
+REFERENCE = Implementation(
+    "reference", sampling_reference.chunk_statistics, sampling_reference.select_tokens
+)
+CPU = Implementation("cpu", cpu_sampling.chunk_statistics, cpu_sampling.select_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +97,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 both = pytest.mark.parametrize(
-    "implementation", [KERNEL, reference(REFERENCE)], ids=lambda each: each.name
+    "implementation",
+    [KERNEL, reference(REFERENCE), reference(CPU)],
+    ids=lambda each: each.name,
 )
 
 

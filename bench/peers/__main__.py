@@ -1,0 +1,137 @@
+"""`python -m bench.peers`: compares this server with others on one machine, in one run,
+in turn. See docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.errors import BenchError
+from bench.peers.calibration import calibrate
+from bench.peers.entries import ENTRIES, FULL, TINY, Entry, Job
+from bench.peers.install import HOME, ROOT, converted, python
+from bench.peers.report import Answer, Comparison, Round
+
+TIMEOUT_S = 3600.0
+_REASON_LINES = 12
+
+
+def parse_args(args: list[str]) -> argparse.Namespace:
+    names = [entry.name for entry in ENTRIES]
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a directory")
+    parser.add_argument("--out", type=Path, required=True, help="for the JSON")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
+                        help=f"default: {', '.join(names)}")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
+    options = parser.parse_args(args)
+    if not (options.model / "config.json").exists():
+        parser.error(f"--model: {options.model} has no config.json")
+    if options.rounds < 1:
+        parser.error("--rounds: must be at least 1")
+    return options
+
+
+def compare(comparison: Comparison, model: Path, done: Callable[[Entry, Round], None]) -> None:
+    """Runs all entries once, then all again, and so on; a failure is kept as that round's result.
+
+    Raises:
+        BenchError: a server is not installed, or the model could not be converted for it.
+    """
+    for entry in comparison.entries:
+        python(entry.peer)
+    models = {entry: converted(entry, model) for entry in comparison.entries}
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    for _ in range(comparison.num_rounds):
+        for entry in comparison.entries:
+            before = calibrate()
+            job = Job(str(models[entry]), vocab_size, entry, comparison.sizes, time.monotonic())
+            answer: Answer | None = None
+            error = None
+            try:
+                answer = run_driver(entry, job)
+            except BenchError as failure:
+                error = str(failure)
+            outcome = Round(before, calibrate(), answer, error)
+            comparison.rounds[entry].append(outcome)
+            done(entry, outcome)
+
+
+def driver_module(entry: Entry) -> str:
+    return f"bench.peers.{entry.peer}"
+
+
+def run_driver(entry: Entry, job: Job) -> Answer:
+    """Runs a driver in a process group of its own, which is gone when this returns.
+
+    Raises:
+        BenchError: the driver failed or took too long; its log's last lines say why.
+    """
+    log = HOME / "logs" / f"{entry.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command: list[str | Path] = [python(entry.peer), "-m", driver_module(entry)]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate(job.to_json().encode(), TIMEOUT_S)
+        except subprocess.TimeoutExpired as timeout:
+            raise BenchError(f"{entry.name}: {timeout}") from timeout
+        finally:
+            _kill_group(process)
+    if process.returncode != 0:
+        last = log.read_text(errors="replace").strip().splitlines()[-_REASON_LINES:]
+        raise BenchError("\n".join([f"{entry.name}: see {log}", *last]))
+    return Answer.from_json(output.decode())
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # the driver has ended, and all that it started
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def main(args: list[str]) -> int:
+    options = parse_args(args)
+    console = Console()
+    entries: Sequence[Entry] = [entry for entry in ENTRIES if entry.name in options.only]
+    sizes = TINY if options.tiny else FULL
+    comparison = Comparison(options.model.resolve().name, entries, sizes, options.rounds)
+
+    def done(entry: Entry, outcome: Round) -> None:
+        comparison.write(options.out)
+        figures = outcome.answer and outcome.answer.figures
+        console.print(f"{entry.name}: {figures or outcome.error}", markup=False)
+
+    try:
+        compare(comparison, options.model.resolve(), done)
+    except BenchError as error:
+        print(f"bench.peers: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    comparison.print(console)
+    console.print(f"written: {options.out}")
+    return 1 if comparison.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

