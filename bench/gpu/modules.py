@@ -46,6 +46,7 @@ MODULES = (
     Module("tests/worker_svc/gpu_path/test_backends.py", 400),
     Module("tests/worker_svc/gpu_path/test_model.py", 400),
     Module("tests/worker_svc/gpu_path/test_graphs.py", 400),
+    Module("tests/worker_svc/gpu_path/test_quantized_model.py", 300),
     Module("tests/worker_svc/gpu_path/test_ranks.py", 300),
     Module("tests/gpu/test_processes.py", 400),
     Module("tests/gpu/test_sanitizer.py", 400),

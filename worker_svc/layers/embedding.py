@@ -87,8 +87,9 @@ class VocabParallelHead:
         self._weight = weight
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Uses the first rows of `out`, if given and the weight is not repacked; else new
-        memory."""
-        if out is None or not isinstance(self._weight, PlainWeight):
+        """Leaves them in the first rows of `out`, if given; else in new memory."""
+        if out is None:
             return self._weight.matmul(hidden, None)
+        if not isinstance(self._weight, PlainWeight):
+            return out[: len(hidden)].copy_(self._weight.matmul(hidden, None))
         return torch.mm(hidden, self._weight.weight.t(), out=out[: len(hidden)])

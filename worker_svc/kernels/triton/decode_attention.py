@@ -33,7 +33,8 @@ from worker_svc.kernels.triton.quantized_cache import (
 # By architecture and head_dim, rounded up to a power of two, for 16-bit caches. To saturate the
 # memory of an H200, each multiprocessor needs some 40 KB in flight (4.3 TB/s x 1.2 us / 132). On
 # sm_90, at head_dim 128, a program has one to two tiles of 2 x 16 KB in flight and three programs
-# fit; on sm_80, tiles are half as large, so that two programs fit into 99 KiB.
+# fit; on sm_80, tiles are half as large, so that two programs fit into 99 KiB. Caches in 8 bits
+# have the same tiles: half the bytes are still enough.
 TILINGS = {
     (90, 16): Tiling(tile=128, num_warps=4, num_stages=3),
     (90, 32): Tiling(tile=128, num_warps=4, num_stages=3),

@@ -80,7 +80,6 @@ def _case(
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-IN_8_BITS = (torch.int8, torch.uint8)
 
 # Qwen3: head_dim 128; 2, 4, 5 or 8 query heads per KV head.
 CASES = [
@@ -99,12 +98,11 @@ CASES = [
     _case(_prompt, BF16, 3, 80, 48),
     _case(_prompt, FP32, 2, 128, 256),
     *(_case(_prompt, dtype, 4, 64, block) for dtype, block in product((BF16, FP16), (16, 256))),
-    *(_case(_decode, BF16, 2, 128, 64, 1, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_decode, FP16, 5, 80, 48, 4, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_decode, BF16, 4, 64, 64, 1, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_decode, BF16, 2, 256, 64, 1, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_prompt, BF16, 2, 128, 64, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_prompt, FP16, 5, 80, 48, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_prompt, BF16, 4, 64, 64, cache_dtype=kind) for kind in IN_8_BITS),
-    *(_case(_prompt, BF16, 2, 256, 64, cache_dtype=kind) for kind in IN_8_BITS),
+    _case(_decode, BF16, 2, 128, 64, 1, cache_dtype=torch.int8),
+    _case(_decode, FP16, 5, 80, 48, 4, cache_dtype=torch.uint8),
+    _case(_decode, BF16, 2, 256, 64, 1, cache_dtype=torch.int8),
+    _case(_prompt, BF16, 2, 128, 64, cache_dtype=torch.int8),
+    _case(_prompt, BF16, 2, 128, 64, cache_dtype=torch.uint8),
+    _case(_prompt, FP16, 5, 80, 48, cache_dtype=torch.int8),
+    _case(_prompt, BF16, 2, 256, 64, cache_dtype=torch.int8),
 ]

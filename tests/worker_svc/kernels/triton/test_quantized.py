@@ -206,7 +206,7 @@ def test_fp8_products_of_many_rows_are_torchs(groups: int, monkeypatch: pytest.M
     monkeypatch.setattr(quantized, "_scales_products", lambda *_: True)
     monkeypatch.setattr(quantized, "scaled_mm", scaled_mm)
     weight = random_weight("fp8", 48, 256, groups=groups)
-    packed = pack(weight)
+    packed = pack(weight, torch.bfloat16)
     assert isinstance(packed, Fp8Weight)
     assert isinstance(unpack(packed.state()), Fp8Weight)
     bias = some_x(1, 48, torch.bfloat16)[0]
@@ -225,7 +225,7 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     for name in ("int4", "int8"):
         weight = random_weight(name, 8, 80, groups=2)
         with pytest.raises(ModelError, match=f"{name} in groups of 40 is not served on cuda"):
-            pack(weight)
+            pack(weight, DTYPE)
 
 
 @pytest.mark.launches_nothing
@@ -236,7 +236,7 @@ def test_scales_are_kept_in_16_bits_if_they_lose_nothing() -> None:
         (weight.scales.bfloat16().float() * 2**-20, torch.bfloat16),
         (weight.scales, torch.float32),
     ):
-        packed = pack(QuantizedWeight("int4", weight.codes, scales))
+        packed = pack(QuantizedWeight("int4", weight.codes, scales), DTYPE)
         assert isinstance(packed, CodeWeight)
         assert packed.scales.dtype == dtype
         assert torch.equal(packed.scales.float(), scales.T)

@@ -1,0 +1,43 @@
+"""Whole steps of models whose weights and cache are quantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.worker_svc.device import by_device
+from tests.worker_svc.gpu_path.small_model import LARGER, decode, make_runner
+from tests.worker_svc.harness import save_model
+from tests.worker_svc.platforms import GpuPlatform, Uncaptured
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With sizes that groups of 4-bit weights divide."""
+    path = tmp_path_factory.mktemp("groups")
+    save_model(path, **by_device(cpu={**LARGER, "intermediate_size": 64}, gpu=LARGER))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kv_dtype"),
+    [("int8", "int8"), ("int4", "fp8"), *by_device(cpu=[], gpu=[("fp8", "auto")])],
+)
+def test_graphs_sample_what_single_launches_do(
+    model: Path,
+    quantization: str,
+    kv_dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Padded, on static buffers, with weights that were just quantized; and launched one by one,
+    with those that were kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    formats = {"quantization": quantization, "kv_dtype": kv_dtype}
+    runner, batch = make_runner(model, GpuPlatform, **formats)
+    assert runner._backend.shape.kv_dtype == kv_dtype
+    first = decode(runner, batch)
+    assert list(tmp_path.rglob("*.safetensors"))
+    padded = by_device(cpu=False, gpu=True)  # a GPU rounds differently for another batch
+    assert decode(*make_runner(model, Uncaptured, captures=padded, **formats)) == first
