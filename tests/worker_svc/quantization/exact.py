@@ -44,7 +44,7 @@ class ExactWeight:
         return {weight.format: weight.codes, "scales": weight.scales} | zeros
 
 
-def pack(weight: torch.Tensor | QuantizedWeight) -> PackedWeight:
+def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     return ExactWeight(weight) if isinstance(weight, QuantizedWeight) else PlainWeight(weight)
 
 
