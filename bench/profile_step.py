@@ -1,113 +1,264 @@
-"""Shows where the time of a worker's step goes.
+"""Shows where the time of a worker's step goes on a CPU, against what the machine could do.
 
-    python -m bench.profile_step --model DIR [--threads 1]
+    python -m bench.profile_step --model DIR [--threads N] [--quantization int8] [--kv-dtype int8]
+        [--out FILE.json]
 
-Prints the CPU time of a step and of each part of it, for one decode, for many and for a prompt. CPU
-time hardly depends on what else the machine is doing; with `--threads 1` it is the time that the
-step takes on one idle core.
+For decodes of 1, 8, 32 and 256 sequences, prompts of 128 and 1,024 tokens and mixed steps, prints
+the time of each kind of work in all layers, and its limit: the larger of the bytes it has to read
+over the memory's bandwidth and of its operations over the rate of the instructions that it uses,
+both measured before. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
+import numba
 import numpy as np
+import torch
+from numba import njit, prange
 
+from bench.machine import this_machine
 from shared.config import load_settings
-from worker_svc.attention import torch_backend
-from worker_svc.kernels.cpu import fused as cpu_fused
-from worker_svc.kernels.cpu import linear as cpu_linear
+from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.ops import PackedWeight
+from worker_svc.layers.embedding import VocabParallelEmbedding
+from worker_svc.layers.norm import RMSNorm
 from worker_svc.model_runner import ModelRunner
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.quantize import quantize
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
 
-NUM_BLOCKS = 1024
-REPEATS = 5
+CONTEXT = 280
+# Sequences of one token at `CONTEXT`, and the length of a new prompt beside them.
+STEPS = [(1, 0), (8, 0), (32, 0), (256, 0), (0, 128), (0, 1024), (31, 128), (8, 512)]
+READ_BYTES = 1 << 28
+# Products that stay in the caches, to measure the rate of their instructions.
+TOKENS, WIDTH = 480, 512
 
 
-class PartTimes:
-    """Measures CPU seconds per part by wrapping the functions that do the work."""
+@dataclasses.dataclass
+class Part:
+    """The work of one kind in a step; limits are in seconds."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    operations: int = 0
+
+
+class Parts:
+    """Times what functions do by wrapping them."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.parts: dict[str, Part] = defaultdict(Part)
 
-    def wrap(self, owner: Any, name: str, part: str) -> None:
+    def wrap(
+        self,
+        owner: Any,
+        name: str,
+        part: str,
+        work: Callable[..., tuple[int, int]] = lambda *args: (0, 0),
+    ) -> None:
+        """`work` of the call's arguments -> bytes to read, operations."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.process_time() - started
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            done = self.parts[part]
+            done.seconds += time.perf_counter() - started
+            size, operations = work(*args)
+            done.bytes += size
+            done.operations += operations
+            return result
 
         setattr(owner, name, timed)
 
+    def wrap_weight(self, weight: PackedWeight, part: str) -> None:
+        state = weight.state()
+        size = sum(tensor.nbytes for tensor in state.values())
+        shape = state["shape"].tolist() if "shape" in state else state["weight"].shape
+        self.wrap(
+            weight, "matmul", part, lambda x, *_: (size, 2 * len(x) * int(shape[0] * shape[1]))
+        )
 
-def make_step(runner: ModelRunner, rows: int, query_len: int, context_len: int) -> Step:
-    """Makes a step of `rows` equal sequences, each with blocks of its own."""
-    size = runner.info.block_size
-    blocks = -(-context_len // size)
-    positions = np.arange(context_len - query_len, context_len)
-    tables = np.arange(rows * blocks).reshape(rows, blocks)
-    rng = np.random.default_rng(0)
+    def wrap_runner(self, runner: ModelRunner) -> None:
+        model, backend = runner._model, runner._backend
+        for layer in model.layers:
+            self.wrap_weight(layer.attention.qkv_proj._weight, "qkv")
+            self.wrap_weight(layer.attention.o_proj._weight, "output")
+            self.wrap_weight(layer.mlp.gate_up_proj._weight, "gate and up")
+            self.wrap_weight(layer.mlp.down_proj._weight, "down")
+        self.wrap_weight(model.lm_head._weight, "head")
+        shape = backend.shape
+        of_token = shape.cache_bytes_per_token // shape.num_layers
+
+        def attention(_self: Any, _q: Any, _cache: Any, plan: Any) -> tuple[int, int]:
+            lens = np.diff(plan.query_starts)
+            seen = lens * plan.context_lens - lens * (lens - 1) // 2
+            operations = 4 * int(seen.sum()) * shape.num_heads * shape.head_dim
+            return int(plan.context_lens.sum()) * of_token, operations
+
+        self.wrap(TorchBackend, "attend", "attention", attention)
+        self.wrap(TorchBackend, "norm_rope_store", "norm, rope, cache write")
+        self.wrap(RMSNorm, "__call__", "norm")
+        self.wrap(cpu_ops, "silu_and_multiply", "SiLU")
+        self.wrap(VocabParallelEmbedding, "__call__", "embedding")
+        self.wrap(Sampler, "__call__", "sampler")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    bytes_per_s: float
+    operations_per_s: float  # of products
+    float_operations_per_s: float  # of attention
+
+    @staticmethod
+    def measure(dtype: torch.dtype, quantization: str) -> Limits:
+        threads = numba.get_num_threads()
+        memory = np.ones(READ_BYTES // 8)
+        weight = torch.randn(WIDTH, WIDTH)
+        packed: torch.Tensor | QuantizedWeight = weight.to(dtype)
+        if quantization in ("int8", "int4", "fp8"):
+            packed = quantize(weight, cast(Format, quantization))
+        product = cpu_ops.pack(packed, dtype)
+        floats = cpu_ops.pack(weight, torch.float32)
+        x = torch.randn(TOKENS, WIDTH)
+        operations = 2 * TOKENS * WIDTH * WIDTH
+        return Limits(
+            READ_BYTES / _best(lambda: _read(memory, threads)),
+            operations / _best(lambda: product.matmul(x, None)),
+            operations / _best(lambda: floats.matmul(x, None)),
+        )
+
+    def seconds(self, name: str, part: Part) -> float:
+        rate = self.float_operations_per_s if name == "attention" else self.operations_per_s
+        return max(part.bytes / self.bytes_per_s, part.operations / rate)
+
+
+@njit(parallel=True, fastmath=True)  # type: ignore[untyped-decorator]
+def _read(memory: Any, threads: int) -> float:
+    total = 0.0
+    for thread in prange(threads):
+        part = 0.0
+        for i in range(len(memory) * thread // threads, len(memory) * (thread + 1) // threads):
+            part += memory[i]
+        total += part
+    return total
+
+
+def _best(run: Callable[[], object]) -> float:
+    run()
+    seconds = []
+    for _ in range(9):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def make_step(runner: ModelRunner, decodes: int, prompt: int) -> Step:
+    """Makes a step of `decodes` sequences at `CONTEXT` and of a prompt, if that is not 0, each with
+    blocks of its own."""
+    size, rng = runner.info.block_size, np.random.default_rng(0)
+    query_lens = np.array([1] * decodes + [prompt] * (prompt > 0), np.int32)
+    context_lens = np.array([CONTEXT] * decodes + [prompt] * (prompt > 0), np.int32)
+    ends = np.cumsum(-(-context_lens // size))
+    offsets = np.concatenate(([0], ends)).astype(np.int32)
+    positions = [
+        np.arange(context - tokens, context)
+        for tokens, context in zip(query_lens, context_lens, strict=True)
+    ]
+    slots = [first * size + p for first, p in zip(offsets[:-1], positions, strict=True)]
+    num_seqs, num_tokens = len(query_lens), int(query_lens.sum())
     return Step(
         step_id=1,
-        input_ids=rng.integers(runner.info.vocab_size, size=rows * query_len, dtype=np.int32),
-        positions=np.tile(positions, rows).astype(np.int32),
-        slot_mapping=(tables[:, positions // size] * size + positions % size)
-        .ravel()
-        .astype(np.int32),
-        query_lens=np.full(rows, query_len, np.int32),
-        context_lens=np.full(rows, context_len, np.int32),
-        block_table=tables.ravel().astype(np.int32),
-        block_table_offsets=(np.arange(rows + 1) * blocks).astype(np.int32),
-        samples=np.ones(rows, np.bool_),
-        temperatures=np.full(rows, 0.6, np.float32),
-        seeds=np.arange(rows, dtype=np.uint64),
+        input_ids=rng.integers(runner.info.vocab_size, size=num_tokens, dtype=np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        slot_mapping=np.concatenate(slots).astype(np.int32),
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_table=np.arange(offsets[-1], dtype=np.int32),
+        block_table_offsets=offsets,
+        samples=np.ones(num_seqs, np.bool_),
+        temperatures=np.full(num_seqs, 0.6, np.float32),
+        seeds=np.arange(num_seqs, dtype=np.uint64),
     )
 
 
-def profile(runner: ModelRunner, times: PartTimes, title: str, step: Step, repeats: int) -> None:
+def profile(runner: ModelRunner, parts: Parts, limits: Limits, step: Step) -> dict[str, Any]:
+    """Runs `step` until a second has gone, and prints the run of median time."""
     runner.run(step)
-    times.seconds.clear()
-    totals = []
-    for _ in range(repeats):
-        started = time.process_time()
+    runs: list[tuple[float, dict[str, Part]]] = []
+    while not runs or (sum(seconds for seconds, _ in runs) < 1 or len(runs) < 3):
+        parts.parts.clear()
+        started = time.perf_counter()
         runner.run(step)
-        totals.append(time.process_time() - started)
-    total = sum(totals) / repeats
-    print(f"\n{title}: {1000 * total:.1f} ms (best {1000 * min(totals):.1f})")
-    parts = {name: seconds / repeats for name, seconds in times.seconds.items()}
-    parts["the rest"] = total - sum(parts.values())
-    for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
-        print(f"  {name:<24}{1000 * seconds:9.1f} ms {100 * seconds / total:5.1f} %")
+        runs.append((time.perf_counter() - started, dict(parts.parts)))
+    total = median(seconds for seconds, _ in runs[: len(runs) - 1 + len(runs) % 2])
+    kinds = next(kinds for seconds, kinds in runs if seconds == total)
+    rest = total - sum(part.seconds for part in kinds.values())
+    kinds |= {"plan, upload, Python": Part(rest)}
+    rows = {name: (part.seconds, limits.seconds(name, part)) for name, part in kinds.items()}
+    bound = sum(limit for _, limit in rows.values())
+    print(f"{'all':<26}{1e3 * total:10.2f} ms {1e3 * bound:10.2f} ms {100 * bound / total:6.0f} %")
+    for name, (seconds, limit) in sorted(rows.items(), key=lambda row: -row[1][0]):
+        against = f"{1e3 * limit:10.2f} ms {100 * limit / seconds:6.0f} %" if limit else ""
+        print(f"  {name:<24}{1e3 * seconds:10.2f} ms {against}")
+    return {
+        "seconds": total,
+        "limit_s": bound,
+        "parts": {name: {"seconds": s, "limit_s": limit} for name, (s, limit) in rows.items()},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.profile_step")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", default="auto")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--out")
     args = parser.parse_args()
-    times = PartTimes()
-    times.wrap(cpu_linear, "linear", "linear layers")
-    times.wrap(torch_backend, "decode_attention", "decode attention")
-    times.wrap(torch_backend, "write_cache", "cache write")
-    times.wrap(torch_backend.TorchBackend, "_attend_chunk", "prompt attention")
-    times.wrap(Sampler, "__call__", "sampler")
-    for name in ("_rms_norm", "_add_rms_norm", "_norm_and_rotate", "_silu_and_multiply"):
-        times.wrap(cpu_fused, name, "norms, rotary, silu")
-    flags = ["--model", args.model, "--device", "cpu", "--threads", str(args.threads)]
+    flags = ["--device", "cpu", "--max-num-seqs", "256", "--model", args.model]
+    for name in ("threads", "quantization", "kv_dtype"):
+        flags += [f"--{name.replace('_', '-')}", getattr(args, name)]
     runner = ModelRunner(load_settings(WorkerSettings, flags))
-    runner.configure(1, NUM_BLOCKS)
-    profile(runner, times, "one decode, context 200", make_step(runner, 1, 1, 200), REPEATS)
-    profile(runner, times, "32 decodes, context 280", make_step(runner, 32, 1, 280), REPEATS)
-    profile(runner, times, "prompt of 1024", make_step(runner, 1, 1024, 1024), 1)
+    blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
+    runner.configure(1, blocks + 1024)
+    limits = Limits.measure(getattr(torch, runner.info.dtype), args.quantization)
+    print(
+        f"reads {limits.bytes_per_s / 1e9:.1f} GB/s, products {limits.operations_per_s / 1e9:.0f} "
+        f"and float32 {limits.float_operations_per_s / 1e9:.0f} billion operations/s"
+    )
+    parts = Parts()
+    parts.wrap_runner(runner)
+    results = {}
+    for decodes, prompt in STEPS:
+        title = " and ".join(
+            ([f"{decodes} decodes"] if decodes else []) + ([f"{prompt} tokens"] if prompt else [])
+        )
+        print(f"\n{title:<32}time          limit   reached")
+        results[title] = profile(runner, parts, limits, make_step(runner, decodes, prompt))
+    if args.out:
+        result = {
+            **dataclasses.asdict(this_machine()),
+            "flags": flags,
+            "limits": dataclasses.asdict(limits),
+            "steps": results,
+        }
+        with open(args.out, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
 
 
 if __name__ == "__main__":

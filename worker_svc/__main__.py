@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 
 gc.disable()  # see `shared.process`
 
-# A step is hundreds of short parallel regions, and to wake a sleeping thread takes 70 us: threads
-# spin for this many rounds, about 0.1 ms, before they sleep. By default they spin longer, and those
-# of torch's pool on cores that numba's needs. OpenMP reads both once, when it is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+from worker_svc.openmp import let_threads_spin_briefly
+
+let_threads_spin_briefly()
 
 import sys
 

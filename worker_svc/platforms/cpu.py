@@ -69,6 +69,8 @@ class CpuPlatform(Platform):
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
         dtype = checkpoint if setting == "auto" else getattr(torch, setting)
+        if setting == "auto" and dtype == torch.float16:
+            dtype = torch.bfloat16
         if dtype not in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             raise ModelError(f"dtype: {name} is not served on cpu; use float32 or bfloat16")

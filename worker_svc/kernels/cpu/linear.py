@@ -133,10 +133,7 @@ def _quantize(
     row_codes = np.zeros(4 * words, np.int8)
     fours = row_codes.view(np.uint32)
     for i in range(rows):
-        if len(maxima):
-            largest = maxima[first + i]
-        else:
-            largest = _largest_magnitude(x, first + i)
+        largest = maxima[first + i] if len(maxima) else _largest_magnitude(x, first + i)
         factor = np.float32(127) / largest if largest > 0 else np.float32(0)
         scales[first + i] = largest / np.float32(127)
         for k in range(depth):
