@@ -1,7 +1,7 @@
 """Attention over a paged KV cache on a CPU: prompts, parts of prompts and decodes in one pass, read
 where they lie.
 
-A task is a tile of up to `MAXROWS` queries of a key-value head: of one token in a decode, of
+A task is a tile of up to `MAX_ROWS` queries of a key-value head: of one token in a decode, of
 several in a prompt. Tasks go through the context `CHUNK` keys at a time and keep, per query, the
 largest score and the sum of the weights so far. (Online softmax: Milakov and Gimelshein, 2018, and
 Dao et al., "FlashAttention", 2022.)
@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.kv_store import ROW, VECTORS, padded
-from worker_svc.kernels.cpu.linear import PARALLEL_PRODUCTS
-from worker_svc.kernels.cpu.panels import MAXROWS
+from worker_svc.kernels.cpu.linear import PARALLEL_PRODUCTS, next_rows
+from worker_svc.kernels.cpu.panels import MAX_ROWS
 from worker_svc.kernels.cpu.simd import (
     F32,
     F32S,
@@ -158,7 +158,7 @@ def _weigh(rows: int, width: int) -> Any:
     return weigh
 
 
-_TILES = [min(rows, MAXROWS) for rows in (12, 8, 4, 2, 1)]
+_TILES = [min(rows, MAX_ROWS) for rows in (12, 8, 4, 2, 1)]
 _score_12, _score_8, _score_4, _score_2, _score_1 = map(_score, _TILES)
 _weigh_12, _weigh_8, _weigh_4, _weigh_2, _weigh_1 = (_weigh(rows, VECTORS) for rows in _TILES)
 
@@ -168,7 +168,7 @@ def _score_tile(
     cache: Any, keys: int, query: Any, head_dim: int, scores: Any, column: int, rows: int
 ) -> None:
     q, s = query.ctypes.data, scores.ctypes.data + 4 * column
-    if rows == MAXROWS:
+    if rows == MAX_ROWS:
         _score_12(cache, keys, q, head_dim, s)
     elif rows == 8:
         _score_8(cache, keys, q, head_dim, s)
@@ -186,7 +186,7 @@ def _weigh_tile(
 ) -> None:
     a, w, t = addresses.ctypes.data, scores.ctypes.data, totals.ctypes.data + 4 * d
     offset, size = d * cache.itemsize, totals.shape[1]
-    if rows == MAXROWS:
+    if rows == MAX_ROWS:
         _weigh_12(cache, a, offset, w, keys, t, size)
     elif rows == 8:
         _weigh_8(cache, a, offset, w, keys, t, size)
@@ -221,13 +221,6 @@ def _soften(
         scores[row, i] = 0
 
 
-@njit(inline="always")
-def _next_rows(left: int) -> int:
-    if left >= MAXROWS:
-        return MAXROWS
-    return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-
-
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _attend_tiles(
     counter: Any,
@@ -253,11 +246,11 @@ def _attend_tiles(
     quantized = cache.itemsize == 1
     scales = cache.view(np.float32)
     first_scale = row_size * slots // 4
-    query = np.empty(MAXROWS * head_dim, np.float32)
-    scores = np.empty((MAXROWS, _STRIDE), np.float32)
-    totals = np.empty((MAXROWS, row_size), np.float32)
-    tops = np.empty(MAXROWS, np.float32)
-    sums = np.empty(MAXROWS, np.float32)
+    query = np.empty(MAX_ROWS * head_dim, np.float32)
+    scores = np.empty((MAX_ROWS, _STRIDE), np.float32)
+    totals = np.empty((MAX_ROWS, row_size), np.float32)
+    tops = np.empty(MAX_ROWS, np.float32)
+    sums = np.empty(MAX_ROWS, np.float32)
     value_scales = np.empty(CHUNK, np.float32)
     addresses = np.empty(CHUNK, np.int64)
     while True:
@@ -269,10 +262,10 @@ def _attend_tiles(
         start = query_starts[n]
         tokens = query_starts[n + 1] - start
         before = context_lens[n] - tokens
-        tile_end = min(tokens * group, row + MAXROWS)
+        tile_end = min(tokens * group, row + MAX_ROWS)
         head_start = cache.ctypes.data + kv_head * head_bytes
         while row < tile_end:
-            rows = _next_rows(tile_end - row)
+            rows = next_rows(tile_end - row)
             for i in range(rows):
                 token, head = start + (row + i) // group, kv_head * group + (row + i) % group
                 for d in range(head_dim):

@@ -26,7 +26,8 @@ PARALLEL_PRODUCTS = 1 << 19
 
 
 @njit(inline="always")
-def _next_rows(left: int) -> int:
+def next_rows(left: int) -> int:
+    """The rows of the next tile when `left` are left."""
     if left >= MAX_ROWS:
         return MAX_ROWS
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
@@ -163,7 +164,7 @@ def _pack_rows(
     x_scales: Any,
 ) -> None:
     while first < end:
-        rows = _next_rows(end - first)
+        rows = next_rows(end - first)
         _pack_tile(codes, x, maxima, first, rows, groups, packed, sums, x_scales)
         first += rows
 
@@ -203,7 +204,7 @@ def _multiply_panels(
         z = zeros.ctypes.data + panel * groups * PANEL * 4
         t = tile.ctypes.data
         while row < end:
-            rows = _next_rows(end - row)
+            rows = next_rows(end - row)
             a = packed.ctypes.data + row * words * 4
             b = sums.ctypes.data + row * groups * 4
             if rows == MAX_ROWS:
