@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
-from worker_svc.kernels.cpu.attention import CHUNK, attend, cache_row, normalize_and_store
+from worker_svc.kernels.cpu.attention import CHUNK, attend
+from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
 from worker_svc.kernels.cpu.panels import MAX_ROWS
 from worker_svc.kernels.cpu.simd import LANES, bits
 from worker_svc.step.decode import Step
@@ -34,7 +35,7 @@ class TorchMetadata:
 
 
 class TorchBackend(AttentionBackend[TorchMetadata]):
-    """Cache layout [2, blocks, kv_heads, size], see `normalize_and_store`.
+    """Cache layout [2, blocks, kv_heads, size], see `kernels.cpu.kv_store`.
 
     Raises:
         StartError: the cache cannot have this dtype or blocks of this size.

@@ -12,15 +12,16 @@ chunks begin at multiples of `CHUNK`: its result depends on nothing but its own 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.kv_store import ROW, VECTORS, padded
+from worker_svc.kernels.cpu.linear import PARALLEL_PRODUCTS, next_rows
 from worker_svc.kernels.cpu.panels import MAX_ROWS
 from worker_svc.kernels.cpu.simd import (
     F32,
@@ -36,25 +37,14 @@ from worker_svc.kernels.cpu.simd import (
     fma,
     largest,
     loop,
-    narrow,
     pointer,
     splat,
     take,
-    widen,
 )
 
 CHUNK = 256
 # Floats between rows of scores: a power of two would put all rows into the same lines of the cache.
 _STRIDE = CHUNK + LANES
-# Vectors of a value's dimensions that a loop over keys adds up at once, and that many numbers.
-_WIDE = 2
-_ROW = _WIDE * LANES
-
-
-def cache_row(block_size: int, head_dim: int, *, scaled: bool) -> int:
-    """The size of a head's part of a block of the cache, in numbers: see `normalize_and_store`."""
-    slots = -(-block_size // LANES) * LANES
-    return slots * (-(-head_dim // _ROW) * _ROW + (4 if scaled else 0))
 
 
 def _vector(builder: Any, place: Any, dtype: str) -> Any:
@@ -170,7 +160,7 @@ def _weigh(rows: int, width: int) -> Any:
 
 _TILES = [min(rows, MAX_ROWS) for rows in (12, 8, 4, 2, 1)]
 _score_12, _score_8, _score_4, _score_2, _score_1 = map(_score, _TILES)
-_weigh_12, _weigh_8, _weigh_4, _weigh_2, _weigh_1 = (_weigh(rows, _WIDE) for rows in _TILES)
+_weigh_12, _weigh_8, _weigh_4, _weigh_2, _weigh_1 = (_weigh(rows, VECTORS) for rows in _TILES)
 
 
 @njit(inline="always")
@@ -231,11 +221,95 @@ def _soften(
         scores[row, i] = 0
 
 
-@njit(inline="always")
-def _next_rows(left: int) -> int:
-    if left >= MAX_ROWS:
-        return MAX_ROWS
-    return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _attend_tiles(
+    counter: Any,
+    q: Any,
+    cache: Any,
+    block_size: int,
+    tiles: Any,
+    query_starts: Any,
+    context_lens: Any,
+    block_table: Any,
+    first_blocks: Any,
+    scale: float,
+    out: Any,
+) -> None:
+    """Takes a tile of a key-value head at a time from `counter` until there are none."""
+    head_dim, kv_heads = q.shape[2], cache.shape[2]
+    group = q.shape[1] // kv_heads
+    row_size = padded(head_dim, ROW)
+    slots = padded(block_size, LANES)
+    chunk_size = CHUNK // block_size * block_size if block_size < CHUNK else CHUNK
+    head_bytes = cache.shape[3] * cache.itemsize
+    block_bytes = kv_heads * head_bytes
+    quantized = cache.itemsize == 1
+    scales = cache.view(np.float32)
+    first_scale = row_size * slots // 4
+    query = np.empty(MAX_ROWS * head_dim, np.float32)
+    scores = np.empty((MAX_ROWS, _STRIDE), np.float32)
+    totals = np.empty((MAX_ROWS, row_size), np.float32)
+    tops = np.empty(MAX_ROWS, np.float32)
+    sums = np.empty(MAX_ROWS, np.float32)
+    value_scales = np.empty(CHUNK, np.float32)
+    addresses = np.empty(CHUNK, np.int64)
+    while True:
+        task = take(counter)
+        if task >= len(tiles) * kv_heads:
+            break
+        kv_head, tile = task // len(tiles), task % len(tiles)
+        n, row = tiles[tile, 0], tiles[tile, 1]
+        start = query_starts[n]
+        tokens = query_starts[n + 1] - start
+        before = context_lens[n] - tokens
+        tile_end = min(tokens * group, row + MAX_ROWS)
+        head_start = cache.ctypes.data + kv_head * head_bytes
+        while row < tile_end:
+            rows = next_rows(tile_end - row)
+            for i in range(rows):
+                token, head = start + (row + i) // group, kv_head * group + (row + i) % group
+                for d in range(head_dim):
+                    query[d * rows + i] = q[token, head, d] * np.float32(scale)
+                for d in range(row_size):
+                    totals[i, d] = 0
+                tops[i] = -np.inf
+                sums[i] = 0
+            seen = before + (row + rows - 1) // group + 1
+            for first in range(0, seen, chunk_size):
+                keys = min(chunk_size, seen - first)
+                done = 0
+                while done < keys:
+                    slot = (first + done) % block_size
+                    block = block_table[first_blocks[n] + (first + done) // block_size]
+                    run = min(block_size - slot, keys - done)
+                    key_codes = head_start + block * block_bytes
+                    value_codes = key_codes + cache.shape[1] * block_bytes
+                    for lane in range(0, run, LANES):
+                        codes = key_codes + (slot + lane) * head_dim * cache.itemsize
+                        _score_tile(cache, codes, query, head_dim, scores, done + lane, rows)
+                    for i in range(run):
+                        addresses[done + i] = value_codes + (slot + i) * row_size * cache.itemsize
+                    if quantized:
+                        for i in range(run):
+                            place = first_scale + slot + i
+                            value_scales[done + i] = scales[1, block, kv_head, place]
+                            factor = scales[0, block, kv_head, place]
+                            for r in range(rows):
+                                scores[r, done + i] *= factor
+                    done += run
+                for i in range(rows):
+                    visible = before + (row + i) // group + 1 - first
+                    _soften(scores, i, min(visible, keys), keys, tops, sums, totals)
+                    if quantized:
+                        for k in range(keys):
+                            scores[i, k] *= value_scales[k]
+                for d in range(0, row_size, ROW):
+                    _weigh_tile(cache, addresses, scores, keys, totals, d, rows)
+            for i in range(rows):
+                token, head = start + (row + i) // group, kv_head * group + (row + i) % group
+                for d in range(head_dim):
+                    out[token, head, d] = totals[i, d] / sums[i]
+            row += rows
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -255,203 +329,41 @@ def attend(
     """Sets out to softmax(scale · q Kᵀ) V, each query seeing its sequence up to itself.
 
     q, out        [T, heads, head_dim]
-    cache         [2, blocks, kv_heads, size], see `store`
+    cache         [2, blocks, kv_heads, size], see `kv_store.normalize_and_store`
     tiles         [N, 2] the number of a sequence, and the first row of a tile: row r of a
                   key-value head is its head r % group of the query r // group
     query_starts  [S + 1] tokens
     context_lens  [S]
     first_blocks  [S] where a sequence's blocks begin in block_table
     """
-    head_dim, kv_heads = q.shape[2], cache.shape[2]
-    group = q.shape[1] // kv_heads
-    row_size = padded(head_dim, _ROW)
-    slots = padded(block_size, LANES)
-    chunk_size = CHUNK // block_size * block_size if block_size < CHUNK else CHUNK
-    head_bytes = cache.shape[3] * cache.itemsize
-    block_bytes = kv_heads * head_bytes
-    quantized = cache.itemsize == 1
-    scales = cache.view(np.float32)
-    first_scale = row_size * slots // 4
     counter = np.zeros(1, np.int64)
-    for _thread in prange(threads):
-        query = np.empty(MAX_ROWS * head_dim, np.float32)
-        scores = np.empty((MAX_ROWS, _STRIDE), np.float32)
-        totals = np.empty((MAX_ROWS, row_size), np.float32)
-        tops = np.empty(MAX_ROWS, np.float32)
-        sums = np.empty(MAX_ROWS, np.float32)
-        value_scales = np.empty(CHUNK, np.float32)
-        addresses = np.empty(CHUNK, np.int64)
-        while True:
-            task = take(counter)
-            if task >= len(tiles) * kv_heads:
-                break
-            kv_head, tile = task // len(tiles), task % len(tiles)
-            n, row = tiles[tile, 0], tiles[tile, 1]
-            start = query_starts[n]
-            tokens = query_starts[n + 1] - start
-            before = context_lens[n] - tokens
-            tile_end = min(tokens * group, row + MAX_ROWS)
-            head_start = cache.ctypes.data + kv_head * head_bytes
-            while row < tile_end:
-                rows = _next_rows(tile_end - row)
-                for i in range(rows):
-                    token, head = start + (row + i) // group, kv_head * group + (row + i) % group
-                    for d in range(head_dim):
-                        query[d * rows + i] = q[token, head, d] * np.float32(scale)
-                    for d in range(row_size):
-                        totals[i, d] = 0
-                    tops[i] = -np.inf
-                    sums[i] = 0
-                seen = before + (row + rows - 1) // group + 1
-                for first in range(0, seen, chunk_size):
-                    keys = min(chunk_size, seen - first)
-                    done = 0
-                    while done < keys:
-                        slot = (first + done) % block_size
-                        block = block_table[first_blocks[n] + (first + done) // block_size]
-                        run = min(block_size - slot, keys - done)
-                        key_codes = head_start + block * block_bytes
-                        value_codes = key_codes + cache.shape[1] * block_bytes
-                        for lane in range(0, run, LANES):
-                            codes = key_codes + (slot + lane) * head_dim * cache.itemsize
-                            _score_tile(cache, codes, query, head_dim, scores, done + lane, rows)
-                        for i in range(run):
-                            addresses[done + i] = (
-                                value_codes + (slot + i) * row_size * cache.itemsize
-                            )
-                        if quantized:
-                            for i in range(run):
-                                place = first_scale + slot + i
-                                value_scales[done + i] = scales[1, block, kv_head, place]
-                                factor = scales[0, block, kv_head, place]
-                                for r in range(rows):
-                                    scores[r, done + i] *= factor
-                        done += run
-                    for i in range(rows):
-                        visible = before + (row + i) // group + 1 - first
-                        _soften(scores, i, min(visible, keys), keys, tops, sums, totals)
-                        if quantized:
-                            for k in range(keys):
-                                scores[i, k] *= value_scales[k]
-                    for d in range(0, row_size, _ROW):
-                        _weigh_tile(cache, addresses, scores, keys, totals, d, rows)
-                for i in range(rows):
-                    token, head = start + (row + i) // group, kv_head * group + (row + i) % group
-                    for d in range(head_dim):
-                        out[token, head, d] = totals[i, d] / sums[i]
-                row += rows
-
-
-@njit(inline="always")
-def padded(size: int, multiple: int) -> int:
-    return (size + multiple - 1) // multiple * multiple
-
-
-@njit(inline="always")
-def _normalize(
-    qkv: Any, row: int, head: int, weight: Any, eps: float, rotation: Any, x: Any, out: Any
-) -> None:
-    """Sets out [head_dim] to a head of qkv, normalized and rotated by cosines and then sines
-    [head_dim]. x [head_dim] is overwritten: on arrays of its own the loops run in vectors."""
-    head_dim = len(out)
-    half = head_dim // 2
-    squares = np.float32(0)
-    for i in range(head_dim):
-        x[i] = qkv[row, head, i]
-        squares += x[i] * x[i]
-    scale = np.float32(1 / math.sqrt(squares / head_dim + eps))
-    for i in range(head_dim):
-        x[i] *= scale * widen(weight[i])
-    for i in range(half):
-        out[i] = x[i] * rotation[i] - x[half + i] * rotation[half + i]
-        out[half + i] = x[half + i] * rotation[i] + x[i] * rotation[half + i]
-
-
-def _round(numbers: Any, codes: Any) -> Any:
-    """Rounds numbers [head_dim] float32 to codes, of the cache's dtype -> their scale."""
-
-
-@overload(_round)
-def _overload_round(numbers: Any, codes: Any) -> Any:
-    return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
-
-
-def _round_floats(numbers: Any, codes: Any) -> Any:
-    for i in range(len(numbers)):
-        codes[i] = narrow(numbers[i], codes[i])
-    return np.float32(1)
-
-
-def _round_to_int8(numbers: Any, codes: Any) -> Any:
-    top = np.float32(0)
-    for i in range(len(numbers)):
-        top = max(top, abs(numbers[i]))
-    factor = np.float32(127) / top if top > 0 else np.float32(0)
-    for i in range(len(numbers)):
-        codes[i] = np.int8(np.rint(numbers[i] * factor))
-    return top / np.float32(127)
-
-
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
-def normalize_and_store(
-    qkv: NDArray[np.float32],
-    q_weight: NDArray[Any],
-    k_weight: NDArray[Any],
-    eps: float,
-    cos_sin: NDArray[np.float32],
-    positions: NDArray[np.int64],
-    slot_mapping: NDArray[np.int64],
-    block_size: int,
-    cache: NDArray[Any],
-    q: NDArray[np.float32],
-    threads: int,
-) -> None:
-    """Normalizes and rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T,
-    heads, head_dim], and the keys, which it stores with the values in their slots of the cache.
-
-    The cache is [2, blocks, kv_heads, size] float32, bfloat16 as uint16, or int8, keys before
-    values. Of a block and head,
-
-        keys    [slots / 16, head_dim, 16]: a vector holds a dimension of 16 keys
-        values  [slots, row_size]
-
-    with slots a multiple of 16 and row_size one of 32; int8 codes are followed by their scales
-    float32 [slots].
-    """
-    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.shape[2]
-    row_size = padded(head_dim, _ROW)
-    slots = padded(block_size, LANES)
-    scales = cache.view(np.float32)
-    first_scale = row_size * slots // 4
-    for thread in prange(threads):
-        x, numbers, rotation = (
-            np.empty(head_dim, np.float32),
-            np.empty(head_dim, np.float32),
-            np.empty(head_dim, np.float32),
+    keys = np.sum(context_lens * (query_starts[1:] - query_starts[:-1]))
+    if keys * q.shape[1] * q.shape[2] < PARALLEL_PRODUCTS:
+        _attend_tiles(
+            counter,
+            q,
+            cache,
+            block_size,
+            tiles,
+            query_starts,
+            context_lens,
+            block_table,
+            first_blocks,
+            scale,
+            out,
         )
-        codes = np.empty(head_dim, cache.dtype)
-        for row in range(len(qkv) * thread // threads, len(qkv) * (thread + 1) // threads):
-            position = positions[row]
-            for i in range(head_dim // 2):
-                rotation[i] = cos_sin[position, 0, i]
-                rotation[head_dim // 2 + i] = cos_sin[position, 1, i]
-            for head in range(heads):
-                _normalize(qkv, row, head, q_weight, eps, rotation, x, numbers)
-                for d in range(head_dim):
-                    q[row, head, d] = numbers[d]
-            block, slot = slot_mapping[row] // block_size, slot_mapping[row] % block_size
-            for head in range(kv_heads):
-                _normalize(qkv, row, heads + head, k_weight, eps, rotation, x, numbers)
-                scale = _round(numbers, codes)
-                first = slot // LANES * head_dim * LANES + slot % LANES
-                for d in range(head_dim):
-                    cache[0, block, head, first + d * LANES] = codes[d]
-                if cache.itemsize == 1:
-                    scales[0, block, head, first_scale + slot] = scale
-                for d in range(head_dim):
-                    numbers[d] = qkv[row, heads + kv_heads + head, d]
-                scale = _round(numbers, codes)
-                for d in range(head_dim):
-                    cache[1, block, head, slot * row_size + d] = codes[d]
-                if cache.itemsize == 1:
-                    scales[1, block, head, first_scale + slot] = scale
+    else:
+        for _thread in prange(threads):
+            _attend_tiles(
+                counter,
+                q,
+                cache,
+                block_size,
+                tiles,
+                query_starts,
+                context_lens,
+                block_table,
+                first_blocks,
+                scale,
+                out,
+            )

@@ -20,10 +20,14 @@ _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = (
 X_BLOCK_BYTES = 512 << 10
 # With fewer tokens than this, waking another thread costs more than it saves.
 PARALLEL_TOKENS = 8
+# As few multiplications take one thread some 20 us, and leave nobody waiting for a thread that the
+# system has put aside.
+PARALLEL_PRODUCTS = 1 << 19
 
 
 @njit(inline="always")
-def _next_rows(left: int) -> int:
+def next_rows(left: int) -> int:
+    """The rows of the next tile when `left` are left."""
     if left >= MAX_ROWS:
         return MAX_ROWS
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
@@ -147,6 +151,86 @@ def _quantize(
             out[first * words + k * rows + i] = fours[k]
 
 
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _pack_rows(
+    codes: Any,
+    x: Any,
+    maxima: Any,
+    first: int,
+    end: int,
+    groups: int,
+    packed: Any,
+    sums: Any,
+    x_scales: Any,
+) -> None:
+    while first < end:
+        rows = next_rows(end - first)
+        _pack_tile(codes, x, maxima, first, rows, groups, packed, sums, x_scales)
+        first += rows
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _multiply_panels(
+    counter: Any,
+    codes: Any,
+    scales: Any,
+    zeros: Any,
+    packed: Any,
+    sums: Any,
+    x_scales: Any,
+    bias: Any,
+    out: Any,
+) -> None:
+    """Takes panels from `counter`, with all rows of x that fit the cache, until there are none."""
+    tokens, out_features = out.shape
+    panels = len(codes)
+    words, groups = len(packed) // tokens, len(sums) // tokens
+    steps = codes.shape[1] // groups
+    panel_bytes = codes.itemsize * (codes.size // panels)
+    x_block = max(X_BLOCK_BYTES // (4 * words) // MAX_ROWS, 1) * MAX_ROWS
+    blocks = (tokens + x_block - 1) // x_block
+    tile = np.empty((MAX_ROWS, PANEL), np.float32)
+    while True:
+        unit = take(counter)
+        if unit >= panels * blocks:
+            break
+        panel = unit % panels
+        row = unit // panels * x_block
+        end = min(tokens, row + x_block)
+        column = panel * PANEL
+        columns = min(PANEL, out_features - column)
+        w = codes.ctypes.data + panel * panel_bytes
+        s = scales.ctypes.data + panel * groups * PANEL * 4
+        z = zeros.ctypes.data + panel * groups * PANEL * 4
+        t = tile.ctypes.data
+        while row < end:
+            rows = next_rows(end - row)
+            a = packed.ctypes.data + row * words * 4
+            b = sums.ctypes.data + row * groups * 4
+            if rows == MAX_ROWS:
+                _rows_12(codes, w, s, z, a, b, groups, steps, t)
+            elif rows == 8:
+                _rows_8(codes, w, s, z, a, b, groups, steps, t)
+            elif rows == 4:
+                _rows_4(codes, w, s, z, a, b, groups, steps, t)
+            elif rows == 2:
+                _rows_2(codes, w, s, z, a, b, groups, steps, t)
+            else:
+                _rows_1(codes, w, s, z, a, b, groups, steps, t)
+            for i in range(rows):
+                scale = x_scales[row + i]
+                if columns == PANEL and len(bias) == 0:
+                    for j in range(PANEL):
+                        out[np.uint64(row + i), np.uint64(column + j)] = tile[i, j] * scale
+                else:
+                    for j in range(columns):
+                        value = tile[i, j] * scale
+                        if len(bias):
+                            value += bias[column + j]
+                        out[row + i, column + j] = value
+            row += rows
+
+
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def linear(
     x: NDArray[np.float32],
@@ -168,69 +252,21 @@ def linear(
     bias    [out_features], or of size 0
     words   of 32 bits that a row of x is packed into
     """
-    tokens = len(x)
-    panels, out_features = len(codes), out.shape[1]
+    tokens, depth = x.shape
     groups = max(scales.shape[1], 1)
-    steps = codes.shape[1] // groups
     packed = np.empty(tokens * words, np.uint32)
     sums = np.empty(tokens * groups, np.int32)
     x_scales = np.empty(tokens, np.float32)
     if tokens < PARALLEL_TOKENS:
-        row = 0
-        while row < tokens:
-            rows = _next_rows(tokens - row)
-            _pack_tile(codes, x, maxima, row, rows, groups, packed, sums, x_scales)
-            row += rows
+        _pack_rows(codes, x, maxima, 0, tokens, groups, packed, sums, x_scales)
     else:
-        for tile_number in prange((tokens + MAX_ROWS - 1) // MAX_ROWS):
-            row = tile_number * MAX_ROWS
-            end = min(tokens, row + MAX_ROWS)
-            while row < end:
-                rows = _next_rows(end - row)
-                _pack_tile(codes, x, maxima, row, rows, groups, packed, sums, x_scales)
-                row += rows
-    x_block = max(X_BLOCK_BYTES // (4 * words) // MAX_ROWS, 1) * MAX_ROWS
-    units = panels * ((tokens + x_block - 1) // x_block)
-    panel_bytes = codes.itemsize * (codes.size // panels)
+        for tile in prange((tokens + MAX_ROWS - 1) // MAX_ROWS):
+            first = tile * MAX_ROWS
+            end = min(tokens, first + MAX_ROWS)
+            _pack_rows(codes, x, maxima, first, end, groups, packed, sums, x_scales)
     counter = np.zeros(1, np.int64)
-    for _thread in prange(threads):
-        tile = np.empty((MAX_ROWS, PANEL), np.float32)
-        while True:
-            unit = take(counter)
-            if unit >= units:
-                break
-            start, panel = unit // panels * x_block, unit % panels
-            end = min(tokens, start + x_block)
-            column = panel * PANEL
-            columns = min(PANEL, out_features - column)
-            w = codes.ctypes.data + panel * panel_bytes
-            s = scales.ctypes.data + panel * groups * PANEL * 4
-            z = zeros.ctypes.data + panel * groups * PANEL * 4
-            row = start
-            while row < end:
-                rows = _next_rows(end - row)
-                a = packed.ctypes.data + row * words * 4
-                b = sums.ctypes.data + row * groups * 4
-                t = tile.ctypes.data
-                if rows == MAX_ROWS:
-                    _rows_12(codes, w, s, z, a, b, groups, steps, t)
-                elif rows == 8:
-                    _rows_8(codes, w, s, z, a, b, groups, steps, t)
-                elif rows == 4:
-                    _rows_4(codes, w, s, z, a, b, groups, steps, t)
-                elif rows == 2:
-                    _rows_2(codes, w, s, z, a, b, groups, steps, t)
-                else:
-                    _rows_1(codes, w, s, z, a, b, groups, steps, t)
-                for i in range(rows):
-                    scale = x_scales[row + i]
-                    if columns == PANEL and len(bias) == 0:
-                        for j in range(PANEL):
-                            out[np.uint64(row + i), np.uint64(column + j)] = tile[i, j] * scale
-                    else:
-                        for j in range(columns):
-                            value = tile[i, j] * scale
-                            if len(bias):
-                                value += bias[column + j]
-                            out[row + i, column + j] = value
-                row += rows
+    if tokens * depth * out.shape[1] < PARALLEL_PRODUCTS:
+        _multiply_panels(counter, codes, scales, zeros, packed, sums, x_scales, bias, out)
+    else:
+        for _thread in prange(threads):
+            _multiply_panels(counter, codes, scales, zeros, packed, sums, x_scales, bias, out)

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from worker_svc.kernels.cpu.attention import attend, cache_row, normalize_and_store
+from worker_svc.kernels.cpu.attention import attend
+from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
 from worker_svc.kernels.cpu.panels import MAX_ROWS
 
 pytestmark = pytest.mark.launches_nothing

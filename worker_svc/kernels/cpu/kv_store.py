@@ -1,0 +1,187 @@
+"""Queries and keys normalized and rotated, keys and values stored in the paged cache of a CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from worker_svc.kernels.cpu.linear import PARALLEL_TOKENS
+from worker_svc.kernels.cpu.simd import FASTMATH, LANES, narrow, widen
+
+# Vectors of a value that attention adds up at once, and that many numbers.
+VECTORS = 2
+ROW = VECTORS * LANES
+
+
+def cache_row(block_size: int, head_dim: int, *, scaled: bool) -> int:
+    """The size of a head's part of a block of the cache, in numbers: see `normalize_and_store`."""
+    slots = -(-block_size // LANES) * LANES
+    return slots * (-(-head_dim // ROW) * ROW + (4 if scaled else 0))
+
+
+@njit(inline="always")
+def padded(size: int, multiple: int) -> int:
+    return (size + multiple - 1) // multiple * multiple
+
+
+@njit(inline="always")
+def _normalize(
+    qkv: Any, row: int, head: int, weight: Any, eps: float, rotation: Any, x: Any, out: Any
+) -> None:
+    """Sets out [head_dim] to a head of qkv, normalized and rotated by cosines and then sines
+    [head_dim]. x [head_dim] is overwritten: on arrays of its own the loops run in vectors."""
+    head_dim = len(out)
+    half = head_dim // 2
+    squares = np.float32(0)
+    for i in range(head_dim):
+        x[i] = qkv[row, head, i]
+        squares += x[i] * x[i]
+    scale = np.float32(1 / math.sqrt(squares / head_dim + eps))
+    for i in range(head_dim):
+        x[i] *= scale * widen(weight[i])
+    for i in range(half):
+        out[i] = x[i] * rotation[i] - x[half + i] * rotation[half + i]
+        out[half + i] = x[half + i] * rotation[i] + x[i] * rotation[half + i]
+
+
+def _round(numbers: Any, codes: Any) -> Any:
+    """Rounds numbers [head_dim] float32 to codes, of the cache's dtype -> their scale."""
+
+
+@overload(_round)
+def _overload_round(numbers: Any, codes: Any) -> Any:
+    return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
+
+
+def _round_floats(numbers: Any, codes: Any) -> Any:
+    for i in range(len(numbers)):
+        codes[i] = narrow(numbers[i], codes[i])
+    return np.float32(1)
+
+
+def _round_to_int8(numbers: Any, codes: Any) -> Any:
+    top = np.float32(0)
+    for i in range(len(numbers)):
+        top = max(top, abs(numbers[i]))
+    factor = np.float32(127) / top if top > 0 else np.float32(0)
+    for i in range(len(numbers)):
+        codes[i] = np.int8(np.rint(numbers[i] * factor))
+    return top / np.float32(127)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _store_rows(
+    first: int,
+    end: int,
+    qkv: Any,
+    q_weight: Any,
+    k_weight: Any,
+    eps: float,
+    cos_sin: Any,
+    positions: Any,
+    slot_mapping: Any,
+    block_size: int,
+    cache: Any,
+    q: Any,
+) -> None:
+    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.shape[2]
+    row_size = padded(head_dim, ROW)
+    scales = cache.view(np.float32)
+    first_scale = row_size * padded(block_size, LANES) // 4
+    x, numbers, rotation = (
+        np.empty(head_dim, np.float32),
+        np.empty(head_dim, np.float32),
+        np.empty(head_dim, np.float32),
+    )
+    codes = np.empty(head_dim, cache.dtype)
+    for row in range(first, end):
+        position = positions[row]
+        for i in range(head_dim // 2):
+            rotation[i] = cos_sin[position, 0, i]
+            rotation[head_dim // 2 + i] = cos_sin[position, 1, i]
+        for head in range(heads):
+            _normalize(qkv, row, head, q_weight, eps, rotation, x, numbers)
+            for d in range(head_dim):
+                q[row, head, d] = numbers[d]
+        block, slot = slot_mapping[row] // block_size, slot_mapping[row] % block_size
+        for head in range(kv_heads):
+            _normalize(qkv, row, heads + head, k_weight, eps, rotation, x, numbers)
+            scale = _round(numbers, codes)
+            start = slot // LANES * head_dim * LANES + slot % LANES
+            for d in range(head_dim):
+                cache[0, block, head, start + d * LANES] = codes[d]
+            if cache.itemsize == 1:
+                scales[0, block, head, first_scale + slot] = scale
+            for d in range(head_dim):
+                numbers[d] = qkv[row, heads + kv_heads + head, d]
+            scale = _round(numbers, codes)
+            for d in range(head_dim):
+                cache[1, block, head, slot * row_size + d] = codes[d]
+            if cache.itemsize == 1:
+                scales[1, block, head, first_scale + slot] = scale
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+def normalize_and_store(
+    qkv: NDArray[np.float32],
+    q_weight: NDArray[Any],
+    k_weight: NDArray[Any],
+    eps: float,
+    cos_sin: NDArray[np.float32],
+    positions: NDArray[np.int64],
+    slot_mapping: NDArray[np.int64],
+    block_size: int,
+    cache: NDArray[Any],
+    q: NDArray[np.float32],
+    threads: int,
+) -> None:
+    """Normalizes and rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T,
+    heads, head_dim], and the keys, which it stores with the values in their slots of the cache.
+
+    The cache is [2, blocks, kv_heads, size] float32, bfloat16 as uint16, or int8, keys before
+    values. Of a block and head,
+
+        keys    [slots / 16, head_dim, 16]: a vector holds a dimension of 16 keys
+        values  [slots, row_size]
+
+    with slots a multiple of 16 and row_size one of 32; int8 codes are followed by their scales
+    float32 [slots].
+    """
+    tokens = len(qkv)
+    if tokens < PARALLEL_TOKENS:
+        _store_rows(
+            0,
+            tokens,
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            positions,
+            slot_mapping,
+            block_size,
+            cache,
+            q,
+        )
+    else:
+        for thread in prange(threads):
+            first, end = tokens * thread // threads, tokens * (thread + 1) // threads
+            _store_rows(
+                first,
+                end,
+                qkv,
+                q_weight,
+                k_weight,
+                eps,
+                cos_sin,
+                positions,
+                slot_mapping,
+                block_size,
+                cache,
+                q,
+            )
