@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.quantization.quantize import VERSION
+from worker_svc.safetensors_file import NAMES
 from worker_svc.weights import contents_digest, model_fingerprint
 
 log = structlog.get_logger(__name__)
@@ -27,17 +28,6 @@ log = structlog.get_logger(__name__)
 _KEPT = 2
 _ALIGNMENT = 64  # a cache line
 _STALE_S = 3600
-_DTYPES = {
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
 
 
 def open_cache(
@@ -161,7 +151,7 @@ def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
         tensor = tensors[name]
         begin, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from worker_svc.errors import ModelError
+from worker_svc.safetensors_file import NAMES, StoredTensor, read_header, read_tensors
 
 INDEX = "model.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Converted at a time: what was read is still in the cache.
+_BUFFER_BYTES = 4 << 20
 # Of each file, for `contents_digest`.
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
@@ -27,8 +26,8 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 class WeightReader:
     """Hands out the tensors of a checkpoint by name and notices any left over.
 
-    A file is mapped for one tensor at a time: the pages read would otherwise count as this
-    process's memory until loading ends.
+    They are read into the memory of who asks for them. What has to be converted or brought to a
+    device goes through a small buffer.
     """
 
     def __init__(
@@ -38,15 +37,20 @@ class WeightReader:
         device: torch.device,
         copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """`copy(out, source)` brings tensors to the device, as in `Platform.weight_copies`."""
+        """`copy(out, source)` brings tensors to the device, as in `Platform.weight_copies`.
+
+        Raises:
+            ModelError: a file is missing, or is not as the format demands.
+        """
         self.dtype = dtype
         self.device = device
         self._copy = copy
-        self._files = dict(_locate(model_dir))
-        self._unread = set(self._files)
+        self._tensors = {k: v for path in _paths(model_dir) for k, v in read_tensors(path).items()}
+        self._unread = set(self._tensors)
+        self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None: no bar unless stderr is a terminal.
         self._progress = tqdm(
-            total=len(self._files), desc="loading weights", unit="tensor", disable=None
+            total=len(self._tensors), desc="loading weights", unit="tensor", disable=None
         )
 
     def __enter__(self) -> Self:
@@ -63,51 +67,45 @@ class WeightReader:
     def read_into(
         self, out: torch.Tensor, name: str, *, dim: int = 0, start: int | None = None
     ) -> None:
-        """Copies tensor `name` into `out`, converting its dtype.
+        """Reads tensor `name` into `out`, contiguous, converting its dtype.
 
-        With `start`, only the slice [start, start + out.shape[dim]) along `dim` is read.
+        With `start`, only the slice [start, start + out.shape[dim]) along `dim`, 0 or 1, is read.
 
         Raises:
             ModelError: there is no such tensor, it has another shape or no floating-point numbers.
         """
-        with self._open(name) as tensor:
-            if tensor.get_dtype() not in _FLOATS:
-                raise ModelError(
-                    f"{name}: its dtype, {tensor.get_dtype()}, is one of quantized weights"
-                )
-            shape, expected = list(tensor.get_shape()), list(out.shape)
-            if start is not None and len(shape) == len(expected):
-                if shape[dim] < start + expected[dim]:
-                    raise ModelError(f"{name}: shape {shape}, too short in dimension {dim}")
-                expected[dim] = shape[dim]
-            if shape != expected:
-                raise ModelError(f"{name}: shape {shape}, the configuration says {expected}")
-            if start is None:
-                self._copy(out, tensor[:])
-            elif dim == 0:
-                self._copy(out, tensor[start : start + out.shape[0]])
-            else:
-                self._copy(out, tensor[:, start : start + out.shape[1]])
+        tensor = self._tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(
+                f"{name}: its dtype, {NAMES[tensor.dtype]}, is one of quantized weights"
+            )
+        shape, expected = list(tensor.shape), list(out.shape)
+        ranges = [range(size) for size in expected]
+        if start is not None and len(shape) == len(expected):
+            ranges[dim] = range(start, start + expected[dim])
+            if shape[dim] < ranges[dim].stop:
+                raise ModelError(f"{name}: shape {shape}, too short in dimension {dim}")
+            expected[dim] = shape[dim]
+        if shape != expected:
+            raise ModelError(f"{name}: shape {shape}, the configuration says {expected}")
+        self._fill(out, name, tensor, ranges)
 
     def read(self, name: str, *ranges: range) -> torch.Tensor:
-        """A copy of tensor `name` in its own dtype, or of what `ranges` leave of each dimension.
+        """A copy of tensor `name` in its own dtype, or of what `ranges` leave of each of its one or
+        two dimensions.
 
         Raises:
             ModelError: there is no such tensor, or it is smaller.
         """
-        with self._open(name) as tensor:
-            shape = tensor.get_shape()
-            if ranges:
-                sizes = [each.stop for each in ranges]
-                if len(sizes) != len(shape) or any(
-                    a > b for a, b in zip(sizes, shape, strict=True)
-                ):
-                    raise ModelError(f"{name}: shape {shape}, the configuration says {sizes}")
-                source = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
-            else:
-                source = tensor[...]
-            out = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-            self._copy(out, source)
+        tensor = self._tensor(name)
+        shape, sizes = list(tensor.shape), [each.stop for each in ranges]
+        if ranges and (
+            len(sizes) != len(shape) or any(a > b for a, b in zip(sizes, shape, strict=True))
+        ):
+            raise ModelError(f"{name}: shape {shape}, the configuration says {sizes}")
+        ranges = ranges or tuple(range(size) for size in shape)
+        out = torch.empty(list(map(len, ranges)), dtype=tensor.dtype, device=self.device)
+        self._fill(out, name, tensor, ranges)
         return out
 
     def shape(self, name: str) -> list[int]:
@@ -116,11 +114,10 @@ class WeightReader:
         Raises:
             ModelError: there is no such tensor.
         """
-        with self._open(name) as tensor:
-            return list(tensor.get_shape())
+        return list(self._tensor(name).shape)
 
     def has(self, name: str) -> bool:
-        return name in self._files
+        return name in self._tensors
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` itself if that is where it has to be, else a copy there."""
@@ -147,26 +144,39 @@ class WeightReader:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(f"unknown weight: {', '.join(names[:3])}{more}")
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        path = self._files.get(name)
-        if path is None:
+    def _tensor(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
             raise ModelError(f"missing weight: {name}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield file.get_slice(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path.name}: cannot read {name}: {error}") from error
         self.skip(name)
+        return self._tensors[name]
+
+    def _fill(
+        self, out: torch.Tensor, name: str, tensor: StoredTensor, ranges: Sequence[range]
+    ) -> None:
+        """Reads `ranges` of a tensor into `out`."""
+        runs, flat = tensor.runs(ranges), out.view(-1)
+        direct = out.dtype == tensor.dtype and out.device.type == "cpu"
+        buffer = flat if direct else self._buffer.view(tensor.dtype)
+        try:
+            with tensor.path.open("rb", buffering=0) as file:
+                for start in range(0, len(flat), max(len(buffer), 1)):
+                    part = buffer[: len(flat) - start]
+                    data = part.view(torch.uint8).numpy().data
+                    if not runs.read(file.fileno(), start * tensor.dtype.itemsize, data):
+                        raise ModelError(f"{tensor.path.name}: cut short: {name} is not all there")
+                    if not direct:
+                        self._copy(flat[start : start + len(part)], part)
+        except OSError as error:
+            raise ModelError(f"{tensor.path.name}: cannot read {name}: {error}") from error
 
 
 def model_fingerprint(model_dir: Path) -> str:
     """Hex digest of the configuration and of every weight file's name, size and header (names,
     shapes, dtypes, offsets): cheap, and equal on ranks that loaded the same files."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for path in sorted(set(dict(_locate(model_dir)).values())):
+    for path in _paths(model_dir):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        digest.update(_read_header(path))
+        digest.update(read_header(path))
     return digest.hexdigest()[:32]
 
 
@@ -174,7 +184,7 @@ def contents_digest(model_dir: Path) -> str:
     """Hex digest of every weight file's size, time of change and samples of its bytes: other than
     `model_fingerprint`, it tells a model from one trained further."""
     digest = hashlib.sha256()
-    for path in sorted(set(dict(_locate(model_dir)).values())):
+    for path in _paths(model_dir):
         status = path.stat()
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
         with path.open("rb") as file:
@@ -184,32 +194,20 @@ def contents_digest(model_dir: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _locate(model_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (tensor name, file) for a checkpoint with or without an index."""
+def _paths(model_dir: Path) -> list[Path]:
+    """The weight files of a checkpoint with or without an index."""
     index = model_dir / INDEX
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            paths = {model_dir / name for name in names}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"{INDEX}: cannot be read: {error!r}") from error
-        paths = {model_dir / file_name for file_name in weight_map.values()}
     else:
         paths = set(model_dir.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"model: no *.safetensors in {model_dir}")
-    for path in sorted(paths):
+    for path in paths:
         if not path.is_file():
             raise ModelError(f"{INDEX}: names {path.name}, which does not exist")
-        for name in json.loads(_read_header(path)):
-            if name != "__metadata__":
-                yield name, path
-
-
-def _read_header(path: Path) -> bytes:
-    """The JSON header of a safetensors file: 8 bytes of length, then that many of JSON."""
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else sys.maxsize
-        if size > path.stat().st_size:
-            raise ModelError(f"{path.name}: not a safetensors file")
-        return file.read(size)
+    return sorted(paths)

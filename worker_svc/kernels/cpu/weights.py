@@ -162,7 +162,13 @@ def _in_panels(matrix: torch.Tensor, depth: int, fill: int = 0) -> torch.Tensor:
     padding = (0, -in_features % depth, 0, -out_features % PANEL)
     if any(padding):
         matrix = F.pad(matrix, padding, value=fill)
-    return matrix.view(-1, PANEL, matrix.shape[1] // depth, depth).transpose(1, 2).contiguous()
+    dtype, panels = matrix.dtype, matrix.shape[0] // PANEL
+    word = {4: torch.int32, 8: torch.int64}.get(matrix.itemsize * depth)
+    if word and matrix.is_contiguous():  # whole words move in half the time
+        matrix, depth = matrix.view(word), 1
+    inputs = matrix.shape[1] // depth
+    moved = matrix.view(panels, PANEL, inputs, depth).transpose(1, 2).contiguous()
+    return moved.view(dtype).view(panels, inputs, PANEL, -1)
 
 
 def _columns(groups: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,166 @@
+"""Files that are damaged, or made to have their reader look where it should not."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from worker_svc.errors import ModelError
+from worker_svc.safetensors_file import DTYPES, read_tensors
+from worker_svc.weights import WeightReader
+
+CPU = torch.device("cpu")
+A = torch.arange(6.0).view(2, 3)
+B = torch.arange(4, dtype=torch.bfloat16)
+SIZE = A.nbytes + B.nbytes
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": A, "b": B}, path)
+    return path
+
+
+def write(path: Path, header: object, data: bytes = bytes(SIZE)) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    a = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    b = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
+    return {"__metadata__": {"format": "pt"}, "a": a, "b": b | changes}
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=rf"^x\.safetensors: {message}"):
+        WeightReader(path.parent, torch.float32, CPU)
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    written = {name: torch.ones(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    written |= {"scalar": torch.tensor(7), "empty": torch.empty(0, 3), "deep": torch.rand(2, 3, 4)}
+    save_file(written, tmp_path / "x.safetensors")
+    with WeightReader(tmp_path, torch.float32, CPU) as reader:
+        for name, tensor in written.items():
+            read = reader.read(name)
+            assert read.dtype == tensor.dtype
+            assert read.shape == tensor.shape
+            assert read.view(-1).view(torch.uint8).equal(tensor.view(-1).view(torch.uint8)), name
+        reader.check_all_read()
+
+
+def test_header_made_here_is_read(path: Path) -> None:
+    """So that the others are refused for what they change."""
+    write(path, header())
+    assert read_tensors(path)["b"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "F4"}, "b: dtype F4 is not one of BOOL"),
+        ({"dtype": ["F32"]}, r"b: dtype \['F32'\] is not one of"),
+        ({"shape": [5]}, r"b: BF16 of shape \[5\] does not take the bytes 24 to 32"),
+        ({"shape": [-2, -2]}, r"b: shape \[-2, -2\] .* have to be natural"),
+        ({"shape": [4.0]}, "b: shape .* have to be natural"),
+        ({"shape": [True, 4]}, "b: shape .* have to be natural"),
+        ({"shape": 4}, "b: dtype, shape and data_offsets are needed"),
+        ({"shape": [1 << 62, 4]}, "b: BF16 of shape .* does not take"),
+        ({"data_offsets": [24]}, "b: dtype, shape and data_offsets are needed"),
+        ({"data_offsets": [-8, 0]}, "b: .* -8 to 0 have to be natural"),
+        ({"data_offsets": [32, 24]}, "b: .* does not take the bytes 32 to 24"),
+        ({"data_offsets": [32, 40]}, r"cut short: b ends at byte \d+ of \d+"),
+        ({"data_offsets": [1 << 62, (1 << 62) + 8]}, "cut short: b ends"),
+        ({"data_offsets": [16, 24]}, "b begins at byte .*, the data before it ends at"),
+        ({"data_offsets": [0, 8]}, "a begins at byte .*, the data before it ends at"),
+        ({"shape": [3], "data_offsets": [26, 32]}, "b begins at byte"),
+        ({"shape": [3], "data_offsets": [24, 30]}, "2 bytes belong to no tensor"),
+    ],
+)
+def test_entries_that_lie(path: Path, changes: dict[str, Any], message: str) -> None:
+    write(path, header(**changes))
+    refused(path, message)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"],
+    ids=["empty", "list", "cut", "not UTF-8", "deep", "long number"],
+)
+def test_header_that_is_none(path: Path, text: bytes) -> None:
+    write(path, text)
+    refused(path, "not a safetensors file")
+
+
+@pytest.mark.parametrize("entry", [None, 3, [], {}])
+def test_entry_that_is_none(path: Path, entry: object) -> None:
+    write(path, {"a": entry})
+    refused(path, "a: dtype, shape and data_offsets are needed")
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, SIZE + 300])
+def test_header_longer_than_the_file(path: Path, length: int) -> None:
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    refused(path, "not a safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda size: size - 1, "cut short: b ends at byte"),
+        (lambda size: size - B.nbytes - 1, "cut short: "),
+        (lambda size: 20, "not a safetensors file"),
+        (lambda size: 7, "not a safetensors file"),
+        (lambda size: 0, "not a safetensors file"),
+    ],
+    ids=["last byte", "two tensors", "header", "length", "everything"],
+)
+def test_file_cut_short(path: Path, cut: Callable[[int], int], message: str) -> None:
+    write(path, header())
+    os.truncate(path, cut(path.stat().st_size))
+    refused(path, message)
+
+
+def test_file_cut_short_while_it_is_read(path: Path) -> None:
+    """With a mapping this would be a SIGBUS."""
+    write(path, header())
+    with WeightReader(path.parent, torch.float32, CPU) as reader:
+        os.truncate(path, path.stat().st_size - B.nbytes - 4)
+        with pytest.raises(ModelError, match=r"x\.safetensors: cut short: a is not all there"):
+            reader.read_into(torch.empty(2, 3), "a")
+        reader.read("a", range(1), range(3))
+        path.unlink()
+        with pytest.raises(ModelError, match=r"x\.safetensors: cannot read b: .*No such file"):
+            reader.read("b")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_slices_are_those_of_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Also where a piece that is converted ends within a row."""
+    monkeypatch.setattr("worker_svc.weights._BUFFER_BYTES", 32)
+    whole = torch.rand(11, 13)
+    save_file({"x": whole}, tmp_path / "x.safetensors")
+    with WeightReader(tmp_path, dtype, CPU) as reader:
+        for rows, columns in [(0, 0), (1, 1), (11, 13), (4, 7)]:
+            for at in (0, 11 - rows):
+                out = torch.empty(rows, 13, dtype=dtype)
+                reader.read_into(out, "x", start=at)
+                assert torch.equal(out, whole[at : at + rows].to(dtype))
+            for at in (0, 13 - columns):
+                out = torch.empty(11, columns, dtype=dtype)
+                reader.read_into(out, "x", dim=1, start=at)
+                assert torch.equal(out, whole[:, at : at + columns].to(dtype))
+        part = reader.read("x", range(2, 9), range(5, 6))
+        assert torch.equal(part, whole[2:9, 5:6])

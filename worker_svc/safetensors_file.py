@@ -1,0 +1,150 @@
+"""Where the tensors of a safetensors file lie, and their bytes.
+
+The library maps the file and copies out of the mapping: four times the CPU time of reading straight
+into the memory that is to have the bytes, and a file that is cut short meanwhile ends the process.
+
+Nothing in a file is trusted: what `read_tensors` returns lies inside the file and apart from each
+other (as in safetensors/src/tensor.rs, `Metadata::validate`), and what is read is bounded by it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker_svc.errors import ModelError
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # bytes; the library's
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of `size` bytes in a file, `stride` bytes apart, one after another."""
+
+    start: int
+    size: int
+    stride: int
+
+    def read(self, file: int, at: int, out: memoryview) -> bool:
+        """Fills `out` with the bytes from number `at` on; whether the file has them."""
+        while out:
+            run, within = divmod(at, self.size)
+            place = self.start + run * self.stride + within
+            count = os.preadv(file, [out[: self.size - within]], place)
+            if not count:
+                return False
+            at, out = at + count, out[count:]
+        return True
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose bytes begin at `start` of file `path`."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def runs(self, ranges: Sequence[range]) -> Runs:
+        """The bytes of `ranges` of the dimensions, all of which but the first two are whole."""
+        row = self.dtype.itemsize * math.prod(self.shape[1:])
+        cell = self.dtype.itemsize * math.prod(self.shape[2:])
+        rows, columns = (*ranges, range(1), range(1))[:2]
+        start = self.start + rows.start * row
+        if len(self.shape) < 2 or len(columns) == self.shape[1]:
+            return Runs(start, len(rows) * row, 0)
+        return Runs(start + columns.start * cell, len(columns) * cell, row)
+
+
+def read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file: 8 bytes of length, then that many of JSON.
+
+    Raises:
+        ModelError: the file is too short for it.
+    """
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
+        if size > min(path.stat().st_size - 8, _MAX_HEADER):
+            raise ModelError(f"{path.name}: not a safetensors file")
+        return file.read(size)
+
+
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        ModelError: it is no such file, is cut short, or its header is not as the format demands.
+    """
+    text = read_header(path)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path.name}: not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path.name}: not a safetensors file")
+    header.pop("__metadata__", None)
+    first = 8 + len(text)
+    size = path.stat().st_size - first
+    tensors, ends = {}, {}
+    for name, entry in header.items():
+        dtype, shape, begin, end = _fields(f"{path.name}: {name}", entry)
+        if end > size:
+            raise ModelError(
+                f"{path.name}: cut short: {name} ends at byte {first + end} of {first + size}"
+            )
+        tensors[name] = StoredTensor(path, dtype, shape, first + begin)
+        ends[name] = first + end
+    last = first
+    for name in sorted(tensors, key=lambda name: (tensors[name].start, ends[name])):
+        if tensors[name].start != last:
+            raise ModelError(
+                f"{path.name}: {name} begins at byte {tensors[name].start}, the data before it "
+                f"ends at {last}"
+            )
+        last = ends[name]
+    if last != first + size:
+        raise ModelError(f"{path.name}: {first + size - last} bytes belong to no tensor")
+    return tensors
+
+
+def _fields(place: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """dtype, shape and offsets of a tensor's `entry`, whose size they agree on."""
+    try:
+        name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{place}: dtype, shape and data_offsets are needed") from error
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ModelError(f"{place}: dtype {name} is not one of {', '.join(DTYPES)}")
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ModelError(f"{place}: shape {shape} and offsets {begin} to {end} have to be natural")
+    if end - begin != math.prod(shape) * DTYPES[name].itemsize:
+        raise ModelError(
+            f"{place}: {name} of shape {shape} does not take the bytes {begin} to {end}"
+        )
+    return DTYPES[name], tuple(shape), begin, end
