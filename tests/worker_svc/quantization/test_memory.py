@@ -44,7 +44,7 @@ def resident(name):  # in bytes; ru_maxrss would begin at the parent's
 
 packed = 0
 
-def pack(weight):  # into a copy, as kernels do
+def pack(weight, dtype):  # into a copy, as kernels do
     global packed
     if isinstance(weight, torch.Tensor):
         made = PlainWeight(weight.clone())
