@@ -1,4 +1,4 @@
-"""Quantized weights and caches through the public API: the tokens of exact products on every path."""
+"""Quantized weights and caches through the public API: the right tokens on every path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ QUESTIONS = (
     "Name the seasons.",
     "What color is the sky?",
     "What is 30 + 12?",
-    "What is water made of?",
 )
 # How far apart two logits have to be so that rounding does not swap them. It changes a code of x
 # here and there, later codes with it, and then logits by up to 0.2.
@@ -126,7 +125,7 @@ def questions(tokenizer: Any) -> dict[str, GenerateRequest]:
 def draws(vocab_size: int) -> dict[str, GenerateRequest]:
     """Random prompts whose tokens nothing makes likely, with seeds: the least change shows."""
     requests = {}
-    for seed, prompt in enumerate(token_prompts(vocab_size, 8)):
+    for seed, prompt in enumerate(token_prompts(vocab_size, 6)):
         sampling = SamplingParams(temperature=1, seed=seed, max_tokens=40, ignore_eos=True)
         requests[str(seed)] = GenerateRequest(token_ids=TokenIds(ids=prompt), sampling=sampling)
     return requests
@@ -146,8 +145,8 @@ def answers(
         salted[name].MergeFrom(request)
     with open_streams(stack.address, salted) as streams:
         if kill:
-            streams.wait_for_tokens(8, *list(requests)[:3])
-            assert len(streams.open) > len(requests) / 2
+            streams.wait_until(lambda: sum(t.num_tokens for t in streams.transcripts.values()) > 60)
+            assert streams.open
             pid = stack.kill("worker", rank := stack.stack.num_ranks - 1)
         transcripts = streams.wait_ended()
     if kill:
@@ -198,8 +197,8 @@ def test_tokens_are_those_of_exact_products(
     with running_stack(environment, **served.settings, **variables) as stack:
         alone = one_by_one(stack, asked | drawn)
         assert answers(stack, asked | drawn) == alone
-        assert answers(stack, asked | drawn, kill=True) == alone
         assert (stack.load().preemptions > 0) == (variables is SMALL)
+        assert answers(stack, asked | drawn, kill=True) == alone
     for name, request in asked.items():
         served.exact.check(list(request.token_ids.ids), alone[name])
 
@@ -227,8 +226,8 @@ def test_tokens_with_an_int8_cache(oracle: TransformersModel) -> None:
         alone = one_by_one(stack, requests)
     with running_stack(kv_dtype="int8", **SMALL) as stack:
         assert answers(stack, requests) == alone
-        assert answers(stack, requests, kill=True) == alone
         assert stack.load().preemptions > 0
+        assert answers(stack, requests, kill=True) == alone
 
 
 def test_logits_with_an_int8_cache(oracle: TransformersModel) -> None:
