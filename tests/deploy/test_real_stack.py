@@ -53,3 +53,11 @@ def test_a_broken_model_is_refused_with_its_reason(launcher: Launcher, port: int
     assert "worker-0 cannot start:" in up.stderr
     assert "LlamaForCausalLM" in up.stderr
     assert not launcher.members(port)
+
+
+def test_a_cache_that_a_cpu_does_not_serve_is_refused(launcher: Launcher, port: int) -> None:
+    launcher.use_real_services()
+    flags = "--services", "worker", "--device", "cpu", "--kv-dtype", "fp8"
+    up = launcher("up", "--port", port, *flags)
+    assert up.returncode == 1
+    assert "worker-0 cannot start: kv_dtype: fp8 is not served on a CPU; use int8" in up.stderr

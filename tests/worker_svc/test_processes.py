@@ -23,6 +23,7 @@ from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.stack import wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
+from tests.worker_svc.quantization.writers import FORMATS, save_quantized
 from worker_svc.distributed import JOIN_TIMEOUT
 
 # Four loading ranks share the cores with other tests.
@@ -266,18 +267,29 @@ def test_a_fork_takes_the_place_of_one_that_died(odd_model: Path, tmp_path: Path
         assert one.processes[0].poll() is None
 
 
-def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel"))
+def reason_not_to_start(model: Path, *args: str) -> str:
+    """The one line that says why a worker ends."""
     process = subprocess.run(
-        command(tmp_path, "--worker-addresses", f"unix:{tmp_path}/w.sock", "--log-format", "json"),
+        command(model, "--worker-addresses", f"unix:{model}/w.sock", "--log-format", "json", *args),
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert process.returncode == 2
+    assert "Traceback" not in process.stderr
     last = json.loads(process.stderr.splitlines()[-1])
     assert (last["level"], last["event"]) == ("error", "cannot start")
-    assert "Traceback" not in process.stderr
-    assert last["reason"].startswith("architectures: GPT2LMHeadModel")
+    return str(last["reason"])
+
+
+def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel"))
+    assert reason_not_to_start(tmp_path).startswith("architectures: GPT2LMHeadModel")
+
+
+def test_a_format_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, FORMATS["W8A8"])
+    reason = reason_not_to_start(tmp_path, "--quantization", "int4")
+    assert reason == "quantization: int4, but the checkpoint is int8 (compressed-tensors)"

@@ -179,7 +179,7 @@ def test_vocabulary_of_ranks(tmp_path: Path, ranks: int) -> None:
     four has none at all."""
     save_file({"x.weight": random(40, 64)}, tmp_path / "x.safetensors")
     ids, none = torch.arange(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    expected = quantize(random(40, 64), "int8").dequantized().bfloat16()
+    expected = quantize(random(40, 64), "int8").dequantized()
 
     def look_up(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         vocab = VocabPartition(40, tp.rank, tp.size)
@@ -192,10 +192,10 @@ def test_vocabulary_of_ranks(tmp_path: Path, ranks: int) -> None:
 
     results = on_ranks(ranks, look_up)
     for hidden, _ in results:
-        assert hidden.dtype == torch.bfloat16
+        assert hidden.dtype == torch.float32  # as steps on a CPU compute
         assert torch.equal(hidden, expected)
-    logits = torch.cat([each for _, each in results], dim=1).float()
-    torch.testing.assert_close(logits, expected.float() @ expected.float().T, rtol=0.02, atol=1)
+    logits = torch.cat([each for _, each in results], dim=1)
+    torch.testing.assert_close(logits, expected @ expected.T, rtol=0.02, atol=1)
 
 
 def test_retrained_weights_are_not_those_kept(tmp_path: Path) -> None:

@@ -265,15 +265,22 @@ def save_quantized(
 ) -> Qwen3ForCausalLM:
     """Writes a small Qwen3 with `layers` quantized -> the same with the matrices they stand for."""
     model = save_model(path, **SHAPE | overrides)
-    tensors = load_file(path / "model.safetensors")
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if name.endswith(layers):
-                written = format.write(module.weight.data)
-                del tensors[f"{name}.weight"]
-                tensors |= {f"{name}.{part}": each for part, each in written.tensors.items()}
-                module.weight.data = written.dequantized
+    for name, dequantized in quantize_checkpoint(path, format, layers).items():
+        model.get_submodule(name).weight.data = dequantized
+    return model
+
+
+def quantize_checkpoint(
+    path: Path, format: Format, layers: tuple[str, ...] = PROJECTIONS
+) -> dict[str, torch.Tensor]:
+    """Quantizes `layers` of the checkpoint at `path` -> the matrices they stand for, by name."""
+    tensors, dequantized = load_file(path / "model.safetensors"), {}
+    for name in [key.removesuffix(".weight") for key in tensors]:
+        if name.endswith(layers):
+            written = format.write(tensors.pop(f"{name}.weight").float())
+            tensors |= {f"{name}.{part}": each for part, each in written.tensors.items()}
+            dequantized[name] = written.dequantized
     save_file(tensors, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": format.config}))
-    return model
+    return dequantized
