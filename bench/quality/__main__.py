@@ -178,8 +178,8 @@ def table_row(quality: Quality) -> str:
     found = quality.divergence
     low, high = found.mean_interval
     divergence = [
-        f"{1e3 * found.mean:.2g} ({1e3 * low:.2g} to {1e3 * high:.2g})",
-        f"{1e3 * found.p99:.2g}",
+        f"{_thousandths(found.mean)} ({_thousandths(low)} to {_thousandths(high)})",
+        _thousandths(found.p99),
         f"{found.same_greedy_token:.2%}",
     ]
     cells = [quality.name]
@@ -189,6 +189,10 @@ def table_row(quality: Quality) -> str:
         cells += [f"{right.share:.1%}", "" if is_reference else difference]
     cells += [""] * 3 if is_reference else divergence
     return f"| {' | '.join(cells).replace('%', ' %')} |"
+
+
+def _thousandths(number: float) -> str:
+    return f"{float(f'{1e3 * number:.2g}'):g}"  # two digits, never as 2.9e+02
 
 
 def _interval(difference: float, interval: Interval) -> str:
