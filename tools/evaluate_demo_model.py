@@ -105,13 +105,16 @@ def _earlier_exchange(rng: random.Random) -> Chat:
     return [_user(rng.choice(questions)), _assistant(answer)]
 
 
-def _earlier_chat(model: DemoModel, tokens: int, rng: random.Random) -> Chat:
+def earlier_chat(tokenizer: Any, tokens: int, rng: random.Random) -> Chat:
     """Makes a chat of facts and sums, about `tokens` long."""
     chat: Chat = []
     pairs = training_pairs()
-    while len(model.tokenizer.apply_chat_template(chat)["input_ids"] if chat else []) < tokens:
+    length = 0
+    while length < tokens:
         a, b = rng.choice(pairs)
-        chat += [*_earlier_exchange(rng), _user(f"{a} + {b}"), _assistant(sum_answer(a, b))]
+        more = [*_earlier_exchange(rng), _user(f"{a} + {b}"), _assistant(sum_answer(a, b))]
+        length += len(tokenizer.apply_chat_template(more)["input_ids"])
+        chat += more
     return chat
 
 
@@ -145,7 +148,7 @@ class Evaluation:
             return _share([x == sum_answer(*pair) for x, pair in zip(answers, asked, strict=True)])
 
         short = [_earlier_exchange(self.rng) for _ in range(50)]
-        long = [_earlier_chat(self.model, 1000, self.rng) for _ in range(10)]
+        long = [earlier_chat(self.model.tokenizer, 1000, self.rng) for _ in range(10)]
         return {
             "held-out sums": share_right(None),
             "held-out sums, second turn": share_right(400, short),

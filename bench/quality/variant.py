@@ -1,0 +1,140 @@
+"""A model in one format of weights and cache, in this process: the scheduler and the worker of the
+server, without gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.in_process import InProcessExecutor
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.engine import Engine
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.step import Output
+from shared.config import load_settings
+from worker_svc.model_runner import ModelRunner
+from worker_svc.settings import WorkerSettings
+from worker_svc.step.decode import Step, StepLimits
+from worker_svc.step.features import PromptTargets
+
+MAX_NUM_SEQS = 64
+MAX_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings of a worker."""
+
+    dtype: str
+    quantization: str
+    kv_dtype: str
+
+
+class Loaded:
+    """A variant that is ready to be asked.
+
+    Raises:
+        StartError: the model or its settings cannot be served.
+    """
+
+    def __init__(self, model: Path, variant: Variant) -> None:
+        flags = {
+            "--model": model,
+            "--dtype": variant.dtype,
+            "--quantization": variant.quantization,
+            "--kv-dtype": variant.kv_dtype,
+            "--max-num-seqs": MAX_NUM_SEQS,
+        }
+        args = [str(part) for pair in flags.items() for part in pair]
+        self._runner = ModelRunner(load_settings(WorkerSettings, args))
+        info = self._runner.info
+        blocks = MAX_NUM_SEQS * -(-info.max_model_len // info.block_size)
+        self._limits = StepLimits(
+            vocab_size=info.vocab_size,
+            num_blocks=blocks,
+            block_size=info.block_size,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+        )
+        self._runner.configure(1, blocks)
+
+    def answers(self, prompts: Seq[list[int]], end: frozenset[int]) -> list[list[int]]:
+        """The greedy completions, up to one of the tokens `end`."""
+        return asyncio.run(self._answers(prompts, end))
+
+    async def _answers(self, prompts: Seq[list[int]], end: frozenset[int]) -> list[list[int]]:
+        params = SamplingParams(MAX_NEW_TOKENS, temperature=0.0, eos_token_ids=end)
+        sequences = [Sequence((0, i), prompt, params) for i, prompt in enumerate(prompts)]
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left = len(sequences)
+
+        def emit(outputs: list[Output]) -> None:
+            nonlocal left
+            left -= sum(output.finished is not None for output in outputs)
+            if not left:
+                finished.set_result(None)
+
+        limits = self._limits
+        queue = Limits(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            max_waiting=len(prompts),
+            vocab_size=limits.vocab_size,
+            max_waiting_tokens=sum(map(len, prompts)),
+        )
+        scheduler = Scheduler(queue, BlockManager(limits.num_blocks, limits.block_size))
+        engine = Engine(scheduler, InProcessExecutor(self._runner, limits), emit)
+        for sequence in sequences:
+            engine.submit(sequence)
+        loop = asyncio.create_task(engine.run())
+        await asyncio.wait([loop, finished], return_when=asyncio.FIRST_COMPLETED)
+        if loop.done():
+            loop.result()  # raises
+        loop.cancel()
+        return [list(each.tokens[each.num_prompt_tokens :]) for each in sequences]
+
+    def log_probabilities(self, text: list[int]) -> NDArray[np.float64]:
+        """Of every token, after each of the N tokens of `text`: [N, vocab]. `text` fits into one
+        step."""
+        result = self._runner.launch(self._scored_step(text)).wait()
+        columns = 1 + self._limits.vocab_size  # the target comes first
+        ids = result.logprob_ids.reshape(-1, columns)[:, 1:].astype(np.int64)
+        values = result.logprob_values.reshape(-1, columns)[:, 1:]
+        found = np.empty(ids.shape)
+        np.put_along_axis(found, ids, values, axis=1)
+        return found
+
+    def _scored_step(self, text: list[int]) -> Step:
+        length = np.array([len(text)], np.int32)
+        positions = np.arange(len(text), dtype=np.int32)
+        blocks = -(-len(text) // self._limits.block_size)
+        first = np.zeros(1, np.int32)
+        return Step(
+            step_id=1,
+            input_ids=np.array(text, np.int32),
+            positions=positions,
+            slot_mapping=positions,
+            query_lens=length,
+            context_lens=length,
+            block_table=np.arange(blocks, dtype=np.int32),
+            block_table_offsets=np.array([0, blocks], np.int32),
+            samples=np.ones(1, np.bool_),
+            temperatures=np.zeros(1, np.float32),
+            seeds=np.zeros(1, np.uint64),
+            prompt_targets=PromptTargets(
+                rows=first,
+                num_logprobs=first + np.int32(self._limits.vocab_size),
+                offsets=np.array([0, len(text)], np.int32),
+                targets=np.zeros(len(text), np.int32),
+            ),
+        )
