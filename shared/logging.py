@@ -31,8 +31,16 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         if console
         else structlog.processors.JSONRenderer()
     )
+    fields = {"service": service, **bound}
+
+    def add_fields(
+        _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        return {**fields, **event}  # in every thread, unlike what is bound to a context
+
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_fields,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=not console),
     ]
@@ -41,7 +49,7 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         processors.append(structlog.processors.ExceptionRenderer(tracebacks))
     processors.append(renderer)
     # The notice must not get the context of the line that follows it.
-    shield_stderr(lambda count: _render(processors[1:], count, {"service": service, **bound}))
+    shield_stderr(lambda count: _render(processors[1:], count))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(
@@ -50,13 +58,14 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service, **bound)
 
 
-def _render(processors: Processors, dropped: int, bound: dict[str, object]) -> str:
+def _render(processors: Processors, dropped: int) -> str:
     """Renders the line that says how many were dropped."""
-    event = {**bound, "event": "log lines were dropped", "count": dropped}
-    line: structlog.typing.ProcessorReturnValue = event
+    line: structlog.typing.ProcessorReturnValue = {
+        "event": "log lines were dropped",
+        "count": dropped,
+    }
     for process in processors:
         assert isinstance(line, dict)
         line = process(None, "warning", line)

@@ -53,7 +53,7 @@ class GetInfoResponse(_message.Message):
     device: _builtins.str
     dtype: _builtins.str
     model_fingerprint: _builtins.str
-    """equal on ranks that loaded the same files"""
+    """equal on ranks that loaded the same files in the same format"""
     attention_backend: _builtins.str
     block_size: _builtins.int
     """tokens, as the attention backend prefers"""

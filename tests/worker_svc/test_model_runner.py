@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from worker_svc.errors import ModelError, StartError
+from worker_svc.kernels.cpu_features import has
 from worker_svc.model_runner import ModelRunner
 
 NUM_BLOCKS = 256
@@ -150,6 +151,37 @@ def test_batch_composition_does_not_change_tokens(tiny_dir: Path, dtype: str) ->
         return completion
 
     assert generate(crowded=False) == generate(crowded=True)
+
+
+@pytest.mark.skipif(not has("avx2") or has("amx-bf16"), reason="products through oneDNN")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"quantization": "int4", "kv_dtype": "int8"},
+        {"quantization": "fp8", "kv_dtype": "int8", "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_neither_chunks_nor_neighbours_change_a_bit(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that no preemption, restart or batch changes a token in any format."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_model(tmp_path, hidden_size=64, intermediate_size=96)
+    runner, batch = make_runner(tmp_path, **settings)
+    texts = prompts(301, [300, 37, 1, 129, 256])
+    crowd = runner.logits(batch.step(list(enumerate(texts))))
+    rng = np.random.default_rng(0)
+    for number, text in enumerate(texts):
+        done = 0
+        while done < len(text):
+            end = done + int(rng.integers(1, 90))
+            alone = runner.logits(batch.step([(100 + number, text[done:end])]))
+            done = end
+        assert torch.equal(alone[0], crowd[number])
 
 
 def test_rows_that_sample_nothing(tiny_dir: Path) -> None:
