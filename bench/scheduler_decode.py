@@ -14,6 +14,7 @@ from bench.scheduler_client import SchedulerConnection, connect
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
 
 _UNIQUE = 16  # tokens at the end of each prompt that are its own
+_MIN_ROOM = 5000  # steps
 _BLOCK_SIZE = 64
 
 
@@ -38,8 +39,9 @@ async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -
     Raises:
         BenchError: the scheduler failed, or a step was not a decode of all sequences.
     """
-    # The others already decode before the last one runs, so leave room for twice the window.
-    max_tokens = context + 2 * steps
+    # The others already decode before the last one runs, and go on while this process waits for a
+    # core, so leave room for twice the window and more than a second.
+    max_tokens = context + max(2 * steps, _MIN_ROOM)
     sizes = Sizes(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(2048, 2 * num_seqs),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -12,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from worker_svc.config import _rope
-from worker_svc.kernels.cpu.fused import norm_and_rotate
+from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
 from worker_svc.layers.rotary import rotary_table
 
 YARN = {
@@ -47,14 +48,22 @@ def test_normalizes_and_rotates_as_transformers_does(
     table = rotary_table(head_dim, 1024, _rope(config.rope_parameters), torch.device("cpu"))
     positions = torch.tensor([0, 1, 7, 255, 256, 1023])
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(len(positions), 3, head_dim, generator=generator)
+    qkv = torch.randn(len(positions), 4, head_dim, generator=generator)  # two queries, k, v
 
     norm = Qwen3RMSNorm(head_dim, eps=1e-5)
     norm.weight.data.uniform_(0.5, 1.5, generator=generator)
 
-    cos, sin = oracle(x, positions[None])
-    normed = norm(x)[None]
+    cos, sin = oracle(qkv, positions[None])
+    normed = norm(qkv)[None]
     expected, _ = apply_rotary_pos_emb(normed, normed, cos, sin, unsqueeze_dim=2)
-    actual = norm_and_rotate(x, 1, 2, norm.weight.detach(), 1e-5, table, positions.numpy())
+    weight = norm.weight.detach().numpy()
+    cache = np.empty((2, 1, 1, cache_row(16, head_dim, scaled=False)), np.float32)
+    q = np.empty((len(positions), 2, head_dim), np.float32)
+    slots = np.arange(len(positions))
+    normalize_and_store(
+        qkv.numpy(), weight, weight, 1e-5, table.numpy(), positions.numpy(), slots, 16, cache, q, 1
+    )
 
-    torch.testing.assert_close(actual, expected[0, :, 1:].detach())
+    torch.testing.assert_close(torch.from_numpy(q), expected[0, :, :2].detach())
+    k = cache[0, 0, 0, : 16 * head_dim].reshape(head_dim, 16)[:, : len(positions)].T
+    torch.testing.assert_close(torch.from_numpy(k), expected[0, :, 2].detach())
