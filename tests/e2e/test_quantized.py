@@ -154,6 +154,17 @@ def answers(
     return {name: each.parts[0].token_ids for name, each in transcripts.items()}
 
 
+def check_preempted(
+    stack: RealStack, requests: Mapping[str, GenerateRequest], alone: dict[str, list[int]]
+) -> None:
+    """Sends all at once until one of them has been preempted, which depends on how they arrive."""
+    for _ in range(20):
+        assert answers(stack, requests) == alone
+        if stack.load().preemptions:
+            return
+    raise AssertionError("nothing was preempted")
+
+
 def one_by_one(stack: RealStack, requests: Mapping[str, GenerateRequest]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, request in requests.items():
@@ -196,8 +207,10 @@ def test_tokens_are_those_of_exact_products(
     asked, drawn = questions(tokenizer), draws(len(tokenizer))
     with running_stack(environment, **served.settings, **variables) as stack:
         alone = one_by_one(stack, asked | drawn)
-        assert answers(stack, asked | drawn) == alone
-        assert (stack.load().preemptions > 0) == (variables is SMALL)
+        if variables is SMALL:
+            check_preempted(stack, asked | drawn, alone)
+        else:
+            assert answers(stack, asked | drawn) == alone
         assert answers(stack, asked | drawn, kill=True) == alone
     for name, request in asked.items():
         served.exact.check(list(request.token_ids.ids), alone[name])
@@ -225,8 +238,7 @@ def test_tokens_with_an_int8_cache(oracle: TransformersModel) -> None:
     with running_stack(kv_dtype="int8") as stack:
         alone = one_by_one(stack, requests)
     with running_stack(kv_dtype="int8", **SMALL) as stack:
-        assert answers(stack, requests) == alone
-        assert stack.load().preemptions > 0
+        check_preempted(stack, requests, alone)
         assert answers(stack, requests, kill=True) == alone
 
 
