@@ -86,7 +86,7 @@ def measure(model: Path) -> tuple[Times, Times]:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """Of the process alone, while `bench.machine.cpu_s` is a service's, with its forks."""
+    """CPU time of the process alone, while `bench.machine.cpu_s` is a service's, with its forks."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

@@ -12,7 +12,7 @@ RESAMPLES = 2000
 
 
 def share(right: int, count: int) -> tuple[float, float]:
-    """Of a share: Wilson's score interval (1927)."""
+    """Wilson's score interval of a share (1927)."""
     center = (right + Z * Z / 2) / (count + Z * Z)
     half = Z * sqrt(right * (count - right) / count + Z * Z / 4) / (count + Z * Z)
     return center - half, center + half
@@ -21,8 +21,8 @@ def share(right: int, count: int) -> tuple[float, float]:
 def paired_difference(
     right: NDArray[np.bool_], reference: NDArray[np.bool_]
 ) -> tuple[float, float]:
-    """Of the difference between the shares of True in `right` and in `reference`, which answer the
-    same questions [N]: method 10 of Newcombe, "Improved confidence intervals for the difference
+    """The interval of the difference between the shares of True in `right` and in `reference`,
+    which answer the same questions [N]: method 10 of Newcombe, "Improved confidence intervals for the difference
     between binomial proportions based on paired data" (1998). Unlike a bootstrap's, it has a width
     even where no two answers differ."""
     count = len(right)
@@ -50,8 +50,8 @@ def paired_difference(
 
 
 def mean(sums: NDArray[np.float64], counts: NDArray[np.int64], seed: int) -> tuple[float, float]:
-    """Of the mean of numbers that come in texts, each with a sum and a count [N]: percentiles of
-    the means of texts drawn again, with replacement (Efron, 1979)."""
+    """The interval of the mean of numbers that come in texts, each with a sum and a count [N]:
+    percentiles of the means of texts drawn again, with replacement (Efron, 1979)."""
     drawn = np.random.default_rng(seed).integers(len(sums), size=(RESAMPLES, len(sums)))
     means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])

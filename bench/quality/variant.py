@@ -104,8 +104,8 @@ class Loaded:
         return [list(each.tokens[each.num_prompt_tokens :]) for each in sequences]
 
     def log_probabilities(self, text: list[int]) -> NDArray[np.float64]:
-        """Of every token, after each of the N tokens of `text`: [N, vocab]. `text` fits into one
-        step."""
+        """Log-probabilities of every token after each of the N tokens of `text`, which fits into
+        one step: [N, vocab]."""
         result = self._runner.launch(self._scored_step(text)).wait()
         columns = 1 + self._limits.vocab_size  # the target comes first
         ids = result.logprob_ids.reshape(-1, columns)[:, 1:].astype(np.int64)

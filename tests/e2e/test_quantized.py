@@ -202,7 +202,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_tokens_are_those_of_exact_products(
     served: Served, environment: dict[str, str], variables: dict[str, object]
 ) -> None:
-    """Of each request alone, of all at once, and after the last rank was killed."""
+    """Tokens of each request alone, of all at once, and after the last rank was killed."""
     tokenizer = served.exact.tokenizer
     asked, drawn = questions(tokenizer), draws(len(tokenizer))
     with running_stack(environment, **served.settings, **variables) as stack:

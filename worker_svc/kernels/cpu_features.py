@@ -7,7 +7,6 @@ from functools import cache
 import llvmlite.binding as llvm
 import numba
 import psutil
-import torch
 
 
 @cache
@@ -22,17 +21,6 @@ def _features() -> frozenset[str]:
 def has(feature: str) -> bool:
     """Whether the CPU has what LLVM calls `feature`. (NUMBA_CPU_FEATURES can pretend to less.)"""
     return feature in _features()
-
-
-def has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def has_bfloat16_instructions() -> bool:
-    """Whether this CPU multiplies bfloat16 itself rather than through float32."""
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return True  # not x86: trust the library
 
 
 def num_cores() -> int:

@@ -93,7 +93,7 @@ def test_symmetric_codes_need_no_zeros(tmp_path: Path) -> None:
 
 @formats
 def test_logits(tmp_path: Path, format: Format) -> None:
-    """Of whole models; what is not quantized is read as it is. Integers are multiplied with 8 bits
+    """Whole models; what is not quantized is read as it is. Integers are multiplied with 8 bits
     of the activations, which moves logits a little."""
     oracle = save_quantized(tmp_path, format)
     runner, batch = make_runner(tmp_path)

@@ -208,7 +208,7 @@ def keep(directory: Path, variant: str, key: str) -> None:
 
 
 def test_old_files_go(tmp_path: Path) -> None:
-    """Of each format and rank the two used last stay."""
+    """The two used last of each format and rank stay."""
     times = iter(range(1, 100))
 
     def keep_at_next_second(variant: str, key: str) -> None:

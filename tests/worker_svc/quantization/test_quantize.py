@@ -61,7 +61,7 @@ def test_int8_and_fp8_are_within_half_a_step() -> None:
 
 
 def test_int4_loses_less_than_other_scales() -> None:
-    """Of normally distributed weights; the usual scale is the largest magnitude over 7."""
+    """Weights are normally distributed; the usual scale is the largest magnitude over 7."""
     weight = random(64, 1024)
     groups = weight.view(-1, 128)
     scales = groups.abs().amax(dim=1, keepdim=True) / 7
@@ -130,7 +130,7 @@ def test_inputs_that_no_group_divides_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_have_the_codes_of_one(tmp_path: Path, format: Format, ranks: int) -> None:
-    """Of rows and of columns, even where a rank's boundary cuts a group."""
+    """Rows and columns are cut alike, even where a rank's boundary cuts a group."""
     save_file(
         {"x.weight": random(24, 384), "y.weight": random(24, 384, seed=1)},
         tmp_path / "x.safetensors",

@@ -35,7 +35,8 @@ def next_rows(left: int) -> int:
 
 @njit(inline="always")
 def _largest_magnitude(x: Any, row: int) -> Any:
-    """Of row `row` of x float32; NaN if there is one. Such a maximum of integers is vectorized."""
+    """The largest magnitude in a row of x float32, NaN if there is one. Maxima of integers run in
+    vectors."""
     bits = x.view(np.uint32)
     largest = np.uint32(0)
     for k in range(x.shape[1]):
@@ -130,7 +131,7 @@ def _quantize(
     sums: Any,
     scales: Any,
 ) -> Any:
-    """As `quantization.formats.quantize_rows`."""
+    """Rounds to the codes and scales of `quantization.formats.quantize_rows`."""
     depth = x.shape[1]
     words = len(out) // len(x)
     size = depth // groups

@@ -82,6 +82,11 @@ def select_tokens(
     return tokens
 
 
+@njit(inline="always")
+def _exp_or_zero(exponent: Any) -> Any:
+    return exp(exponent) if exponent > MIN_EXPONENT else np.float32(0)
+
+
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _chunk_statistics(
     logits: Floats,
@@ -108,14 +113,8 @@ def _chunk_statistics(
             total = np.float32(0)
             if temperatures[row] != 0 and top > -np.inf:
                 for i in range(start, end):
-                    exponent = (logits[row, i] - top) * inverse[row]
-                    total += exp(exponent) if exponent > MIN_EXPONENT else np.float32(0)
+                    total += _exp_or_zero((logits[row, i] - top) * inverse[row])
             sums[row, chunk] = total
-
-
-@njit(inline="always")
-def _exp_or_zero(exponent: Any) -> Any:
-    return exp(exponent) if exponent > MIN_EXPONENT else np.float32(0)
 
 
 @njit(inline="always")

@@ -166,7 +166,7 @@ def test_rows_are_quantized_as_the_format_says(size: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("group", [None, 128])
 def test_rows_in_fp8(group: int | None) -> None:
-    """As torch rounds to fp8: ties, subnormal numbers, and the largest."""
+    """They round to fp8 as torch does: ties, subnormal numbers, and the largest."""
     x = some_x(7, 384, torch.float32)
     x *= torch.logspace(-7, 3, 384, device=DEVICE)
     x[1] = 0
