@@ -22,9 +22,9 @@ def paired_difference(
     right: NDArray[np.bool_], reference: NDArray[np.bool_]
 ) -> tuple[float, float]:
     """The interval of the difference between the shares of True in `right` and in `reference`,
-    which answer the same questions [N]: method 10 of Newcombe, "Improved confidence intervals for the difference
-    between binomial proportions based on paired data" (1998). Unlike a bootstrap's, it has a width
-    even where no two answers differ."""
+    which answer the same questions [N]: method 10 of Newcombe, "Improved confidence intervals for
+    the difference between binomial proportions based on paired data" (1998). Unlike a bootstrap's,
+    it has a width even where no two answers differ."""
     count = len(right)
     both, only_right = int((right & reference).sum()), int((right & ~reference).sum())
     only_reference = int((~right & reference).sum())
