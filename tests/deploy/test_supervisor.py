@@ -79,8 +79,13 @@ def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
 def member(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a process that belongs to the stack in this directory."""
     environment = os.environ | {MARKER: str(directory)}
-    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+    with subprocess.Popen(
+        ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
+    ) as process:
+        assert process.stdin and process.stdout
         try:
+            process.stdin.write(b"\n")
+            process.stdout.read(1)  # it runs: in the middle of exec it has no environment yet
             yield process
         finally:
             process.kill()

@@ -246,7 +246,10 @@ def test_nobody_is_waited_for_once_a_newer_epoch_begins(odd_model: Path, tmp_pat
             request = ConfigureRequest(
                 epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
             )
-            alone = two.stubs[epoch - 1].Configure.future(request)
+            rank = two.stubs[epoch - 1]
+            alone = rank.Configure.future(request)
+            while rank.GetInfo(GetInfoRequest()).epoch < epoch:
+                pass  # calls may overtake each other
         two.configure(3, timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
         assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
         assert two.run(workload(3, 301)[:3])
