@@ -9,8 +9,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from bench.errors import BenchError
@@ -37,6 +38,7 @@ class Server:
 @dataclass(frozen=True)
 class Figures:
     output_tokens_per_s: float
+    cores_busy: float  # meanwhile
     single_stream_tokens_per_s: float
     ttft_1024_s: float
     start_s: float  # from the start of the process to the first token
@@ -52,7 +54,10 @@ def measure(job: Job, server: Server) -> Figures:
     _run(server, [replace(warm_up, output_len=1)])
     start_s = time.monotonic() - job.spawned_s
     _run(server, [warm_up])
-    metrics = summarize(_run(server, reference_workload(sizes.shape, job.vocab_size)))
+    workload = reference_workload(sizes.shape, job.vocab_size)
+    cpu_before, before = cpu_s(), time.perf_counter()
+    metrics = summarize(_run(server, workload))
+    cores_busy = (cpu_s() - cpu_before) / (time.perf_counter() - before)
     rates, ttfts = [], []
     for _ in range(sizes.repeats):
         stream = random_request(job.vocab_size, sizes.stream_prompt, sizes.stream_tokens)
@@ -60,8 +65,29 @@ def measure(job: Job, server: Server) -> Figures:
         prompt = random_request(job.vocab_size, sizes.long_prompt, 1)
         ttfts.append(_run(server, [prompt])[0].ttft_s)
     return Figures(
-        metrics.output_tokens_per_s, statistics.median(rates), statistics.median(ttfts), start_s
+        metrics.output_tokens_per_s,
+        cores_busy,
+        statistics.median(rates),
+        statistics.median(ttfts),
+        start_s,
     )
+
+
+def cpu_s() -> float:
+    """CPU time of this process, of all below it, and of those that they have waited for. Read from
+    /proc: a server's environment need not have psutil."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            pid = int(path.parent.name)
+            # From the process's state on. Its name, before that, may have any characters.
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    total, generation = 0, {os.getpid()}
+    while generation:
+        total += sum(ticks[pid] for pid in generation)
+        generation = {pid for pid, parent in parents.items() if parent in generation}
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _run(server: Server, requests: Sequence[Request]) -> list[Trace]:

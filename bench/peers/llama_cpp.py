@@ -62,9 +62,9 @@ def _complete(port: int, request: Request) -> Trace:
         "seed": request.seed,
         "ignore_eos": True,
         "stream": True,
-        "return_tokens": True,
         "cache_prompt": False,
     }
+    counted = 0
     trace = Trace(len(request.prompt), sent=time.perf_counter())
     connection = http.client.HTTPConnection(HOST, port)
     connection.request("POST", "/completion", json.dumps(body))
@@ -73,9 +73,11 @@ def _complete(port: int, request: Request) -> Trace:
             raise BenchError(f"llama-server: {response.read().decode(errors='replace')}")
         for line in response:
             if line.startswith(b"data: "):
-                tokens = json.loads(line[len(b"data: ") :]).get("tokens", ())
-                if tokens:
-                    trace.arrivals.append((time.perf_counter(), len(tokens)))
+                # Tokens whose text ends within a character have no chunk: the next one counts them.
+                made = json.loads(line[len(b"data: ") :])["tokens_predicted"]
+                if made > counted:
+                    trace.arrivals.append((time.perf_counter(), made - counted))
+                    counted = made
     return trace
 
 

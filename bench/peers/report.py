@@ -128,6 +128,7 @@ class Comparison:
 
 _COLUMNS = (
     ("tokens/s", "output_tokens_per_s", "{:.1f}"),
+    ("cores", "cores_busy", "{:.2f}"),
     ("one stream", "single_stream_tokens_per_s", "{:.1f}"),
     ("first of 1024", "ttft_1024_s", "{:.2f}"),
     ("start, s", "start_s", "{:.1f}"),

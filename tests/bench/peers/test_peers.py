@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from bench.errors import BenchError
 from bench.peers import __main__ as program
-from bench.peers import install
+from bench.peers import driver, install
 from bench.peers.calibration import Calibration, calibrate
 from bench.peers.driver import Figures
 from bench.peers.entries import ENTRIES, TINY, Entry, Job
@@ -215,6 +217,20 @@ def test_the_machine_has_a_speed() -> None:
     assert min(speed.read_gb_per_s, speed.float32_gflop_per_s, speed.int8_gop_per_s) > 0
 
 
+def test_processes_below_count_while_they_run_and_afterwards() -> None:
+    before, own = driver.cpu_s(), time.process_time()
+    work = "sum(range(10**7)); print('done', flush=True); input()"
+    command = ["sh", "-c", f'{sys.executable} -c "{work}"; :']
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout
+        process.stdout.readline()
+        running = driver.cpu_s() - before - (time.process_time() - own)
+        process.communicate(b"\n")
+    ended = driver.cpu_s() - before - (time.process_time() - own)
+    assert 0.05 < running < ended + 0.05  # of a clock with ticks of 10 ms
+
+
 def test_ranges() -> None:
     assert Range.of([3.0, 1.0, 8.0]) == Range(3.0, 1.0, 8.0)
     assert Range.of([3.0, 1.0, 8.0]).show("{:.1f}") == "3.0 (1.0–8.0)"
@@ -224,9 +240,10 @@ def test_ranges() -> None:
 def test_an_answer_is_read_as_it_is_written() -> None:
     figures = {
         "output_tokens_per_s": 1.0,
+        "cores_busy": 1.5,
         "single_stream_tokens_per_s": 2.0,
         "ttft_1024_s": 3.0,
         "start_s": 4.0,
     }
     text = json.dumps({"figures": figures, "versions": {"a": "1"}, "settings": {}})
-    assert Answer.from_json(text) == Answer(Figures(1.0, 2.0, 3.0, 4.0), {"a": "1"}, {})
+    assert Answer.from_json(text) == Answer(Figures(1.0, 1.5, 2.0, 3.0, 4.0), {"a": "1"}, {})
