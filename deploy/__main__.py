@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # while importing, see `shared.process`
+
 import argparse
 import os
 import sys
@@ -19,6 +23,8 @@ from shared.config import SettingsError
 
 def main() -> int:
     """Returns the exit status: 0, 1 with the reason on stderr, 130 after Ctrl-C."""
+    gc.freeze()
+    gc.enable()
     options = parse_options(sys.argv[1:])
     try:
         return _dispatch(options)

@@ -7,6 +7,10 @@ seen that its process is stopped, or that an extension holds Python's lock.
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # while importing, see `shared.process`
+
 import sys
 import threading
 import time
@@ -89,6 +93,8 @@ def _kill(process: psutil.Process) -> None:
 
 
 def main() -> None:
+    gc.freeze()
+    gc.enable()
     stack = Stack.load(Path(sys.argv[1]))
     settings = settings_or_exit(WatchdogSettings, [])
     configure_logging(settings, "watchdog")

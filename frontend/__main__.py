@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # see `shared.process`
+
 import os
 import sys
 
@@ -18,7 +21,6 @@ from shared.process import Ready, run_service
 def main() -> int:
     settings = settings_or_exit(FrontendSettings, sys.argv[1:])
     _hide_torch()
-    gc.disable()  # see `shared.process`
     import_auto_tokenizer()  # for all forks
     return run_service("frontend", settings, _serve, (ModelFilesError,), EventLoop)
 

@@ -82,7 +82,8 @@ def member(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
         ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
     ) as process:
-        assert process.stdin and process.stdout
+        assert process.stdin
+        assert process.stdout
         try:
             process.stdin.write(b"\n")
             process.stdout.read(1)  # it runs: in the middle of exec it has no environment yet
