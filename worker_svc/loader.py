@@ -13,7 +13,6 @@ from worker_svc.packed_cache import PackedCache
 from worker_svc.quantization.choice import Choice
 from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.pieces import RowCollector, cut_columns
-from worker_svc.quantization.quantize import quantize
 from worker_svc.weights import WeightReader
 
 # Numbers at a time of a matrix that is quantized or repacked: enough to be quick, little beside it.
@@ -201,7 +200,7 @@ class WeightLoader:
         weight = torch.empty(len(rows), in_features, device=self.device)
         self._reader.read_into(weight, f"{name}.weight", start=rows.start)
         # Whole rows, even if other ranks keep the rest, so that the codes are those of one rank.
-        return cut_columns(quantize(weight, quantize_to), columns)
+        return cut_columns(self._ops.quantize(weight, quantize_to), columns)
 
 
 def _pieces(part: Rows, in_features: int) -> Iterator[range]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.quantization.formats import Format, QuantizedWeight
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,6 +61,10 @@ class Ops(Protocol):
     numba (`kernels.cpu.ops`) or Triton (`kernels.triton.ops`)."""
 
     layout: str  # names what `pack` does, with the kind of CPU it does it for
+
+    def quantize(self, weight: torch.Tensor, format: Format) -> QuantizedWeight:
+        """`quantization.quantize.quantize`, or the same done faster."""
+        ...
 
     def pack(self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.

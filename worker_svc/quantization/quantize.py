@@ -16,7 +16,7 @@ GROUP_SIZES = 128, 64, 32
 # The largest magnitude of a group divided by its candidates for a scale. For normally distributed
 # weights in groups of 128 they leave 9.73 % of the norm as error, 20 candidates 9.70 %, the
 # magnitude over 8 alone 10.2 %, and over 7 11.8 %.
-_DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
+DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
 _FP8_MAX = 448.0
 # Elements at a time: their intermediate results stay in the cache.
 _PIECE = 1 << 18
@@ -83,7 +83,7 @@ def _int4_scales(weight: torch.Tensor, groups: int) -> torch.Tensor:
     high, low = x.amax(dim=1), x.amin(dim=1)
     largest = torch.where(high > -low, -high, -low)
     best, gain = torch.zeros_like(largest), torch.zeros_like(largest)
-    for divisor in _DIVISORS:
+    for divisor in DIVISORS:
         codes = (x * _inverse(largest / divisor)[:, None]).round_().clamp_(-8, 7)
         # With scale s the error is Σx² − 2s·Σxq + s²·Σq²; the best s leaves Σx² − (Σxq)² / Σq².
         products, squares = (x * codes).sum(dim=1), codes.square_().sum(dim=1)

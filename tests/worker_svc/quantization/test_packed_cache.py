@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.quantization.exact import ExactWeight
 from tests.worker_svc.quantization.writers import SHAPE
-from worker_svc import loader as loader_module
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.model_runner import ModelRunner
 from worker_svc.packed_cache import PackedCache
@@ -74,7 +73,7 @@ def test_second_start_maps(
     assert said == [KEPT]
     (path,) = files(cache_home)
     assert path.relative_to(cache_home).parts[:2] == ("nano-vllm-grpc", "packed")
-    monkeypatch.setattr(loader_module, "quantize", None)  # it would not be called
+    monkeypatch.setattr(cpu_ops, "quantize", None)  # it would not be called
     second, said = start(model_dir, format)
     assert said == [MAPPED]
     assert same(first, second)

@@ -17,6 +17,7 @@ from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.cpu_features import has
 from worker_svc.kernels.ops import PackedWeight
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
 from worker_svc.layers.linear import RowParallelLinear
@@ -94,6 +95,17 @@ def test_rows_do_not_depend_on_each_other(format: Format, monkeypatch: pytest.Mo
     monkeypatch.setattr("worker_svc.quantization.quantize._PIECE", 7 * 128)
     assert torch.equal(quantize(weight, format).dequantized(), whole)
     assert torch.equal(quantize(weight[3:4], format).dequantized(), whole[3:4])
+
+
+@pytest.mark.skipif(not has("avx2"), reason="torch adds up in another order")
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("inputs", [1024, 192, 96])
+def test_a_cpu_quantizes_as_torch_does_to_the_last_bit(format: Format, inputs: int) -> None:
+    weight = random(100, inputs)
+    weight[1], weight[2, 8], weight[3], weight[4, ::3] = 0, 1e30, 1e-38, 3e-39
+    expected, found = quantize(weight, format), cpu_ops.quantize(weight, format)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.codes, expected.codes)
 
 
 @pytest.mark.parametrize("format", FORMATS)

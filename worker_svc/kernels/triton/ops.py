@@ -14,6 +14,7 @@ from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.kernels.triton.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.token_masks import apply_masks
 from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.quantization.quantize import quantize
 
 __all__ = [
     "add_rms_norm",
@@ -25,6 +26,7 @@ __all__ = [
     "pack",
     "penalize",
     "pick_bins",
+    "quantize",
     "rms_norm",
     "select_tokens",
     "silu_and_multiply",

@@ -1,0 +1,135 @@
+"""int8 and int4 weights as `quantization.quantize` makes them, to the last bit, but in one pass:
+the small operations of torch, each on all cores, took most of a first start."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from worker_svc.kernels.cpu.simd import F32, FASTMATH, I64, constant, function, loop, splat
+from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.quantization.quantize import DIVISORS, group_size
+from worker_svc.quantization.quantize import quantize as quantize_in_torch
+
+_LOWEST, _HIGHEST = np.float32(-8), np.float32(7)
+_TINY = np.finfo(np.float32).tiny
+_EIGHT = ir.VectorType(F32, 8)
+
+
+def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
+    """W [out, in] float32 -> its codes and scales.
+
+    Raises:
+        ModelError: as `group_size`.
+    """
+    if format == "fp8":
+        return quantize_in_torch(weight, format)
+    out, columns = weight.shape
+    if format == "int8":
+        codes, scales = torch.empty(out, columns, dtype=torch.int8), torch.empty(out, 1)
+        _quantize_int8(weight.numpy(), scales.numpy(), codes.numpy())
+    else:
+        codes = torch.empty(out, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(out, columns // group_size(columns))
+        divisors = np.array(DIVISORS, np.float32)
+        _quantize_int4(weight.numpy(), divisors, scales.numpy(), codes.numpy())
+    return QuantizedWeight(format, codes, scales)
+
+
+@intrinsic
+def _fit(_context: Any, weight: Any, start: Any, size: Any, inverse: Any) -> Any:
+    """Σxq and Σq² of `size` weights x from number `start` on and their codes q, added up in torch's
+    order: 32 sums, of these each eighth, then all."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weight, start, size, inverse = args
+        data = context.make_array(signature.args[0])(context, builder, weight).data
+        first = builder.bitcast(builder.gep(data, [start]), _EIGHT.as_pointer())
+        factor = splat(builder, inverse, _EIGHT)
+        rint = function(builder, "llvm.rint.v8f32", _EIGHT, [_EIGHT])
+        larger, smaller = (
+            function(builder, f"llvm.{name}num.v8f32", _EIGHT, [_EIGHT] * 2)
+            for name in ("max", "min")
+        )
+        add_up = function(builder, "llvm.vector.reduce.fadd.v8f32", F32, [F32, _EIGHT])
+
+        def body(number: Any, sums: list[Any]) -> list[Any]:
+            *products, squares = sums
+            for i in range(4):
+                place = builder.add(builder.mul(number, I64(4)), I64(i))
+                x = builder.load(builder.gep(first, [place]), align=4)
+                code = builder.call(rint, [builder.fmul(x, factor)])
+                code = builder.call(larger, [code, constant(-8, _EIGHT)])
+                code = builder.call(smaller, [code, constant(7, _EIGHT)])
+                products[i] = builder.fadd(products[i], builder.fmul(x, code))
+                squares = builder.fadd(squares, builder.fmul(code, code))
+            return [*products, squares]
+
+        steps = builder.udiv(size, I64(32))
+        *products, squares = loop(builder, steps, [constant(0, _EIGHT)] * 5, body)
+        sums = reduce(builder.fadd, products), squares
+        totals = [builder.call(add_up, [F32(0), each]) for each in sums]
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    results = types.UniTuple(types.float32, 2)
+    return results(weight, types.int64, types.int64, types.float32), codegen
+
+
+@njit(inline="always")
+def _inverse(scale: Any) -> Any:
+    return np.float32(1) / scale if abs(scale) > _TINY else np.float32(0)
+
+
+@njit(inline="always")
+def _code(x: Any, inverse: Any) -> Any:
+    return np.uint8(min(max(np.rint(x * inverse), _LOWEST), _HIGHEST) - _LOWEST)
+
+
+# That no number is NaN lets LLVM compare vectors.
+@njit(nogil=True, fastmath=FASTMATH | {"nnan"})
+def _extremes(weight: Any, row: int, start: int, end: int) -> Any:
+    """The largest and the smallest of weight[row, start:end]."""
+    high = low = weight[row, start]
+    for i in range(start, end):
+        high, low = max(high, weight[row, i]), min(low, weight[row, i])
+    return high, low
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _quantize_int8(weight: Any, scales: Any, codes: Any) -> None:
+    columns = weight.shape[1]
+    for row in prange(len(weight)):
+        high, low = _extremes(weight, row, 0, columns)
+        scales[row, 0] = scale = max(high, -low) / np.float32(127)
+        inverse = _inverse(scale)
+        for i in range(columns):
+            codes[row, i] = np.int8(np.rint(weight[row, i] * inverse))
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _quantize_int4(weight: Any, divisors: Any, scales: Any, codes: Any) -> None:
+    columns, groups = weight.shape[1], scales.shape[1]
+    size = columns // groups
+    for row in prange(len(weight)):
+        for group in range(groups):
+            start = group * size
+            high, low = _extremes(weight, row, start, start + size)
+            largest = -high if high > -low else -low
+            best = gain = np.float32(0)
+            for divisor in divisors:
+                first = row * columns + start
+                products, squares = _fit(weight, first, size, _inverse(largest / divisor))
+                scale = products * _inverse(squares)
+                if scale * products > gain:
+                    best, gain = scale, scale * products
+            scales[row, group] = best
+            inverse = _inverse(best)
+            for i in range(start // 2, (start + size) // 2):
+                even, odd = weight[row, 2 * i], weight[row, 2 * i + 1]
+                codes[row, i] = _code(even, inverse) | _code(odd, inverse) << 4
