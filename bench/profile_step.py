@@ -61,6 +61,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.parts: dict[str, Part] = defaultdict(Part)
+        self.overhead = 0.0  # seconds that it took to count work
 
     def wrap(
         self,
@@ -75,11 +76,13 @@ class Parts:
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = function(*args, **kwargs)
-            done = self.parts[part]
-            done.seconds += time.perf_counter() - started
+            ended = time.perf_counter()
             size, operations = work(*args)
+            done = self.parts[part]
+            done.seconds += ended - started
             done.bytes += size
             done.operations += operations
+            self.overhead += time.perf_counter() - ended
             return result
 
         setattr(owner, name, timed)
@@ -200,9 +203,11 @@ def profile(runner: ModelRunner, parts: Parts, limits: Limits, step: Step) -> di
     runs: list[tuple[float, dict[str, Part]]] = []
     while not runs or (sum(seconds for seconds, _ in runs) < 1 or len(runs) < 3):
         parts.parts.clear()
+        parts.overhead = 0.0
         started = time.perf_counter()
         runner.run(step)
-        runs.append((time.perf_counter() - started, dict(parts.parts)))
+        seconds = time.perf_counter() - started - parts.overhead
+        runs.append((seconds, dict(parts.parts)))
     total = median(seconds for seconds, _ in runs[: len(runs) - 1 + len(runs) % 2])
     kinds = next(kinds for seconds, kinds in runs if seconds == total)
     rest = total - sum(part.seconds for part in kinds.values())

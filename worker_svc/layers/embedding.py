@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,12 +26,12 @@ class VocabPartition:
     rank: int
     ranks: int
 
-    @property
+    @cached_property
     def chunk_size(self) -> int:
         """Tokens per chunk: the power of two nearest to the square root of the vocabulary."""
         return int(2 ** round(math.log2(max(self.vocab_size, 2)) / 2))
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Chunks of this rank, as many as on every other."""
         return math.ceil(math.ceil(self.vocab_size / self.chunk_size) / self.ranks)
@@ -45,7 +46,7 @@ class VocabPartition:
         """This rank's first token id."""
         return self.rank * self.shard_size
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of this rank, padding excluded."""
         return min(max(self.vocab_size - self.start, 0), self.shard_size)

@@ -84,8 +84,13 @@ def upload(
     arrays: Sequence[NDArray[Any]], device: torch.device, *, pinned: bool
 ) -> list[torch.Tensor]:
     """Brings arrays to the device in one copy, flattened."""
+    dtypes = [_TORCH_DTYPES[array.dtype] for array in arrays]
+    if device.type == "cpu":  # there a buffer's views cost more than copies
+        return [
+            torch.from_numpy(array.flatten()).view(dtype)
+            for array, dtype in zip(arrays, dtypes, strict=True)
+        ]
     buffer = pack(arrays, pinned=pinned).to(device, non_blocking=True)
-    dtypes = [_TORCH_DTYPES[array.dtype.name] for array in arrays]
     return views(buffer, [array.size for array in arrays], dtypes)
 
 
@@ -122,10 +127,10 @@ def padded(step: Step, size: int) -> Step:
 
 
 _TORCH_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "int32": torch.int32,
-    "uint32": torch.int32,  # bit patterns
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.uint32): torch.int32,  # bit patterns
 }
 _DTYPES = [torch.float64, torch.float32] + [torch.int32] * (len(fields(StepTensors)) - 2)
 

@@ -87,11 +87,12 @@ def _logit(key: int) -> np.float32:
 
 @njit(inline="always")
 def _any_between(piece: Float32s, min_logit: np.float32, max_logit: np.float32) -> bool:
-    """Whether a piece has anything to count. Most do not, and this is vectorized."""
-    found = 0
-    for logit in piece:
-        found += (logit >= min_logit) & (logit <= max_logit)
-    return found > 0
+    """Whether a piece has anything to count. Most do not, and this is vectorized: an iterator over
+    the piece would gather."""
+    found = np.int32(0)
+    for i in range(len(piece)):
+        found |= np.int32(min_logit <= piece[i]) & np.int32(piece[i] <= max_logit)
+    return bool(found)
 
 
 @njit
@@ -129,8 +130,8 @@ def _weigh_row(
     for start in range(0, len(row), PIECE):
         piece = row[start : start + PIECE]
         if _any_between(piece, min_logit, max_logit):
-            for i, logit in enumerate(piece):
-                weights[i] = exp((logit - largest_logit) * scale) * np.float32(LARGEST_WEIGHT)
+            for i in range(len(piece)):
+                weights[i] = exp((piece[i] - largest_logit) * scale) * np.float32(LARGEST_WEIGHT)
             for i, logit in enumerate(piece):
                 if min_logit <= logit <= max_logit:
                     bins[(_key(logit) - low) >> shift] += np.int64(weights[i])

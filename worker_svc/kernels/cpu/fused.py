@@ -40,7 +40,7 @@ def add_rms_norm(
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]"""
-    out = torch.empty(len(gate_up), gate_up.shape[1] // 2)
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _silu_and_multiply(gate_up.numpy(), out.numpy())
     return out
 

@@ -9,8 +9,8 @@ from numba import njit, prange
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from worker_svc.kernels.cpu.panels import MAX_ROWS, PANEL, product
-from worker_svc.kernels.cpu.simd import FASTMATH, float_of, narrow, take
+from worker_svc.kernels.cpu.panels import MAX_ROWS, PANEL, product, store_scaled
+from worker_svc.kernels.cpu.simd import FASTMATH, float_of, narrow, num_threads, put, take
 
 # The remainder after whole tiles goes through smaller ones.
 _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = (
@@ -37,11 +37,12 @@ def next_rows(left: int) -> int:
 def _largest_magnitude(x: Any, row: int) -> Any:
     """The largest magnitude in a row of x float32, NaN if there is one. Maxima of integers run in
     vectors."""
-    bits = x.view(np.uint32)
-    largest = np.uint32(0)
-    for k in range(x.shape[1]):
-        largest = max(largest, bits[row, k] & np.uint32(0x7FFFFFFF))
-    return float_of(largest)
+    bits = x[row].view(np.int32)
+    largest = np.int32(0)
+    for k in range(len(bits)):
+        magnitude = np.int32(bits[k] & np.int32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    return float_of(np.uint32(largest))
 
 
 def _pack_tile(
@@ -117,7 +118,7 @@ def _pack_pairs(
         for k in range(depth):
             nearest[k] = narrow(x[first + i, k], nearest[k])
         for k in range(pairs):
-            out[first * pairs + k * rows + i] = both[k]
+            put(out, first * pairs + k * rows + i, both[k])
 
 
 def _quantize(
@@ -141,15 +142,17 @@ def _quantize(
         largest = maxima[first + i] if len(maxima) else _largest_magnitude(x, first + i)
         factor = np.float32(127) / largest if largest > 0 else np.float32(0)
         scales[first + i] = largest / np.float32(127)
-        for k in range(depth):
-            row_codes[k] = np.int8(np.rint(x[first + i, k] * factor))
         for group in range(groups):
+            numbers = x[first + i, group * size : (group + 1) * size]
+            codes_of_group = row_codes[group * size : (group + 1) * size]
             total = np.int32(0)
-            for k in range(group * size, (group + 1) * size):
-                total += np.int32(row_codes[k])
+            for k in range(len(numbers)):
+                code = np.int32(np.rint(numbers[k] * factor))
+                codes_of_group[k] = np.int8(code)
+                total += code
             sums[first * groups + group * rows + i] = total
         for k in range(words):
-            out[first * words + k * rows + i] = fours[k]
+            put(out, first * words + k * rows + i, fours[k])
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -191,10 +194,9 @@ def _multiply_panels(
     x_block = max(X_BLOCK_BYTES // (4 * words) // MAX_ROWS, 1) * MAX_ROWS
     blocks = (tokens + x_block - 1) // x_block
     tile = np.empty((MAX_ROWS, PANEL), np.float32)
-    while True:
-        unit = take(counter)
-        if unit >= panels * blocks:
-            break
+    unit = take(counter)
+    while unit < panels * blocks:
+        following = take(counter)
         panel = unit % panels
         row = unit // panels * x_block
         end = min(tokens, row + x_block)
@@ -204,32 +206,41 @@ def _multiply_panels(
         s = scales.ctypes.data + panel * groups * PANEL * 4
         z = zeros.ctypes.data + panel * groups * PANEL * 4
         t = tile.ctypes.data
+        # While all rows are multiplied, the next panel comes into the cache.
+        ahead, pace = w, 0
+        if following < panels * blocks:
+            ahead = codes.ctypes.data + following % panels * panel_bytes
+        left = panel_bytes
         while row < end:
             rows = next_rows(end - row)
+            pace = left * rows // ((end - row) * steps * groups)
             a = packed.ctypes.data + row * words * 4
             b = sums.ctypes.data + row * groups * 4
             if rows == MAX_ROWS:
-                _rows_12(codes, w, s, z, a, b, groups, steps, t)
+                _rows_12(codes, w, s, z, a, b, groups, steps, t, ahead, pace)
             elif rows == 8:
-                _rows_8(codes, w, s, z, a, b, groups, steps, t)
+                _rows_8(codes, w, s, z, a, b, groups, steps, t, ahead, pace)
             elif rows == 4:
-                _rows_4(codes, w, s, z, a, b, groups, steps, t)
+                _rows_4(codes, w, s, z, a, b, groups, steps, t, ahead, pace)
             elif rows == 2:
-                _rows_2(codes, w, s, z, a, b, groups, steps, t)
+                _rows_2(codes, w, s, z, a, b, groups, steps, t, ahead, pace)
             else:
-                _rows_1(codes, w, s, z, a, b, groups, steps, t)
+                _rows_1(codes, w, s, z, a, b, groups, steps, t, ahead, pace)
             for i in range(rows):
                 scale = x_scales[row + i]
                 if columns == PANEL and len(bias) == 0:
-                    for j in range(PANEL):
-                        out[np.uint64(row + i), np.uint64(column + j)] = tile[i, j] * scale
+                    place = out.ctypes.data + 4 * ((row + i) * out_features + column)
+                    store_scaled(t + 4 * PANEL * i, scale, place)
                 else:
                     for j in range(columns):
                         value = tile[i, j] * scale
                         if len(bias):
                             value += bias[column + j]
                         out[row + i, column + j] = value
+            ahead += pace * steps * groups
+            left -= pace * steps * groups
             row += rows
+        unit = following
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -242,7 +253,6 @@ def linear(
     bias: NDArray[np.float32],
     words: int,
     out: NDArray[np.float32],
-    threads: int,
 ) -> None:
     """out [T, out_features] = x [T, in] Wᵀ + bias.
 
@@ -269,5 +279,5 @@ def linear(
     if tokens * depth * out.shape[1] < PARALLEL_PRODUCTS:
         _multiply_panels(counter, codes, scales, zeros, packed, sums, x_scales, bias, out)
     else:
-        for _thread in prange(threads):
+        for _thread in prange(num_threads()):
             _multiply_panels(counter, codes, scales, zeros, packed, sums, x_scales, bias, out)

@@ -91,7 +91,7 @@ class Kind:
 def product(rows: int) -> Any:
     """Makes the loop over a panel for a tile of `rows` rows: an intrinsic
 
-        (codes, panel, scales, zeros, x, sums_of_x, groups, steps, tile) -> None
+        (codes, panel, scales, zeros, x, sums_of_x, groups, steps, tile, ahead, pace) -> None
 
     that sets tile [rows, PANEL] float32 to X Wᵀ but for the scale of x.
 
@@ -105,6 +105,7 @@ def product(rows: int) -> Any:
         groups     1 unless scaled
         steps      per group, at least one
         tile       for the result
+        ahead      an address to fetch from into the cache meanwhile, `pace` bytes per step
 
     Only integers have zeros and sums.
     """
@@ -121,14 +122,33 @@ def product(rows: int) -> Any:
         groups: Any,
         steps: Any,
         tile: Any,
+        ahead: Any,
+        pace: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _Loop(KINDS[signature.args[0].dtype.name], rows, builder, args[1:]).emit()
             return context.get_dummy_value()
 
-        return types.void(codes, *[types.int64] * 8), codegen
+        return types.void(codes, *[types.int64] * 10), codegen
 
     return tile_product
+
+
+@intrinsic
+def store_scaled(_context: Any, row: Any, scale: Any, out: Any) -> Any:
+    """Stores PANEL float32 times `scale`, from an address to another. (LLVM makes scalar code of
+    numba's loop.)"""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        row, out = (pointer(builder, each, F32S) for each in (args[0], args[2]))
+        scales = splat(builder, args[1], F32S)
+        for half in range(2):
+            numbers = builder.load(builder.gep(row, [I64(half)]), align=4)
+            place = builder.gep(out, [I64(half)])
+            builder.store(builder.fmul(numbers, scales), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
 
 
 class _Loop:
@@ -137,7 +157,7 @@ class _Loop:
     def __init__(self, kind: Kind, rows: int, builder: Any, args: Sequence[Any]) -> None:
         self.kind, self.rows, self.builder = kind, rows, builder
         self.panel, self.scales, self.zeros, self.x, self.sums_of_x = args[:5]
-        self.groups, self.steps, self.tile = args[5:]
+        self.groups, self.steps, self.tile, self.ahead, self.pace = args[5:]
 
     def emit(self) -> None:
         builder, kind = self.builder, self.kind
@@ -162,8 +182,16 @@ class _Loop:
         x_step = 4 * kind.elements * self.rows
         x = builder.add(self.x, builder.mul(first, I64(x_step)))
         panel, x = pointer(builder, panel, I8), pointer(builder, x, I8)
+        ahead = pointer(builder, builder.add(self.ahead, builder.mul(first, self.pace)), I8)
+        nothing = ir.VoidType()
+        to_second = builder.lshr(self.pace, I64(1))
+        fetch = function(builder, "llvm.prefetch.p0", nothing, [ahead.type, I32, I32, I32])
+        hints = [I32(0), I32(2), I32(1)]  # to read, into the second level, data
 
         def step(number: Any, sums: Vectors) -> Vectors:
+            near = builder.gep(ahead, [builder.mul(number, self.pace)])
+            for i in range(max(kind.step_bytes // 64, 1)):
+                builder.call(fetch, [builder.gep(near, [to_second]) if i else near, *hints])
             place = builder.gep(panel, [builder.mul(number, I64(kind.step_bytes))])
             elements = builder.bitcast(
                 builder.gep(x, [builder.mul(number, I64(x_step))]), ir.PointerType(I32)
@@ -259,17 +287,17 @@ def _load_fp8(builder: Any, place: Any) -> list[Vectors]:
     return [vectors]
 
 
-def _add_floats(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
+def add_floats(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
     return fma(builder, builder.bitcast(factor, F32S), builder.bitcast(weights, F32S), total)
 
 
-def _add_pairs(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
+def add_pairs(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
     pairs = ir.VectorType(_BFLOAT, 2 * LANES)
     add = function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", F32S, [F32S, pairs, pairs])
     return builder.call(add, [total, *(builder.bitcast(v, pairs) for v in (factor, weights))])
 
 
-def _add_codes(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
+def add_codes(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
     """Adds products of four unsigned bytes of `weights` with four signed ones of `factor`."""
     if has("avx512vnni"):
         return _vpdpbusd(builder, factor, weights, total, 512)
@@ -338,14 +366,14 @@ _BFLOAT = _BFloat()
 # By the dtype of an array of codes, each with its shape. K is the number of inputs, padded to a
 # multiple of the step's depth in each group.
 KINDS = {
-    "float32": Kind(8 * LANES, 1, 1, _load_pairs, _add_floats),  # [panels, K, PANEL]
+    "float32": Kind(8 * LANES, 1, 1, _load_pairs, add_floats),  # [panels, K, PANEL]
     # bfloat16 of a column in the low half, and of the column LANES to its right in the high half
-    "uint32": Kind(4 * LANES, 1, 1, _load_bfloat16, _add_floats),  # [panels, K, LANES]
+    "uint32": Kind(4 * LANES, 1, 1, _load_bfloat16, add_floats),  # [panels, K, LANES]
     # bfloat16, for CPUs that add products of two
-    "uint16": Kind(8 * LANES, 2, 1, _load_pairs, _add_pairs),  # [panels, K / 2, PANEL, 2]
-    "uint8": Kind(2 * LANES, 1, 1, _load_fp8, _add_floats, scaled=True),  # [panels, K, PANEL]
+    "uint16": Kind(8 * LANES, 2, 1, _load_pairs, add_pairs),  # [panels, K / 2, PANEL, 2]
+    "uint8": Kind(2 * LANES, 1, 1, _load_fp8, add_floats, scaled=True),  # [panels, K, PANEL]
     # signed codes plus 128, as bytes without sign
-    "int8": Kind(8 * LANES, 4, 1, _load_pairs, _add_codes, I32S, scaled=True),  # [.., K/4, .., 4]
+    "int8": Kind(8 * LANES, 4, 1, _load_pairs, add_codes, I32S, scaled=True),  # [.., K/4, .., 4]
     # inputs 8k to 8k + 3 of a column in the low halves of four bytes, the next four in the high
-    "int32": Kind(8 * LANES, 8, 2, _load_int4, _add_codes, I32S, scaled=True),  # [.., K/8, PANEL]
+    "int32": Kind(8 * LANES, 8, 2, _load_int4, add_codes, I32S, scaled=True),  # [.., K/8, PANEL]
 }

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from worker_svc.kernels.cpu.simd import FASTMATH, exp, largest, take
-from worker_svc.kernels.logits import inverse_temperatures
+from worker_svc.kernels.cpu.simd import FASTMATH, exp, largest, num_threads, take
+from worker_svc.kernels.logits import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 # exp of less is 0, which the exp of `simd` never is.
 MIN_EXPONENT = np.float32(-87)
+# With fewer logits than this, one thread is done before another is awake.
+PARALLEL_LOGITS = 1 << 15
 
 
 def chunk_statistics(
@@ -41,10 +42,8 @@ def chunk_statistics(
         chunk_size,
         num_tokens,
         temperatures.numpy(),
-        inverse_temperatures(temperatures).numpy(),
         maxima.numpy(),
         sums.numpy(),
-        numba.get_num_threads(),
     )
     return maxima, sums
 
@@ -75,7 +74,6 @@ def select_tokens(
         sums.contiguous().numpy(),
         first_chunk,
         temperatures.numpy(),
-        inverse_temperatures(temperatures).numpy(),
         uniforms.numpy(),
         tokens.numpy(),
     )
@@ -83,8 +81,47 @@ def select_tokens(
 
 
 @njit(inline="always")
+def _inverse(temperature: Any) -> Any:
+    """The factor to multiply logits by; 1 where the temperature is 0."""
+    bounded = min(max(temperature, np.float32(MIN_TEMPERATURE)), np.float32(MAX_TEMPERATURE))
+    return np.float32(1) / (bounded if temperature != 0 else np.float32(1))
+
+
+@njit(inline="always")
 def _exp_or_zero(exponent: Any) -> Any:
     return exp(exponent) if exponent > MIN_EXPONENT else np.float32(0)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _take_chunks(
+    counter: Any,
+    logits: Floats,
+    chunk_size: int,
+    num_tokens: int,
+    temperatures: Floats,
+    maxima: Floats,
+    sums: Floats,
+) -> None:
+    """Takes chunks of any row from `counter` until there are none."""
+    chunks = maxima.shape[1]
+    while True:
+        unit = take(counter)
+        if unit >= maxima.size:
+            break
+        row, chunk = unit // chunks, unit % chunks
+        start = chunk * chunk_size
+        end = min(start + chunk_size, num_tokens)
+        top = largest(logits, row, start, end)
+        maxima[row, chunk] = top
+        total = np.float32(0)
+        if temperatures[row] != 0 and top > -np.inf:
+            # Not logits[row, i] from start on: such an i might be negative to numba, and then LLVM
+            # gathers.
+            numbers = logits[row, start:end]
+            inverse = _inverse(temperatures[row])
+            for i in range(len(numbers)):
+                total += _exp_or_zero((numbers[i] - top) * inverse)
+        sums[row, chunk] = total
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -93,28 +130,15 @@ def _chunk_statistics(
     chunk_size: int,
     num_tokens: int,
     temperatures: Floats,
-    inverse: Floats,
     maxima: Floats,
     sums: Floats,
-    threads: int,
 ) -> None:
-    chunks = maxima.shape[1]
     counter = np.zeros(1, np.int64)
-    for _thread in prange(threads):
-        while True:
-            unit = take(counter)
-            if unit >= maxima.size:
-                break
-            row, chunk = unit // chunks, unit % chunks
-            start = chunk * chunk_size
-            end = min(start + chunk_size, num_tokens)
-            top = largest(logits, row, start, end)
-            maxima[row, chunk] = top
-            total = np.float32(0)
-            if temperatures[row] != 0 and top > -np.inf:
-                for i in range(start, end):
-                    total += _exp_or_zero((logits[row, i] - top) * inverse[row])
-            sums[row, chunk] = total
+    if maxima.size * chunk_size < PARALLEL_LOGITS:
+        _take_chunks(counter, logits, chunk_size, num_tokens, temperatures, maxima, sums)
+    else:
+        for _thread in prange(num_threads()):
+            _take_chunks(counter, logits, chunk_size, num_tokens, temperatures, maxima, sums)
 
 
 @njit(inline="always")
@@ -150,7 +174,6 @@ def _select_tokens(
     sums: Floats,
     first_chunk: int,
     temperatures: Floats,
-    inverse: Floats,
     uniforms: Doubles,
     tokens: NDArray[np.int32],
 ) -> None:
@@ -158,14 +181,14 @@ def _select_tokens(
     of_chunks = np.empty(chunks)
     of_tokens = np.empty(chunk_size)
     for row in range(len(tokens)):
-        greedy = temperatures[row] == 0
+        greedy, inverse = temperatures[row] == 0, _inverse(temperatures[row])
         uniform = 0.0 if greedy else uniforms[row]
         top = largest(maxima, row, 0, chunks)
         for i in range(chunks):
             if greedy:
                 of_chunks[i] = maxima[row, i] == top
             elif maxima[row, i] > -np.inf:
-                scale = _exp_or_zero((maxima[row, i] - top) * inverse[row])
+                scale = _exp_or_zero((maxima[row, i] - top) * inverse)
                 of_chunks[i] = np.float64(sums[row, i]) * np.float64(scale)
             else:
                 of_chunks[i] = 0
@@ -181,6 +204,6 @@ def _select_tokens(
             elif greedy:
                 of_tokens[i] = logits[row, start + i] == top
             else:
-                of_tokens[i] = _exp_or_zero((logits[row, start + i] - top) * inverse[row])
+                of_tokens[i] = _exp_or_zero((logits[row, start + i] - top) * inverse)
         token, _ = _invert(of_tokens, fraction)
         tokens[row] = chunk * chunk_size + token

@@ -81,12 +81,13 @@ def _power_of_two(_context: Any, exponent: Any) -> Any:
 
 @njit(inline="always")
 def exp(x: Any) -> Any:
-    """e to the power of a float32, within 2 ulp of float32; unlike `math.exp` it is vectorized.
+    """e to the power of a float32, within 2 ulp of float32, 0 if that is below 2⁻¹²⁶; unlike
+    `math.exp` it is vectorized.
 
     The integer part of x / ln 2 becomes the exponent; on the rest, in [-0.5, 0.5] · ln 2, the
     Taylor series to the seventh power is exact to float32 (as in Moshier's Cephes, expf).
     """
-    x = min(max(x, np.float32(-87.3)), np.float32(88.0))
+    x = min(max(x, np.float32(-88.0)), np.float32(88.0))
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     series = np.float32(1 / 5040)
@@ -100,15 +101,28 @@ def exp(x: Any) -> Any:
     return series * _power_of_two(np.int32(n))
 
 
-# That no number is NaN lets LLVM look for the largest in vectors.
-@njit(nogil=True, fastmath=FASTMATH | {"nnan"})
+@intrinsic
+def larger(_context: Any, x: Any, y: Any) -> Any:
+    """The larger of two float32, either if one is NaN; unlike `max` it is vectorized."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, y = args
+        no_nan = ("nnan", "nsz")
+        return builder.select(builder.fcmp_ordered(">", x, y, flags=no_nan), x, y, flags=no_nan)
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@njit(inline="always")
 def largest(numbers: Any, row: int, start: int, end: int) -> Any:
-    """The largest of numbers[row, start:end] float32, −inf if there are none. A NaN may count or
-    not."""
-    top = np.float32(-np.inf)
-    for i in range(start, end):
-        top = max(top, numbers[row, i])
-    return top
+    """The largest of numbers[row, start:end] float32, −inf if there are none. With a NaN among them
+    it may be another, or −inf, but not NaN."""
+    part, top = numbers[row, start:end], np.float32(-np.inf)
+    for i in range(len(part)):
+        top = larger(top, part[i])
+    # LLVM takes `larger` for no NaN, so only the bits can tell.
+    is_nan = np.float32(top).view(np.int32) & 0x7FFFFFFF > 0x7F800000
+    return np.float32(-np.inf) if is_nan else top
 
 
 @intrinsic
@@ -120,6 +134,31 @@ def take(_context: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", array.data, I64(1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def put(_context: Any, numbers: Any, index: Any, number: Any) -> Any:
+    """numbers[index] = number, of an array of one dimension and its dtype; one at a time, as LLVM
+    would make scatter instructions of a loop of them, which take longer."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        place = builder.gep(array.data, [args[1]])
+        builder.store_atomic(args[2], place, "unordered", signature.args[0].dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64, numbers.dtype), codegen
+
+
+@intrinsic
+def num_threads(_context: Any) -> Any:
+    """How many threads a kernel may use. Numba's own function takes longer outside of a kernel than
+    many a kernel, and inside of one keeps it out of the cache."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        return builder.call(function(builder, "get_num_threads", I64, []), [])
+
+    return types.int64(), codegen
 
 
 def function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -142,7 +181,7 @@ def splat(builder: Any, scalar: Any, vector: Any) -> Any:
     """`scalar` in each lane of `vector`."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(I32S, [0] * LANES))
+    return builder.shuffle_vector(first, undefined, constant(0, ir.VectorType(I32, vector.count)))
 
 
 def constant(value: int, vector: Any) -> Any:

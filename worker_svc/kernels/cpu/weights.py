@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,7 +42,7 @@ class PanelWeight:
         maxima = _NO_FLOATS
         if exchange is not None and self._quantizes:
             maxima = exchange(x.abs().amax(dim=1)).numpy()
-        out = torch.empty(len(x), self._out_features)
+        out = torch.empty(x.shape[0], self._out_features)
         linear(
             x.contiguous().numpy(),
             self._codes,
@@ -53,7 +52,6 @@ class PanelWeight:
             _NO_FLOATS if bias is None else bias.float().numpy(),
             self._words,
             out.numpy(),
-            numba.get_num_threads(),
         )
         return out
 
@@ -69,19 +67,14 @@ class PanelWeight:
         values = values[:, : self._in_features]
         if not len(self._scales):
             return values
-        scales = torch.from_numpy(self._scales[panel, :, column])
+        groups = values.view(len(values), self._scales.shape[1], -1)
         if len(self._zeros):
-            zeros = torch.from_numpy(self._zeros[panel, :, column])
-            values = values - _per_input(zeros.float(), values)
-        return values * _per_input(scales, values)
+            groups = groups - torch.from_numpy(self._zeros[panel, :, column, None]).float()
+        groups = groups * torch.from_numpy(self._scales[panel, :, column, None])
+        return groups.flatten(1)
 
     def state(self) -> dict[str, torch.Tensor]:
         return self._state
-
-
-def _per_input(groups: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[T, groups] -> [T, in]"""
-    return groups.repeat_interleave(values.shape[1] // groups.shape[1], dim=1)
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
