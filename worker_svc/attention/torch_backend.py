@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
-from worker_svc.kernels.cpu.attention import CHUNK, attend
+from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
+from worker_svc.kernels.cpu.attention_loops import CHUNK
 from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
-from worker_svc.kernels.cpu.panels import MAX_ROWS
 from worker_svc.kernels.cpu.simd import LANES, bits
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
@@ -53,6 +52,11 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
                 "has to be on a CPU"
             )
         self._dtype = torch.int8 if shape.kv_dtype == "int8" else shape.dtype
+        if block_size % (depth := 4 // self._dtype.itemsize):
+            raise StartError(
+                f"block_size: {block_size} is not a multiple of {depth}, as it has to be on a CPU "
+                f"whose cache is {self._dtype}".replace("torch.", "")
+            )
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
@@ -67,13 +71,13 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
         query_starts = np.zeros(step.num_seqs + 1, np.int64)
         np.cumsum(step.query_lens, out=query_starts[1:])
         group = self.shape.num_heads // self.shape.num_kv_heads
-        counts = -(-step.query_lens.astype(np.int64) * group // MAX_ROWS)
+        counts = -(-step.query_lens.astype(np.int64) * group // TILE_ROWS)
         sequences = np.repeat(np.arange(step.num_seqs), counts)
         within = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
         return TorchMetadata(
             positions=step.positions.astype(np.int64),
             slot_mapping=step.slot_mapping.astype(np.int64),
-            tiles=np.stack((sequences, within * MAX_ROWS), axis=1),
+            tiles=np.stack((sequences, within * TILE_ROWS), axis=1),
             query_starts=query_starts,
             context_lens=step.context_lens.astype(np.int64),
             block_table=step.block_table.astype(np.int64),
@@ -96,7 +100,6 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             self.block_size,
             bits(cache),
             q.numpy(),
-            numba.get_num_threads(),
         )
         return q
 
@@ -113,6 +116,5 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             metadata.first_blocks,
             self.shape.scale,
             out.numpy(),
-            numba.get_num_threads(),
         )
         return out.flatten(1)

@@ -61,7 +61,7 @@ def test_normalizes_and_rotates_as_transformers_does(
     q = np.empty((len(positions), 2, head_dim), np.float32)
     slots = np.arange(len(positions))
     normalize_and_store(
-        qkv.numpy(), weight, weight, 1e-5, table.numpy(), positions.numpy(), slots, 16, cache, q, 1
+        qkv.numpy(), weight, weight, 1e-5, table.numpy(), positions.numpy(), slots, 16, cache, q
     )
 
     torch.testing.assert_close(torch.from_numpy(q), expected[0, :, :2].detach())

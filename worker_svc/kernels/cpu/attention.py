@@ -1,7 +1,7 @@
 """Attention over a paged KV cache on a CPU: prompts, parts of prompts and decodes in one pass, read
 where they lie.
 
-A task is a tile of up to `MAX_ROWS` queries of a key-value head: of one token in a decode, of
+A task is a tile of up to `TILE_ROWS` queries of a key-value head: of one token in a decode, of
 several in a prompt. Tasks go through the context `CHUNK` keys at a time and keep, per query, the
 largest score and the sum of the weights so far. (Online softmax: Milakov and Gimelshein, 2018, and
 Dao et al., "FlashAttention", 2022.)
@@ -15,210 +15,114 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
 from numpy.typing import NDArray
 
-from worker_svc.kernels.cpu.kv_store import ROW, VECTORS, padded
-from worker_svc.kernels.cpu.linear import PARALLEL_PRODUCTS, next_rows
-from worker_svc.kernels.cpu.panels import MAX_ROWS
-from worker_svc.kernels.cpu.simd import (
-    F32,
-    F32S,
-    FASTMATH,
-    I8,
-    I16,
-    I32S,
-    I64,
-    LANES,
-    constant,
-    exp,
-    fma,
-    largest,
-    loop,
-    pointer,
-    splat,
-    take,
+from worker_svc.kernels.cpu.attention_factors import pack_query, weigh_row
+from worker_svc.kernels.cpu.attention_loops import (
+    CHUNK,
+    FACTORS,
+    SCORES,
+    WEIGHTS,
+    WIDTHS,
+    score,
+    weigh,
 )
+from worker_svc.kernels.cpu.kv_store import padded
+from worker_svc.kernels.cpu.linear import PARALLEL_PRODUCTS
+from worker_svc.kernels.cpu.simd import FASTMATH, LANES, exp, larger, largest, num_threads, take
 
-CHUNK = 256
-# Floats between rows of scores: a power of two would put all rows into the same lines of the cache.
-_STRIDE = CHUNK + LANES
+TILE_ROWS = 12
 
-
-def _vector(builder: Any, place: Any, dtype: str) -> Any:
-    """16 numbers of a cache of `dtype` at a pointer to bytes, as float32."""
-    element = {"float32": F32, "uint16": I16, "int8": I8}[dtype]
-    stored = ir.VectorType(element, LANES)
-    numbers = builder.load(builder.bitcast(place, ir.PointerType(stored)), align=1)
-    if dtype == "float32":
-        return numbers
-    if dtype == "int8":
-        return builder.sitofp(numbers, F32S)
-    bits = builder.shl(builder.zext(numbers, I32S), constant(16, I32S))
-    return builder.bitcast(bits, F32S)
-
-
-def _score(rows: int) -> Any:
-    """Makes (cache, keys, query, head_dim, scores) -> None: the scores of 16 keys. `cache` is any
-    array of the cache's dtype, the others are addresses but for the size:
-
-        keys    [head_dim, 16] in the cache's dtype
-        query   [head_dim, rows] float32
-        scores  16 float32 in each of `rows` rows, `_STRIDE` floats apart
-    """
-
-    @intrinsic
-    def score(_context: Any, cache: Any, keys: Any, query: Any, head_dim: Any, scores: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, keys, query, head_dim, scores = args
-            dtype = signature.args[0].dtype
-            size = I64(LANES * dtype.bitwidth // 8)
-            keys, query = pointer(builder, keys, I8), pointer(builder, query, F32)
-
-            def step(d: Any, sums: list[Any]) -> list[Any]:
-                key = _vector(builder, builder.gep(keys, [builder.mul(d, size)]), dtype.name)
-                place = builder.gep(query, [builder.mul(d, I64(rows))])
-                factors = (builder.load(builder.gep(place, [I64(row)])) for row in range(rows))
-                return [
-                    fma(builder, splat(builder, factor, F32S), key, total)
-                    for factor, total in zip(factors, sums, strict=True)
-                ]
-
-            zero = ir.Constant(F32S, [0.0] * LANES)
-            start = pointer(builder, scores, F32)
-            for row, total in enumerate(loop(builder, head_dim, [zero] * rows, step)):
-                place = builder.gep(start, [I64(row * _STRIDE)])
-                builder.store(total, builder.bitcast(place, ir.PointerType(F32S)), align=4)
-            return context.get_dummy_value()
-
-        return types.void(cache, *[types.int64] * 4), codegen
-
-    return score
-
-
-def _weigh(rows: int, width: int) -> Any:
-    """Makes (cache, addresses, offset, weights, keys, totals, row_size) -> None, which adds the
-    weighted values of `keys` keys, `width` vectors of them, to `totals`. Addresses and numbers but
-    for `cache`:
-
-        addresses  int64 [keys], each of a value [head_dim] in the cache's dtype
-        offset     of the vectors in it, in bytes
-        weights    float32 [rows, keys], rows `_STRIDE` floats apart
-        totals     float32 [rows, row_size], from the vectors on
-    """
-
-    @intrinsic
-    def weigh(
-        _context: Any,
-        cache: Any,
-        addresses: Any,
-        offset: Any,
-        weights: Any,
-        keys: Any,
-        totals: Any,
-        row_size: Any,
-    ) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, addresses, offset, weights, keys, totals, row_size = args
-            dtype = signature.args[0].dtype
-            size = LANES * dtype.bitwidth // 8
-            addresses, weights = pointer(builder, addresses, I64), pointer(builder, weights, F32)
-            totals = pointer(builder, totals, F32)
-            places = []
-            for row in range(rows):
-                start = builder.gep(totals, [builder.mul(row_size, I64(row))])
-                vectors = builder.bitcast(start, ir.PointerType(F32S))
-                places += [builder.gep(vectors, [I64(i)]) for i in range(width)]
-
-            def step(key: Any, sums: list[Any]) -> list[Any]:
-                address = builder.add(builder.load(builder.gep(addresses, [key])), offset)
-                value = pointer(builder, address, I8)
-                vectors = [
-                    _vector(builder, builder.gep(value, [I64(i * size)]), dtype.name)
-                    for i in range(width)
-                ]
-                place = builder.gep(weights, [key])
-                added = []
-                for row in range(rows):
-                    factor = builder.load(builder.gep(place, [I64(row * _STRIDE)]))
-                    factors = splat(builder, factor, F32S)
-                    for i in range(width):
-                        added.append(fma(builder, factors, vectors[i], sums[row * width + i]))
-                return added
-
-            start = [builder.load(place, align=4) for place in places]
-            for place, total in zip(places, loop(builder, keys, start, step), strict=True):
-                builder.store(total, place, align=4)
-            return context.get_dummy_value()
-
-        return types.void(cache, *[types.int64] * 6), codegen
-
-    return weigh
-
-
-_TILES = [min(rows, MAX_ROWS) for rows in (12, 8, 4, 2, 1)]
-_score_12, _score_8, _score_4, _score_2, _score_1 = map(_score, _TILES)
-_weigh_12, _weigh_8, _weigh_4, _weigh_2, _weigh_1 = (_weigh(rows, VECTORS) for rows in _TILES)
+_MAX_ROWS = max(WIDTHS)
+_score_6, _score_4, _score_2, _score_1 = (score(min(rows, _MAX_ROWS)) for rows in (6, 4, 2, 1))
+_weigh_6, _weigh_4, _weigh_2, _weigh_1 = (weigh(min(rows, _MAX_ROWS)) for rows in (6, 4, 2, 1))
 
 
 @njit(inline="always")
-def _score_tile(
-    cache: Any, keys: int, query: Any, head_dim: int, scores: Any, column: int, rows: int
-) -> None:
-    q, s = query.ctypes.data, scores.ctypes.data + 4 * column
-    if rows == MAX_ROWS:
-        _score_12(cache, keys, q, head_dim, s)
-    elif rows == 8:
-        _score_8(cache, keys, q, head_dim, s)
-    elif rows == 4:
-        _score_4(cache, keys, q, head_dim, s)
-    elif rows == 2:
-        _score_2(cache, keys, q, head_dim, s)
-    else:
-        _score_1(cache, keys, q, head_dim, s)
+def _next_rows(left: int) -> int:
+    """The rows of the next loop when `left` are left."""
+    if left >= _MAX_ROWS:
+        return _MAX_ROWS
+    return 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @njit(inline="always")
-def _weigh_tile(
-    cache: Any, addresses: Any, scores: Any, keys: int, totals: Any, d: int, rows: int
+def _score_rows(
+    cache: Any,
+    keys: Any,
+    columns: Any,
+    vectors: int,
+    queries: Any,
+    steps: int,
+    starts: Any,
+    scales: Any,
+    key_scales: Any,
+    scores: Any,
+    row: int,
+    rows: int,
 ) -> None:
-    a, w, t = addresses.ctypes.data, scores.ctypes.data, totals.ctypes.data + 4 * d
-    offset, size = d * cache.itemsize, totals.shape[1]
-    if rows == MAX_ROWS:
-        _weigh_12(cache, a, offset, w, keys, t, size)
-    elif rows == 8:
-        _weigh_8(cache, a, offset, w, keys, t, size)
+    k, c, v = keys.ctypes.data, columns.ctypes.data, key_scales.ctypes.data
+    q = queries.ctypes.data + queries.itemsize * queries.shape[1] * row
+    z, f = starts.ctypes.data + 8 * row, scales.ctypes.data + 4 * row
+    s = scores.ctypes.data + 4 * SCORES * row
+    if rows == _MAX_ROWS:
+        _score_6(cache, k, c, vectors, q, steps, z, f, v, s)
     elif rows == 4:
-        _weigh_4(cache, a, offset, w, keys, t, size)
+        _score_4(cache, k, c, vectors, q, steps, z, f, v, s)
     elif rows == 2:
-        _weigh_2(cache, a, offset, w, keys, t, size)
+        _score_2(cache, k, c, vectors, q, steps, z, f, v, s)
     else:
-        _weigh_1(cache, a, offset, w, keys, t, size)
+        _score_1(cache, k, c, vectors, q, steps, z, f, v, s)
+
+
+@njit(inline="always")
+def _weigh_rows(
+    cache: Any, values: Any, steps: int, weights: Any, scales: Any, totals: Any, row: int, rows: int
+) -> None:
+    size = totals.shape[1]
+    v, vectors = values.ctypes.data, size // LANES
+    w, f = weights.ctypes.data + WEIGHTS * row, scales.ctypes.data + 4 * row
+    t = totals.ctypes.data + 4 * size * row
+    if rows == _MAX_ROWS:
+        _weigh_6(cache, v, vectors, w, steps, f, t, size)
+    elif rows == 4:
+        _weigh_4(cache, v, vectors, w, steps, f, t, size)
+    elif rows == 2:
+        _weigh_2(cache, v, vectors, w, steps, f, t, size)
+    else:
+        _weigh_1(cache, v, vectors, w, steps, f, t, size)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _soften(
-    scores: Any, row: int, visible: int, keys: int, tops: Any, sums: Any, totals: Any
+    cache: Any,
+    scores: Any,
+    first_row: int,
+    rows: int,
+    visible: Any,
+    columns: int,
+    value_scales: Any,
+    weights: Any,
+    scales: Any,
+    tops: Any,
+    sums: Any,
+    totals: Any,
 ) -> None:
-    """Turns a row's scores of a chunk into weights, 0 for keys that it does not see."""
-    if visible > 0:
-        top = max(tops[row], largest(scores, row, 0, visible))
-        total = np.float32(0)
-        for i in range(visible):
-            weight = exp(scores[row, i] - top)
-            scores[row, i] = weight
-            total += weight
+    """Turns rows of scores of a chunk into weights, 0 for keys that a row does not see."""
+    for row in range(first_row, first_row + rows):
+        for i in range(max(visible[row], 0), columns):
+            scores[row, i] = -np.inf
+        top = larger(tops[row], largest(scores, row, 0, columns))
         if tops[row] != top:
-            fading = exp(tops[row] - top) if sums[row] > 0 else np.float32(0)
+            fading = exp(tops[row] - top)
             sums[row] *= fading
             for d in range(totals.shape[1]):
                 totals[row, d] *= fading
             tops[row] = top
-        sums[row] += total
-    for i in range(max(visible, 0), keys):
-        scores[row, i] = 0
+        sums[row] += weigh_row(
+            cache, scores, row, visible[row], columns, top, value_scales, weights, scales
+        )
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -238,78 +142,125 @@ def _attend_tiles(
     """Takes a tile of a key-value head at a time from `counter` until there are none."""
     head_dim, kv_heads = q.shape[2], cache.shape[2]
     group = q.shape[1] // kv_heads
-    row_size = padded(head_dim, ROW)
-    slots = padded(block_size, LANES)
+    depth = 4 // cache.itemsize
+    steps = (head_dim + depth - 1) // depth
+    row_size, slots = padded(head_dim, LANES), padded(block_size, LANES)
     chunk_size = CHUNK // block_size * block_size if block_size < CHUNK else CHUNK
     head_bytes = cache.shape[3] * cache.itemsize
     block_bytes = kv_heads * head_bytes
-    quantized = cache.itemsize == 1
-    scales = cache.view(np.float32)
+    words, cache_scales = cache.view(np.uint32), cache.view(np.float32)
     first_scale = row_size * slots // 4
-    query = np.empty(MAX_ROWS * head_dim, np.float32)
-    scores = np.empty((MAX_ROWS, _STRIDE), np.float32)
-    totals = np.empty((MAX_ROWS, row_size), np.float32)
-    tops = np.empty(MAX_ROWS, np.float32)
-    sums = np.empty(MAX_ROWS, np.float32)
-    value_scales = np.empty(CHUNK, np.float32)
-    addresses = np.empty(CHUNK, np.int64)
+    queries = np.empty((TILE_ROWS, steps * FACTORS), np.uint32)
+    packed = np.zeros((FACTORS, steps), np.uint32)
+    starts = np.empty((TILE_ROWS, 2), np.int32)
+    query_scales = np.empty(TILE_ROWS, np.float32)
+    scores = np.empty((TILE_ROWS, SCORES), np.float32)
+    weights = np.empty((TILE_ROWS, WEIGHTS), np.uint8)
+    weight_scales = np.empty(TILE_ROWS, np.float32)
+    visible = np.empty(TILE_ROWS, np.int64)
+    totals = np.empty((TILE_ROWS, row_size), np.float32)
+    tops = np.empty(TILE_ROWS, np.float32)
+    sums = np.empty(TILE_ROWS, np.float32)
+    keys = np.empty(CHUNK, np.int64)
+    columns = np.empty(CHUNK, np.int64)
+    values = np.empty(CHUNK, np.int64)
+    key_scales = np.empty(SCORES, np.float32)
+    value_scales = np.empty((1, SCORES), np.float32)
+    last_values = np.empty(row_size, np.uint32)
     while True:
         task = take(counter)
         if task >= len(tiles) * kv_heads:
             break
         kv_head, tile = task // len(tiles), task % len(tiles)
-        n, row = tiles[tile, 0], tiles[tile, 1]
+        n, first_row = tiles[tile, 0], tiles[tile, 1]
         start = query_starts[n]
         tokens = query_starts[n + 1] - start
         before = context_lens[n] - tokens
-        tile_end = min(tokens * group, row + MAX_ROWS)
+        tile_rows = min(tokens * group - first_row, TILE_ROWS)
         head_start = cache.ctypes.data + kv_head * head_bytes
-        while row < tile_end:
-            rows = next_rows(tile_end - row)
-            for i in range(rows):
-                token, head = start + (row + i) // group, kv_head * group + (row + i) % group
-                for d in range(head_dim):
-                    query[d * rows + i] = q[token, head, d] * np.float32(scale)
-                for d in range(row_size):
-                    totals[i, d] = 0
-                tops[i] = -np.inf
-                sums[i] = 0
-            seen = before + (row + rows - 1) // group + 1
-            for first in range(0, seen, chunk_size):
-                keys = min(chunk_size, seen - first)
-                done = 0
-                while done < keys:
-                    slot = (first + done) % block_size
-                    block = block_table[first_blocks[n] + (first + done) // block_size]
-                    run = min(block_size - slot, keys - done)
-                    key_codes = head_start + block * block_bytes
-                    value_codes = key_codes + cache.shape[1] * block_bytes
-                    for lane in range(0, run, LANES):
-                        codes = key_codes + (slot + lane) * head_dim * cache.itemsize
-                        _score_tile(cache, codes, query, head_dim, scores, done + lane, rows)
-                    for i in range(run):
-                        addresses[done + i] = value_codes + (slot + i) * row_size * cache.itemsize
-                    if quantized:
-                        for i in range(run):
-                            place = first_scale + slot + i
-                            value_scales[done + i] = scales[1, block, kv_head, place]
-                            factor = scales[0, block, kv_head, place]
-                            for r in range(rows):
-                                scores[r, done + i] *= factor
-                    done += run
-                for i in range(rows):
-                    visible = before + (row + i) // group + 1 - first
-                    _soften(scores, i, min(visible, keys), keys, tops, sums, totals)
-                    if quantized:
-                        for k in range(keys):
-                            scores[i, k] *= value_scales[k]
-                for d in range(0, row_size, ROW):
-                    _weigh_tile(cache, addresses, scores, keys, totals, d, rows)
-            for i in range(rows):
-                token, head = start + (row + i) // group, kv_head * group + (row + i) % group
-                for d in range(head_dim):
-                    out[token, head, d] = totals[i, d] / sums[i]
+        row = 0
+        while row < tile_rows:
+            rows = _next_rows(tile_rows - row)
+            for i in range(row, row + rows):
+                token, head = divmod(first_row + i, group)
+                query = q[start + token, kv_head * group + head]
+                pack_query(cache, query, scale, packed, queries, row, rows, i, starts, query_scales)
             row += rows
+        totals[:tile_rows] = 0
+        tops[:tile_rows] = -np.inf
+        sums[:tile_rows] = 0
+        seen = before + (first_row + tile_rows - 1) // group + 1
+        for first in range(0, seen, chunk_size):
+            size = min(chunk_size, seen - first)
+            done, vectors, groups = 0, 0, 0
+            while done < size:
+                slot = (first + done) % block_size
+                block = block_table[first_blocks[n] + (first + done) // block_size]
+                run = min(block_size - slot, size - done)
+                block_keys = head_start + block * block_bytes
+                block_values = block_keys + cache.shape[1] * block_bytes
+                for lane in range(0, run, LANES):
+                    keys[vectors] = block_keys + (slot + lane) // LANES * steps * (4 * LANES)
+                    columns[vectors] = done + lane
+                    vectors += 1
+                for i in range(0, run, depth):
+                    values[groups] = block_values + (slot + i) // depth * row_size * 4
+                    groups += 1
+                if cache.itemsize == 1:
+                    for i in range(run):
+                        place = first_scale + slot + i
+                        key_scales[done + i] = cache_scales[0, block, kv_head, place]
+                        value_scales[0, done + i] = cache_scales[1, block, kv_head, place]
+                elif run % depth:
+                    # The last value has a neighbour that is not there, and might not be a number.
+                    place = (slot + run) // depth * row_size
+                    for i in range(row_size):
+                        word = words[1, block, kv_head, place + i]
+                        last_values[i] = word & np.uint32(0xFFFF)
+                    values[groups - 1] = last_values.ctypes.data
+                done += run
+            width = padded(size, LANES)
+            for i in range(size, width):
+                value_scales[0, i] = 0
+            row = 0
+            while row < tile_rows:
+                rows = _next_rows(tile_rows - row)
+                _score_rows(
+                    cache,
+                    keys,
+                    columns,
+                    vectors,
+                    queries,
+                    steps,
+                    starts,
+                    query_scales,
+                    key_scales,
+                    scores,
+                    row,
+                    rows,
+                )
+                for i in range(row, row + rows):
+                    visible[i] = min(before + (first_row + i) // group + 1 - first, size)
+                _soften(
+                    cache,
+                    scores,
+                    row,
+                    rows,
+                    visible,
+                    width,
+                    value_scales,
+                    weights,
+                    weight_scales,
+                    tops,
+                    sums,
+                    totals,
+                )
+                _weigh_rows(cache, values, groups, weights, weight_scales, totals, row, rows)
+                row += rows
+        for i in range(tile_rows):
+            token, head = divmod(first_row + i, group)
+            for d in range(head_dim):
+                out[start + token, kv_head * group + head, d] = totals[i, d] / sums[i]
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -324,7 +275,6 @@ def attend(
     first_blocks: NDArray[np.int64],
     scale: float,
     out: NDArray[np.float32],
-    threads: int,
 ) -> None:
     """Sets out to softmax(scale · q Kᵀ) V, each query seeing its sequence up to itself.
 
@@ -353,7 +303,7 @@ def attend(
             out,
         )
     else:
-        for _thread in prange(threads):
+        for _thread in prange(num_threads()):
             _attend_tiles(
                 counter,
                 q,

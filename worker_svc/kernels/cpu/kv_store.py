@@ -11,17 +11,16 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.linear import PARALLEL_TOKENS
-from worker_svc.kernels.cpu.simd import FASTMATH, LANES, narrow, widen
+from worker_svc.kernels.cpu.simd import FASTMATH, LANES, larger, narrow, num_threads, put, widen
 
-# Vectors of a value that attention adds up at once, and that many numbers.
-VECTORS = 2
-ROW = VECTORS * LANES
+# The zero of int8 codes of keys, which are bytes without a sign.
+KEY_ZERO = 128
 
 
 def cache_row(block_size: int, head_dim: int, *, scaled: bool) -> int:
     """The size of a head's part of a block of the cache, in numbers: see `normalize_and_store`."""
     slots = -(-block_size // LANES) * LANES
-    return slots * (-(-head_dim // ROW) * ROW + (4 if scaled else 0))
+    return slots * (-(-head_dim // LANES) * LANES + (4 if scaled else 0))
 
 
 @njit(inline="always")
@@ -49,28 +48,29 @@ def _normalize(
         out[half + i] = x[half + i] * rotation[i] + x[i] * rotation[half + i]
 
 
-def _round(numbers: Any, codes: Any) -> Any:
-    """Rounds numbers [head_dim] float32 to codes, of the cache's dtype -> their scale."""
+def _round(numbers: Any, zero: Any, codes: Any) -> Any:
+    """Rounds numbers [head_dim] float32 to codes, of the cache's dtype, integers plus `zero` ->
+    their scale."""
 
 
 @overload(_round)
-def _overload_round(numbers: Any, codes: Any) -> Any:
+def _overload_round(numbers: Any, zero: Any, codes: Any) -> Any:
     return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
 
 
-def _round_floats(numbers: Any, codes: Any) -> Any:
+def _round_floats(numbers: Any, zero: Any, codes: Any) -> Any:
     for i in range(len(numbers)):
         codes[i] = narrow(numbers[i], codes[i])
     return np.float32(1)
 
 
-def _round_to_int8(numbers: Any, codes: Any) -> Any:
+def _round_to_int8(numbers: Any, zero: Any, codes: Any) -> Any:
     top = np.float32(0)
     for i in range(len(numbers)):
-        top = max(top, abs(numbers[i]))
+        top = larger(top, abs(numbers[i]))
     factor = np.float32(127) / top if top > 0 else np.float32(0)
     for i in range(len(numbers)):
-        codes[i] = np.int8(np.rint(numbers[i] * factor))
+        codes[i] = np.int8(np.int32(np.rint(numbers[i] * factor)) + np.int32(zero))
     return top / np.float32(127)
 
 
@@ -90,7 +90,9 @@ def _store_rows(
     q: Any,
 ) -> None:
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.shape[2]
-    row_size = padded(head_dim, ROW)
+    depth = 4 // cache.itemsize
+    key_size = padded(head_dim, depth)
+    row_size = padded(head_dim, LANES)
     scales = cache.view(np.float32)
     first_scale = row_size * padded(block_size, LANES) // 4
     x, numbers, rotation = (
@@ -98,30 +100,32 @@ def _store_rows(
         np.empty(head_dim, np.float32),
         np.empty(head_dim, np.float32),
     )
-    codes = np.empty(head_dim, cache.dtype)
+    codes = np.zeros(key_size, cache.dtype)
+    packed, words = codes.view(np.uint32), cache.view(np.uint32)
     for row in range(first, end):
         position = positions[row]
         for i in range(head_dim // 2):
             rotation[i] = cos_sin[position, 0, i]
             rotation[head_dim // 2 + i] = cos_sin[position, 1, i]
         for head in range(heads):
-            _normalize(qkv, row, head, q_weight, eps, rotation, x, numbers)
-            for d in range(head_dim):
-                q[row, head, d] = numbers[d]
+            _normalize(qkv, row, head, q_weight, eps, rotation, x, q[row, head])
         block, slot = slot_mapping[row] // block_size, slot_mapping[row] % block_size
         for head in range(kv_heads):
             _normalize(qkv, row, heads + head, k_weight, eps, rotation, x, numbers)
-            scale = _round(numbers, codes)
-            start = slot // LANES * head_dim * LANES + slot % LANES
-            for d in range(head_dim):
-                cache[0, block, head, start + d * LANES] = codes[d]
+            scale = _round(numbers, KEY_ZERO, codes)
+            start = slot // LANES * key_size // depth * LANES + slot % LANES
+            part = words[0, block, head]
+            for step in range(len(packed)):
+                put(part, start + step * LANES, packed[step])
             if cache.itemsize == 1:
                 scales[0, block, head, first_scale + slot] = scale
             for d in range(head_dim):
                 numbers[d] = qkv[row, heads + kv_heads + head, d]
-            scale = _round(numbers, codes)
+            scale = _round(numbers, 0, codes)
+            start = slot // depth * row_size * depth + slot % depth
+            values = cache[1, block, head]
             for d in range(head_dim):
-                cache[1, block, head, slot * row_size + d] = codes[d]
+                put(values, start + d * depth, codes[d])
             if cache.itemsize == 1:
                 scales[1, block, head, first_scale + slot] = scale
 
@@ -138,7 +142,6 @@ def normalize_and_store(
     block_size: int,
     cache: NDArray[Any],
     q: NDArray[np.float32],
-    threads: int,
 ) -> None:
     """Normalizes and rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T,
     heads, head_dim], and the keys, which it stores with the values in their slots of the cache.
@@ -146,11 +149,12 @@ def normalize_and_store(
     The cache is [2, blocks, kv_heads, size] float32, bfloat16 as uint16, or int8, keys before
     values. Of a block and head,
 
-        keys    [slots / 16, head_dim, 16]: a vector holds a dimension of 16 keys
-        values  [slots, row_size]
+        keys    [slots / 16, head_dim / depth, 16, depth]: a vector holds dimensions of 16 keys
+        values  [slots / depth, row_size, depth]
 
-    with slots a multiple of 16 and row_size one of 32; int8 codes are followed by their scales
-    float32 [slots].
+    with depth numbers in 32 bits, slots and row_size multiples of 16 and head_dim padded to one of
+    depth. int8 codes of keys are larger by 128, as bytes without a sign, and codes are followed by
+    their scales float32 [slots].
     """
     tokens = len(qkv)
     if tokens < PARALLEL_TOKENS:
@@ -169,6 +173,7 @@ def normalize_and_store(
             q,
         )
     else:
+        threads = num_threads()
         for thread in prange(threads):
             first, end = tokens * thread // threads, tokens * (thread + 1) // threads
             _store_rows(
