@@ -255,3 +255,19 @@ def test_what_cannot_be_cut_is_named(
     with pytest.raises(ModelError) as error:
         ModelRunner(worker_settings(tmp_path, tp=tp, worker_addresses=addresses))
     assert str(error.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"dtype": "bfloat16", "block_size": 5}, "5 is not a multiple of 2"),
+        ({"kv_dtype": "int8", "block_size": 6}, "6 is not a multiple of 4"),
+        ({"block_size": 260}, "260 is over 256 and not a multiple of 16"),
+    ],
+)
+def test_blocks_of_sizes_that_the_cpu_cannot_read_are_refused(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    save_model(tmp_path)
+    with pytest.raises(StartError, match=f"block_size: {reason}"):
+        make_runner(tmp_path, **settings)

@@ -53,9 +53,10 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             )
         self._dtype = torch.int8 if shape.kv_dtype == "int8" else shape.dtype
         if block_size % (depth := 4 // self._dtype.itemsize):
+            dtype = str(self._dtype).removeprefix("torch.")
             raise StartError(
                 f"block_size: {block_size} is not a multiple of {depth}, as it has to be on a CPU "
-                f"whose cache is {self._dtype}".replace("torch.", "")
+                f"with a cache in {dtype}"
             )
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:

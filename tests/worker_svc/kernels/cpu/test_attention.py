@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.worker_svc.kernels.cpu.test_weights import CPUS, run_as
 from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
 from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
 from worker_svc.kernels.cpu_features import has
@@ -121,15 +122,10 @@ class Layer:
         return x
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int8])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [(4, 4, 24, 16), (8, 1, 40, 4), (16, 8, 128, 16), (6, 2, 32, 64), (2, 1, 16, 512)],
-)
-def test_equals_torch_alone_and_in_a_crowd(
+def check(
     dtype: type[np.generic], heads: int, kv_heads: int, head_dim: int, block_size: int
 ) -> None:
-    """Bit for bit in the second respect: what else a step computes changes nothing."""
+    """Attention equals torch's, and to the bit what it is for a sequence alone."""
     layer = Layer(heads, kv_heads, head_dim, block_size, dtype)
     layer.store([range(context - tokens) for tokens, context in SEQUENCES])
     q = layer.store([range(context - tokens, context) for tokens, context in SEQUENCES])
@@ -144,3 +140,23 @@ def test_equals_torch_alone_and_in_a_crowd(
         torch.testing.assert_close(seen, layer.expected(n), rtol=BOUND, atol=BOUND + rounding)
         alone = layer.attend(q[end - 1 : end].copy(), [n], [1])
         assert torch.equal(alone[0], seen[-1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(4, 4, 24, 16), (8, 1, 40, 4), (16, 8, 128, 16), (6, 2, 32, 64), (2, 1, 16, 512)],
+)
+def test_equals_torch_alone_and_in_a_crowd(
+    dtype: type[np.generic], heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    check(dtype, heads, kv_heads, head_dim, block_size)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_older_cpus(cpu: str) -> None:
+    run_as(
+        cpu,
+        "import numpy as np; from tests.worker_svc.kernels.cpu.test_attention import check; "
+        "[check(dtype, 6, 2, 24, 16) for dtype in (np.uint16, np.int8)]",
+    )

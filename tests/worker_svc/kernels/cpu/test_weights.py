@@ -124,9 +124,8 @@ def test_floats(kind: Callable[[torch.Tensor], PackedWeight], dtype: torch.dtype
     check_floats(kind, dtype)
 
 
-@pytest.mark.parametrize("cpu", CPUS)
-def test_older_cpus(cpu: str) -> None:
-    """In a process that compiles for less than this CPU has."""
+def run_as(cpu: str, command: str) -> None:
+    """Runs Python code in a process that compiles for less than this CPU has."""
     features = llvm.get_host_cpu_features()
     if not features.get("avx2") or (cpu != "haswell" and not features.get("avx512bw")):
         pytest.skip(f"this CPU is older than {cpu}")
@@ -135,12 +134,17 @@ def test_older_cpus(cpu: str) -> None:
         ("+" if there and not name.startswith(lacking) else "-") + name
         for name, there in features.items()
     ]
-    command = (
-        "from tests.worker_svc.kernels.cpu.test_weights import *; check_quantized(); "
-        "check_floats(pack_floats, torch.bfloat16)"
-    )
     pretence = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(names)}
     subprocess.run([sys.executable, "-c", command], check=True, env=os.environ | pretence)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_older_cpus(cpu: str) -> None:
+    run_as(
+        cpu,
+        "from tests.worker_svc.kernels.cpu.test_weights import *; check_quantized(); "
+        "check_floats(pack_floats, torch.bfloat16)",
+    )
 
 
 def test_groups_of_parts_of_steps_are_refused() -> None:
