@@ -169,51 +169,32 @@ def _overload_weigh_row(
 ) -> Any:
     if cache.dtype == types.int8:
         return _weights_as_codes
-    return _weights_as_pairs if _multiplies_pairs(cache) else _weights_as_floats
+    return _weights_in(np.uint16 if _multiplies_pairs(cache) else np.float32)
 
 
-def _weights_as_floats(
-    cache: Any,
-    scores: Any,
-    row: Any,
-    visible: Any,
-    columns: Any,
-    top: Any,
-    value_scales: Any,
-    weights: Any,
-    scales: Any,
-) -> Any:
-    factors = weights.view(np.float32)
-    total = np.float32(0)
-    seen = padded(max(visible, 0), LANES)
-    for i in range(seen):
-        weight = exp(scores[row, i] - top)
-        factors[row, i] = weight
-        total += weight
-    factors[row, seen:columns] = 0
-    return total
+def _weights_in(dtype: type[np.generic]) -> Any:
+    def weights_as_numbers(
+        cache: Any,
+        scores: Any,
+        row: Any,
+        visible: Any,
+        columns: Any,
+        top: Any,
+        value_scales: Any,
+        weights: Any,
+        scales: Any,
+    ) -> Any:
+        factors = weights.view(dtype)
+        total = np.float32(0)
+        seen = padded(max(visible, 0), LANES)
+        for i in range(seen):
+            weight = exp(scores[row, i] - top)
+            factors[row, i] = narrow(weight, factors[row, i])
+            total += weight
+        factors[row, seen:columns] = 0
+        return total
 
-
-def _weights_as_pairs(
-    cache: Any,
-    scores: Any,
-    row: Any,
-    visible: Any,
-    columns: Any,
-    top: Any,
-    value_scales: Any,
-    weights: Any,
-    scales: Any,
-) -> Any:
-    factors = weights.view(np.uint16)
-    total = np.float32(0)
-    seen = padded(max(visible, 0), LANES)
-    for i in range(seen):
-        weight = exp(scores[row, i] - top)
-        factors[row, i] = narrow(weight, factors[row, i])
-        total += weight
-    factors[row, seen:columns] = 0
-    return total
+    return weights_as_numbers
 
 
 def _weights_as_codes(
