@@ -124,10 +124,10 @@ class Parts:
 class Limits:
     bytes_per_s: float
     operations_per_s: float  # of products
-    float_operations_per_s: float  # of attention
+    attention_operations_per_s: float
 
     @staticmethod
-    def measure(dtype: torch.dtype, quantization: str) -> Limits:
+    def measure(dtype: torch.dtype, quantization: str, kv_dtype: str) -> Limits:
         threads = numba.get_num_threads()
         memory = np.ones(READ_BYTES // 8)
         weight = torch.randn(WIDTH, WIDTH)
@@ -135,17 +135,20 @@ class Limits:
         if quantization in ("int8", "int4", "fp8"):
             packed = quantize(weight, cast(Format, quantization))
         product = cpu_ops.pack(packed, dtype)
-        floats = cpu_ops.pack(weight, torch.float32)
+        # Queries and weights of 16 bits take two products of codes.
+        share = 2 if kv_dtype == "int8" else 1
+        cached = quantize(weight, "int8") if kv_dtype == "int8" else weight.to(dtype)
+        attention = cpu_ops.pack(cached, dtype)
         x = torch.randn(TOKENS, WIDTH)
         operations = 2 * TOKENS * WIDTH * WIDTH
         return Limits(
             READ_BYTES / _best(lambda: _read(memory, threads)),
             operations / _best(lambda: product.matmul(x, None)),
-            operations / _best(lambda: floats.matmul(x, None)),
+            operations / share / _best(lambda: attention.matmul(x, None)),
         )
 
     def seconds(self, name: str, part: Part) -> float:
-        rate = self.float_operations_per_s if name == "attention" else self.operations_per_s
+        rate = self.attention_operations_per_s if name == "attention" else self.operations_per_s
         return max(part.bytes / self.bytes_per_s, part.operations / rate)
 
 
@@ -239,10 +242,10 @@ def main() -> None:
     runner = ModelRunner(load_settings(WorkerSettings, flags))
     blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
-    limits = Limits.measure(getattr(torch, runner.info.dtype), args.quantization)
+    limits = Limits.measure(getattr(torch, runner.info.dtype), args.quantization, args.kv_dtype)
     print(
         f"reads {limits.bytes_per_s / 1e9:.1f} GB/s, products {limits.operations_per_s / 1e9:.0f} "
-        f"and float32 {limits.float_operations_per_s / 1e9:.0f} billion operations/s"
+        f"and attention {limits.attention_operations_per_s / 1e9:.0f} billion operations/s"
     )
     parts = Parts()
     parts.wrap_runner(runner)
