@@ -37,7 +37,6 @@ def pack_query(
     starts   int32 [tile rows, 2], and
     scales   float32 [tile rows], both as `attention_loops.score` takes them
     """
-    raise NotImplementedError
 
 
 @overload(pack_query)
@@ -152,7 +151,6 @@ def weigh_row(
     value_scales  [1, columns], that codes of values are multiplied with
     scales        [tile rows], as `attention_loops.weigh` takes them
     """
-    raise NotImplementedError
 
 
 @overload(weigh_row)

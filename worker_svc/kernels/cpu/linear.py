@@ -206,11 +206,10 @@ def _multiply_panels(
         s = scales.ctypes.data + panel * groups * PANEL * 4
         z = zeros.ctypes.data + panel * groups * PANEL * 4
         t = tile.ctypes.data
-        # While all rows are multiplied, the next panel comes into the cache.
-        ahead, pace = w, 0
-        if following < panels * blocks:
-            ahead = codes.ctypes.data + following % panels * panel_bytes
-        left = panel_bytes
+        # The next panel is fetched while all rows are multiplied: left to itself, the CPU reads
+        # memory during the first tile only.
+        fetched = following if following < panels * blocks else unit
+        ahead, left = codes.ctypes.data + fetched % panels * panel_bytes, panel_bytes
         while row < end:
             rows = next_rows(end - row)
             pace = left * rows // ((end - row) * steps * groups)

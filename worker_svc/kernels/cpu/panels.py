@@ -41,6 +41,7 @@ PANEL = 2 * LANES  # columns that an inner loop computes at once
 # Rows of a tile: as many sums as fit the vector registers beside a pair of weight vectors.
 MAX_ROWS = 12 if has("avx512f") else 2
 
+_LINE = 64  # bytes of a line of the cache
 _BYTES = ir.VectorType(I8, 4 * LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
@@ -183,15 +184,16 @@ class _Loop:
         x = builder.add(self.x, builder.mul(first, I64(x_step)))
         panel, x = pointer(builder, panel, I8), pointer(builder, x, I8)
         ahead = pointer(builder, builder.add(self.ahead, builder.mul(first, self.pace)), I8)
-        nothing = ir.VoidType()
-        to_second = builder.lshr(self.pace, I64(1))
-        fetch = function(builder, "llvm.prefetch.p0", nothing, [ahead.type, I32, I32, I32])
+        half_pace = builder.lshr(self.pace, I64(1))
+        types_of_fetch = [ahead.type, I32, I32, I32]
+        fetch = function(builder, "llvm.prefetch.p0", ir.VoidType(), types_of_fetch)
         hints = [I32(0), I32(2), I32(1)]  # to read, into the second level, data
 
         def step(number: Any, sums: Vectors) -> Vectors:
-            near = builder.gep(ahead, [builder.mul(number, self.pace)])
-            for i in range(max(kind.step_bytes // 64, 1)):
-                builder.call(fetch, [builder.gep(near, [to_second]) if i else near, *hints])
+            line = builder.gep(ahead, [builder.mul(number, self.pace)])
+            builder.call(fetch, [line, *hints])
+            if kind.step_bytes > _LINE:
+                builder.call(fetch, [builder.gep(line, [half_pace]), *hints])
             place = builder.gep(panel, [builder.mul(number, I64(kind.step_bytes))])
             elements = builder.bitcast(
                 builder.gep(x, [builder.mul(number, I64(x_step))]), ir.PointerType(I32)
