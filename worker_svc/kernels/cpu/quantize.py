@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from worker_svc.kernels.cpu.simd import F32, FASTMATH, I64, constant, function, loop, splat
+from worker_svc.kernels.cpu.simd import F32, I64, constant, function, larger, loop, splat
 from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.quantize import DIVISORS, group_size
 from worker_svc.quantization.quantize import quantize as quantize_in_torch
@@ -91,14 +91,14 @@ def _code(x: Any, inverse: Any) -> Any:
     return np.uint8(min(max(np.rint(x * inverse), _LOWEST), _HIGHEST) - _LOWEST)
 
 
-# That no number is NaN lets LLVM compare vectors.
-@njit(nogil=True, fastmath=FASTMATH | {"nnan"})
+@njit(inline="always")
 def _extremes(weight: Any, row: int, start: int, end: int) -> Any:
     """The largest and the smallest of weight[row, start:end]."""
-    high = low = weight[row, start]
-    for i in range(start, end):
-        high, low = max(high, weight[row, i]), min(low, weight[row, i])
-    return high, low
+    part = weight[row, start:end]
+    high, opposite = part[0], -part[0]
+    for i in range(len(part)):
+        high, opposite = larger(high, part[i]), larger(opposite, -part[i])
+    return high, -opposite
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")

@@ -20,7 +20,7 @@ from worker_svc.kernels.logits import MAX_TEMPERATURE, MIN_TEMPERATURE
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
-# exp of less is 0, which the exp of `simd` never is.
+# The weight of less is 0, and that of what is not a number.
 MIN_EXPONENT = np.float32(-87)
 # With fewer logits than this, one thread is done before another is awake.
 PARALLEL_LOGITS = 1 << 15
