@@ -25,7 +25,7 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos gpu-check test check clean \
+.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos gpu-check test check lock clean \
 	check-style check-types check-imports check-stubs
 
 help:  ## this list
@@ -33,19 +33,25 @@ help:  ## this list
 
 # The stamp's name depends on the checkout's path and the Python, so that moving or upgrading them
 # makes a new environment. The lock lets one of several `make`s do the work while the others wait.
-# torch's CUDA builds bring Triton in the one version that fits. With a CPU build, xgrammar and the
-# tests still need it, in this version rather than the newest.
+# Everything but torch comes from files whose hashes are in the repository, and nothing is built but
+# this project, by a setuptools from there. torch finds all that it needs installed, but for CUDA's
+# libraries and Triton, which its CUDA builds bring. With a CPU build, xgrammar and the tests still
+# need Triton, in this version rather than the newest.
 TRITON := triton==3.6.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_HASHED := $(PIP) --require-hashes --no-deps --only-binary :all:
 STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
-$(STAMP): pyproject.toml constraints.txt
+INSTALLED := pyproject.toml requirements/dev.txt requirements/torch.txt requirements/triton.txt
+$(STAMP): $(INSTALLED)
 	@mkdir -p .run && exec 9>.run/setup.lock && flock 9 && \
-	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi && \
+	if [ -e $@ ] && [ -z "$$(find $(INSTALLED) -newer $@)" ]; then exit 0; fi && \
 	echo "installing into .venv" && \
 	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
-	$(PIP) $(PIP_ARGS) -c constraints.txt torch && \
-	{ $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON); } && \
-	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]' && \
+	$(PIP_HASHED) $(PIP_ARGS) -r requirements/dev.txt && \
+	$(PIP) $(PIP_ARGS) -r requirements/torch.txt && \
+	{ $(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(PIP_HASHED) $(PIP_ARGS) -r requirements/triton.txt; } && \
+	$(PIP) --no-deps --no-build-isolation -e . && \
 	touch $@
 
 setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip)
@@ -107,6 +113,19 @@ check-stubs: $(STAMP)
 
 protos: $(STAMP)  ## regenerate shared/pb from protos/
 	$(call protoc,.)
+
+# Versions that are locked stay, unless ARGS=--upgrade; images get those of requirements/dev.txt.
+LOCK := uv pip compile --quiet --universal --python-version 3.11 --no-build --generate-hashes \
+	--no-annotate --custom-compile-command 'make lock' $(ARGS)
+LOCK_EXTRA := $(LOCK) pyproject.toml --constraints requirements/torch.txt \
+	--excludes requirements/unlocked.txt --no-emit-package torch
+lock:  ## lock packages that fit pyproject.toml, with the hashes of all their files (with uv, docs.astral.sh/uv)
+	$(LOCK_EXTRA) --extra dev --output-file requirements/dev.txt
+	for image in frontend scheduler worker; do \
+		$(LOCK_EXTRA) --extra $$image --output-file requirements/$$image.txt \
+			--constraints requirements/dev.txt || exit; \
+	done
+	echo $(TRITON) | $(LOCK) --no-deps --output-file requirements/triton.txt -
 
 protoc = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --python_out=$(1) \
 	--mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
