@@ -48,7 +48,7 @@ $(STAMP): $(INSTALLED)
 	echo "installing into .venv" && \
 	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
 	$(PIP_HASHED) $(PIP_ARGS) -r requirements/dev.txt && \
-	$(PIP) $(PIP_ARGS) -r requirements/torch.txt && \
+	$(PIP) --no-warn-conflicts $(PIP_ARGS) -r requirements/torch.txt && \
 	{ $(BIN)/python -c 'import triton' 2>/dev/null || \
 		$(PIP_HASHED) $(PIP_ARGS) -r requirements/triton.txt; } && \
 	$(PIP) --no-deps --no-build-isolation -e . && \

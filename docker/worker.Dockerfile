@@ -1,7 +1,8 @@
 # One rank of the model. The same image serves CPU and GPU: PyPI's torch brings the CUDA libraries,
 # and the NVIDIA container runtime the host's driver. PIP_ARGS can point to CPU-only wheels,
-# APT_PACKAGES adds the C compiler that Triton needs on a GPU.
-FROM python:3.12-slim
+# APT_PACKAGES adds the C compiler that Triton needs on a GPU. BASE may name an image by its digest.
+ARG BASE=python:3.12-slim
+FROM $BASE
 
 ARG APT_PACKAGES=""
 RUN if [ -n "$APT_PACKAGES" ]; then \
@@ -12,14 +13,15 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
 RUN useradd --create-home --uid 10001 nano
 WORKDIR /app
 
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY requirements/worker.txt requirements/torch.txt requirements/
+ARG PIP_ARGS=""
+RUN pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
+        $PIP_ARGS -r requirements/worker.txt \
+    && pip install --no-cache-dir --no-warn-conflicts $PIP_ARGS -r requirements/torch.txt
 COPY shared shared
 COPY worker_svc worker_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-ARG PIP_ARGS=""
-# Editable, since a wheel would contain only the client.
-RUN pip install --no-cache-dir -c constraints.txt $PIP_ARGS -e ".[worker]"
 
 USER nano
 ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=/tmp/numba TRITON_CACHE_DIR=/tmp/triton

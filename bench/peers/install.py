@@ -150,7 +150,7 @@ def _convert_llama(directory: Path, model: Path, weights: str, out: Path) -> Non
     _run(directory / "bin" / "llama-quantize", original, out, weights)
 
 
-_TORCH = "torch==2.13.0"  # that of constraints.txt, so that a build for CPUs at hand serves again
+_TORCH = "torch==2.13.0"  # as in requirements/torch.txt: a build for CPUs at hand serves again
 
 PEERS = {
     "openvino": Peer(

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -89,15 +88,32 @@ def test_what_is_started_exists_and_is_in_the_image(image: str, package: str) ->
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_what_is_installed_exists(image: str) -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        extras = tomllib.load(file)["project"]["optional-dependencies"]
-    installs = [a for name, a in instructions(image) if name == "RUN" and "pip install" in a]
-    assert len(installs) == 1
-    words = shlex.split(installs[0])
-    assert words[-2:] == ["-e", f".[{image}]"]  # not as a wheel, which contains no service
-    assert image in extras
-    assert words[words.index("-c") + 1] in copied(image)
+def test_packages_are_installed_by_hash_but_for_torch(image: str) -> None:
+    installs = [
+        shlex.split(command)
+        for name, arguments in instructions(image)
+        if name == "RUN"
+        for command in re.findall(r"pip install [^&|;]*", arguments)
+    ]
+    hashed = {words[-1]: "--require-hashes" in words for words in installs}
+    assert hashed == {
+        f"requirements/{name}.txt": name != "torch"
+        for name in {
+            "frontend": ("frontend",),
+            "scheduler": ("scheduler", "torch", "triton"),
+            "worker": ("worker", "torch"),
+        }[image]
+    }
+    assert hashed.keys() <= set(copied(image))
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_base_image_is_an_argument(image: str) -> None:
+    first, second = instructions(image)[:2]
+    assert first == ("ARG", "BASE=python:3.12-slim")
+    assert second == ("FROM", "$BASE")
+    for service in services().values():
+        assert service["build"]["args"]["BASE"] == "${BASE:-python:3.12-slim}"
 
 
 @pytest.mark.parametrize("image", IMAGES)

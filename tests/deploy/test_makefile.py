@@ -109,6 +109,6 @@ def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
         "help setup up down restart ps logs top chat bench gpu-check test simulate chaos check "
-        "protos"
+        "protos lock"
     )
     assert targets == [*expected.split(), "clean"]

@@ -1,0 +1,85 @@
+"""requirements/*.txt lock, with hashes, all that pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "requirements"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("dev", "frontend", "scheduler", "worker")
+# Installed apart, see the Makefile.
+APART = {"torch", "triton"}
+HASHES = re.compile(r"(?: --hash=sha256:[0-9a-f]{64})+")
+
+
+def entries(lock: str) -> dict[str, tuple[str, str]]:
+    """Version and hashes by package; fails if a line is anything else."""
+    text = re.sub("^#.*\n", "", (FOLDER / f"{lock}.txt").read_text(), flags=re.M)
+    found = {}
+    for line in re.sub(r" *\\\n *", " \\\\ ", text).splitlines():
+        match = re.fullmatch(r"([a-z0-9-]+)==([^ ;]+)(?: ; [^\\]+?)?((?: \\ --hash=\S+)*)", line)
+        assert match, f"{lock}: {line[:80]}"
+        found[match[1]] = match[2], match[3].replace(" \\", "")
+    return found
+
+
+def asked_for(extra: str) -> Iterator[Requirement]:
+    """The requirements of an extra, with those of the extras that it names and of the client."""
+    for line in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]):
+        requirement = Requirement(line)
+        if requirement.name == PROJECT["name"]:
+            for each in requirement.extras:
+                yield from asked_for(each)
+        else:
+            yield requirement
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_all_that_is_asked_for_is_locked(extra: str) -> None:
+    locked = entries(extra)
+    for requirement in asked_for(extra):
+        name = canonicalize_name(requirement.name)
+        if name not in APART:
+            assert name in locked, f"requirements/{extra}.txt lacks {name}: make lock"
+            assert requirement.specifier.contains(locked[name][0]), name
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_so_is_what_those_packages_need(extra: str) -> None:
+    """As the installed ones say: without it, `--no-deps` would leave it out, or torch fetch it."""
+    locked = entries(extra)
+    for name in (*locked, *(APART - {"triton"} if extra != "frontend" else ())):
+        for line in _requires(name):
+            requirement = Requirement(line)
+            needed = canonicalize_name(requirement.name)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert needed in locked.keys() | APART, f"{name} needs {needed}: make lock"
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return requires(name) or []
+    except PackageNotFoundError:  # for another platform
+        return []
+
+
+@pytest.mark.parametrize("lock", [*EXTRAS, "triton"])
+def test_every_package_has_the_hashes_of_its_files(lock: str) -> None:
+    locked = entries(lock)
+    assert locked
+    for name, (_, hashes) in locked.items():
+        assert HASHES.fullmatch(hashes), f"{name}: {hashes[:80]}"
+
+
+@pytest.mark.parametrize("image", EXTRAS[1:])
+def test_images_get_what_is_tested(image: str) -> None:
+    assert entries(image).items() <= entries("dev").items()
