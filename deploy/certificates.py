@@ -6,7 +6,8 @@ import ssl
 from collections.abc import Iterable
 
 from deploy.errors import LaunchError
-from shared.tls import ClientTls, FileError, ServerTls, load_files
+from shared.roles import ROLE, roles_among
+from shared.tls import ClientTls, FileError, ServerTls, check_apart, load_files
 
 
 def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
@@ -17,9 +18,9 @@ def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
         LaunchError: a file cannot be used, or the server would refuse the client.
     """
     client = ClientTls(server.cert, client_cert, client_key)
-    names = _shake_hands(server, client)
+    names = [name for name in _shake_hands(server, client) if not name.startswith(ROLE)]
     if not names:
-        raise LaunchError(f"{server.setting}_cert: {server.cert} has no subjectAltName")
+        raise LaunchError(f"{server.setting}_cert: {server.cert} has no name in subjectAltName")
     return ClientTls(server.cert, client_cert, client_key, names[0].replace("*", "any", 1))
 
 
@@ -32,6 +33,24 @@ def check_certificates(server: ServerTls, client: ClientTls, addresses: Iterable
     for address in addresses:
         host = "localhost" if address.startswith("unix:") else address.rpartition(":")[0]
         _shake_hands(server, client, host.strip("[]"))
+
+
+def check_roles(
+    server: ServerTls, client: ClientTls, services: Iterable[str], required: bool
+) -> None:
+    """Checks that the services' certificate is for all `services`.
+
+    Raises:
+        LaunchError: it names roles, or `required` says that it must, but not these.
+    """
+    roles = roles_among(_shake_hands(server, client))
+    missing = [service for service in services if service not in roles]
+    if missing and (roles or required):
+        raise LaunchError(
+            f"{server.setting}_cert: {server.cert} is for {', '.join(sorted(roles)) or 'no role'}, "
+            f"but here run {', '.join(missing)}: its subjectAltName needs "
+            f"{', '.join(f'URI:{ROLE}{service}' for service in missing)}"
+        )
 
 
 def _shake_hands(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
@@ -51,6 +70,7 @@ def _shake_hands(server: ServerTls, client: ClientTls, host: str | None = None) 
 def _server_side(server: ServerTls) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     load_files(server.setting, context, server.cert, server.key, server.client_ca)
+    check_apart(server.client_ca, server.apart_from)
     if server.client_ca:
         context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from deploy.certificates import check_certificates, pinned
+from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.errors import LaunchError
 from deploy.model import resolve_model
 from deploy.ports import free_port
@@ -165,11 +165,13 @@ def _tokens_file(settings: StackSettings) -> str:
 
 
 def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
-    """Checks that the services will trust the names in each other's certificates."""
+    """Checks that the services will trust the names and roles in each other's certificates."""
     server = settings.internal_tls
     if server is not None and stack.internal_tls is not None:
         inner = (each for each in stack.processes() if each.service != "frontend")
         check_certificates(server, stack.internal_tls, (each.address for each in inner))
+        required = settings.internal_tls_roles == "required"
+        check_roles(server, stack.internal_tls, stack.services, required)
 
 
 def _parse_ranks(text: str | None, tp: int) -> range:

@@ -14,12 +14,16 @@ class PublicSettings(ServiceSettings):
     """The settings that say where and how clients are served."""
 
     _tls_prefix: ClassVar[str] = "tls"
+    _plaintext: ClassVar[str] = "allow_public_plaintext"
 
     host: str = "127.0.0.1"
     port: int = Field(50051, ge=0, le=65535)
     tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
     tls_key: str = Field("", description="PEM file")
     tls_client_ca: str = Field("", description="PEM file: clients need a certificate signed by it")
+    allow_public_plaintext: bool = Field(
+        False, description="serve clients beyond loopback without TLS"
+    )
     auth_tokens_file: str = Field("", description="clients must send the token on one of its lines")
     max_requests_per_client: int = Field(4096, gt=0, description="at a time, per frontend")
 
@@ -36,7 +40,8 @@ class PublicSettings(ServiceSettings):
     def server_tls(self) -> ServerTls | None:
         if not self.tls_cert:
             return None
-        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
+        inner = self.internal_tls_ca if self.internal_tls_roles == "optional" else ""
+        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca, apart_from=inner)
 
     @property
     def callers_need_tokens(self) -> bool:
@@ -57,3 +62,8 @@ class FrontendSettings(PublicSettings):
     model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
     scheduler_address: str = "127.0.0.1:50052"
     tokenizer_threads: int = Field(2, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_calling("scheduler_address", self.scheduler_address)
+        return self

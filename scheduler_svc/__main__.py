@@ -19,6 +19,7 @@ from shared.config import settings_or_exit
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 from shared.process import Ready, run_service
+from shared.roles import Callers
 from shared.server import Server
 
 
@@ -29,7 +30,10 @@ async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None
         WorkerMismatchError: the workers contradict each other or the settings.
         OSError: the address cannot be bound.
     """
-    server = Server(settings, "nanovllm.scheduler.v1.SchedulerService", ready=ready)
+    callers = Callers("frontend", reads=("GetLoad",))
+    server = Server(
+        settings, "nanovllm.scheduler.v1.SchedulerService", callers=callers, ready=ready
+    )
     servicer = SchedulerServicer()
     add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.scheduler_address)

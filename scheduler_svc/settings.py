@@ -42,4 +42,5 @@ class SchedulerSettings(ServiceSettings):
     def _check(self) -> Self:
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
         self._check_listening("scheduler_address", self.scheduler_address)
+        self._check_calling("worker_addresses", *self.worker_addresses)
         return self

@@ -121,8 +121,12 @@ def _name_options(address: str, tls: ClientTls) -> Options:
 
 def stays_on_host(address: str) -> bool:
     """Whether only processes on this host can connect to `host:port` or `unix:path`. Any host name
-    other than localhost is assumed to stand for a network interface."""
-    if address.startswith(("unix:", "unix-abstract:")):
+    other than localhost is assumed to stand for a network interface. An abstract socket
+    (`unix-abstract:name`) counts as one, too: it has no mode, and containers that share the host's
+    network reach it."""
+    if address.startswith("unix-abstract:"):
+        return False
+    if address.startswith("unix:"):
         return True
     host = address.removeprefix("ipv4:").removeprefix("ipv6:").removeprefix("dns:").lstrip("/")
     host = host.rpartition(":")[0].strip("[]")

@@ -66,11 +66,11 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # The services' own settings. No service imports another, yet each must tell the others' settings
 # from misspelt ones, so a new setting is named here, too.
 _NAMES_OF_SERVICES = """
-    attention auth_tokens_file block_size device dtype enforce_eager hang_timeout_s host kv_blocks
-    kv_dtype master_addr master_port max_model_len max_num_batched_tokens max_num_prefill_tokens
-    max_num_seqs max_requests_per_client max_waiting max_waiting_tokens memory_utilization model
-    port quantization rank scheduler_address sync threads tls_cert tls_client_ca tls_key
-    tokenizer_threads tp worker_addresses
+    allow_public_plaintext attention auth_tokens_file block_size device dtype enforce_eager
+    hang_timeout_s host kv_blocks kv_dtype master_addr master_port max_model_len
+    max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
+    max_waiting_tokens memory_utilization model port quantization rank scheduler_address sync
+    threads tls_cert tls_client_ca tls_key tokenizer_threads tp worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
 # Settings of a stack's clients, including the launcher, which may share the services' environment.

@@ -5,6 +5,7 @@
     ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
+    ├── PermissionDeniedError    PERMISSION_DENIED    the caller's certificate is for something else
     ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
     └── InternalError            INTERNAL             what happened is in the log, not in the reply
@@ -82,6 +83,10 @@ class QueueFullError(ServiceError):
 
 class UnauthenticatedError(ServiceError):
     code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(ServiceError):
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class UnavailableError(ServiceError):

@@ -17,12 +17,19 @@ class SecuritySettings(BaseSettings):
     """Settings of TLS between services, which trust each other: mutual TLS or none."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
-    _tls_prefix: ClassVar[str] = "internal_tls"  # of the settings that `server_tls` is made of
+    # Of the settings that `server_tls` is made of, and the one that lets a server do without.
+    _tls_prefix: ClassVar[str] = "internal_tls"
+    _plaintext: ClassVar[str] = "allow_plaintext"
 
     internal_tls_cert: str = Field("", description="PEM file: shown to other services")
     internal_tls_key: str = Field("", description="PEM file")
     internal_tls_ca: str = Field("", description="PEM file: CA of all services' certificates")
-    allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
+    internal_tls_roles: Literal["optional", "required"] = Field(
+        "optional", description="required: refuse services whose certificate names no role"
+    )
+    allow_plaintext: bool = Field(
+        False, description="services listen beyond loopback to each other without TLS"
+    )
     reflection: Literal["auto", "on", "off"] = Field("auto", description="auto: off with tokens")
     keepalive_s: float = Field(KEEPALIVE_S, gt=0, description="between pings of silent streams")
 
@@ -33,6 +40,8 @@ class SecuritySettings(BaseSettings):
             raise ValueError(
                 "internal_tls_cert, internal_tls_key, internal_tls_ca: give all three, or none"
             )
+        if self.internal_tls_roles == "required" and not any(files):
+            raise ValueError("internal_tls_roles: needs internal_tls_cert, _key and _ca")
         return self
 
     @property
@@ -62,10 +71,20 @@ class SecuritySettings(BaseSettings):
 
     def _check_listening(self, name: str, address: str) -> None:
         """Refuses to listen in plaintext that others may read."""
-        if self.server_tls is None and not self.allow_plaintext and not stays_on_host(address):
-            prefix = self._tls_prefix
-            raise ValueError(
-                f"{name}: {address} would listen in plaintext: set {prefix}_cert and the other TLS "
-                f"settings ({PREFIX}{prefix.upper()}_CERT, ...), or allow_plaintext "
-                f"({PREFIX}ALLOW_PLAINTEXT=1) if the network is private"
-            )
+        if self.server_tls is None and not getattr(self, self._plaintext):
+            _check_stays(name, address, "listen", self._tls_prefix, self._plaintext)
+
+    def _check_calling(self, name: str, *addresses: str) -> None:
+        """Refuses to call other services in plaintext that others may read or answer."""
+        if self.internal_tls is None and not self.allow_plaintext:
+            for address in addresses:
+                _check_stays(name, address, "be called", "internal_tls", "allow_plaintext")
+
+
+def _check_stays(name: str, address: str, what: str, prefix: str, permission: str) -> None:
+    if not stays_on_host(address):
+        raise ValueError(
+            f"{name}: {address} would {what} in plaintext: set {prefix}_cert and the other TLS "
+            f"settings ({PREFIX}{prefix.upper()}_CERT, ...), or {permission} "
+            f"({PREFIX}{permission.upper()}=1) if the network is private"
+        )

@@ -16,6 +16,7 @@ from shared.channels import server_keepalive_options
 from shared.config import ServiceSettings
 from shared.interceptors import StatusInterceptor
 from shared.open_calls import OpenCalls
+from shared.roles import Callers, RoleInterceptor
 from shared.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ class Server:
 
     Args:
         interceptors: this service's own, which come after those that every service has.
+        callers: the services that may call it, if they show certificates; None: anybody may.
         max_calls: open calls per connection, beyond which its client waits.
         reuse_port: whether several processes may listen on the same port.
         ready: called when the server is SERVING for the first time.
@@ -53,6 +55,7 @@ class Server:
         service_name: str,
         *,
         interceptors: Sequence[aio.ServerInterceptor] = (),
+        callers: Callers | None = None,
         max_calls: int = _INTERNAL_CALLS,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
@@ -67,7 +70,11 @@ class Server:
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
-        common = StatusInterceptor(settings.max_message_bytes), self._calls
+        common: list[aio.ServerInterceptor]
+        common = [StatusInterceptor(settings.max_message_bytes), self._calls]
+        if tls and callers:
+            required = settings.internal_tls_roles == "required"
+            common.append(RoleInterceptor(service_name, callers, required))
         self.grpc = aio.server(
             interceptors=[*common, *interceptors],
             options=[

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +23,19 @@ class ServerTls:
     """The certificate that a server presents, and which clients it admits.
 
     `client_ca`: clients must have a certificate signed by one of these; empty: anybody may connect.
-    `setting`: the prefix of the settings' names.
+    `setting`: the prefix of the settings' names. `apart_from`: internal_tls_ca, if no certificate
+    in that file may also be in `client_ca`.
     """
 
     cert: str
     key: str
     client_ca: str = ""
     setting: str = "tls"
+    apart_from: str = ""
+
+    def stamp(self) -> _Stamp:
+        """A value that changes when a file does; empty while one is missing."""
+        return _stamp(self.cert, self.key, self.client_ca, self.apart_from)
 
 
 @dataclass(frozen=True)
@@ -107,19 +115,41 @@ def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: s
         raise FileError(f"{what}: {reason}") from error
 
 
+def check_apart(client_ca: str, internal_ca: str) -> None:
+    """Checks that no authority signs the certificates of both clients and services: whoever has one
+    for a client could pass for a service. Only equal certificates are found, not one authority that
+    has signed another.
+
+    Raises:
+        FileError: one does, or a file cannot be read.
+    """
+    if client_ca and internal_ca and _certificates(client_ca) & _certificates(internal_ca):
+        raise FileError(
+            f"tls_client_ca, internal_tls_ca: {client_ca} and {internal_ca} hold the same "
+            "certificate, so that every client could pass for a service: use another authority for "
+            "clients, or internal_tls_roles=required and a role in each service's certificate"
+        )
+
+
+def _certificates(path: str) -> set[bytes]:
+    """The certificates in a PEM file, decoded."""
+    found = re.findall(rb"-----BEGIN CERTIFICATE-----(.*?)-----END", _read(path), re.DOTALL)
+    return {base64.b64decode(each) for each in found}
+
+
 class _Follower:
     """The latest usable certificate of a server."""
 
     def __init__(self, tls: ServerTls, warn: Callable[[str], None]) -> None:
         self._tls = tls
         self._warn = warn
-        self._seen = self._stamp()
+        self._seen = tls.stamp()
         self.first = self._read()
 
     def reread(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns what the files hold, or None if nothing has changed or they cannot be used. gRPC
         calls it at the start of each connection."""
-        stamp = self._stamp()
+        stamp = self._tls.stamp()
         if stamp == self._seen:
             return None
         try:
@@ -127,7 +157,7 @@ class _Follower:
         except FileError as error:
             self._warn(str(error))
             config = None
-        if self._stamp() == stamp:  # else they changed while being read: try again next time
+        if self._tls.stamp() == stamp:  # else they changed while being read: try again next time
             self._seen = stamp
             return config
         return None
@@ -136,13 +166,11 @@ class _Follower:
         tls = self._tls
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_files(tls.setting, context, tls.cert, tls.key, tls.client_ca)
+        check_apart(tls.client_ca, tls.apart_from)
         return grpc.ssl_server_certificate_configuration(
             [(_read(tls.key), _read(tls.cert))],
             root_certificates=_read(tls.client_ca) if tls.client_ca else None,
         )
-
-    def _stamp(self) -> _Stamp:
-        return _stamp(self._tls.cert, self._tls.key, self._tls.client_ca)
 
 
 def _read(path: str) -> bytes:

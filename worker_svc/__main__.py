@@ -15,6 +15,7 @@ import sys
 from shared.config import settings_or_exit
 from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from shared.process import Ready, run_service
+from shared.roles import Callers
 from shared.server import Server
 from worker_svc.errors import StartError
 from worker_svc.platforms.choice import preload
@@ -26,7 +27,7 @@ SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 
 async def serve(settings: WorkerSettings, ready: Ready | None = None) -> None:
     """Serves until SIGTERM; healthy once the model is loaded and warm."""
-    server = Server(settings, SERVICE_NAME, ready=ready)
+    server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"), ready=ready)
     service = WorkerService(settings, server.stop)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])

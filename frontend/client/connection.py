@@ -40,11 +40,11 @@ def connect(
     """
     tls = tls or ClientTls.from_environment()
     token = token or os.environ.get("NANO_TOKEN")
-    plaintext_allowed = os.environ.get("NANO_ALLOW_PLAINTEXT", "0").lower() in ("1", "true")
-    if token and tls is None and not stays_on_host(address) and not plaintext_allowed:
+    allowed = os.environ.get("NANO_ALLOW_PUBLIC_PLAINTEXT", "0").lower() in ("1", "true")
+    if token and tls is None and not stays_on_host(address) and not allowed:
         raise LLMError(
             f"token: would be sent to {address} in plaintext: give tls, or set "
-            "NANO_ALLOW_PLAINTEXT=1 if the network is private"
+            "NANO_ALLOW_PUBLIC_PLAINTEXT=1 if the network is private"
         )
     try:
         channel = open_channel(address, tls, _OPTIONS)

@@ -59,6 +59,39 @@ def test_an_inner_certificate_must_name_what_is_dialled(
         plan(tmp_path, **files, INTERNAL_TLS_CA=stranger.ca, **addresses)
 
 
+def test_clients_and_services_need_authorities_of_their_own(
+    authority: Authority, tmp_path: Path
+) -> None:
+    shown = authority.issue("both", "DNS:localhost", "IP:127.0.0.1")
+    files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key, "TLS_CLIENT_CA": authority.ca}
+    files |= {"INTERNAL_TLS_CERT": shown.cert, "INTERNAL_TLS_KEY": shown.key}
+    with pytest.raises(LaunchError, match=r"tls_client_ca, internal_tls_ca: .*same certificate"):
+        plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca)
+
+
+def test_an_inner_certificate_must_be_for_the_services_that_run_here(
+    authority: Authority, tmp_path: Path
+) -> None:
+    role = "URI:urn:nano-vllm-grpc:role:"
+    inner = authority.issue("worker", f"{role}worker", "DNS:localhost", "DNS:gpu-a")
+    files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}
+    files |= {"INTERNAL_TLS_CA": authority.ca}
+    plan(tmp_path, Layout(services=("worker",)), **files)
+    plan(tmp_path, Layout(services=("worker",)), **files, INTERNAL_TLS_ROLES="required")
+    lacks = rf"internal_tls_cert: .*is for worker.*scheduler.*needs {role}scheduler"
+    with pytest.raises(LaunchError, match=lacks):
+        plan(tmp_path, **files)
+    plain = authority.issue("plain", "DNS:localhost")
+    files |= {"INTERNAL_TLS_CERT": plain.cert, "INTERNAL_TLS_KEY": plain.key}
+    plan(tmp_path, **files)
+    with pytest.raises(LaunchError, match=r"internal_tls_cert: .*is for no role"):
+        plan(tmp_path, **files, INTERNAL_TLS_ROLES="required")
+    # A public certificate's first name may be one, and is not what the launcher expects.
+    shown = authority.issue("shown", f"{role}frontend", "DNS:llm.example.com")
+    stack = plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY=shown.key)
+    assert stack.tls("frontend") == ClientTls(shown.cert, server_name="llm.example.com")
+
+
 def test_unusable_files(authority: Authority, tmp_path: Path) -> None:
     shown = authority.issue("server", "DNS:a")
     with pytest.raises(LaunchError, match=r"tls_key: .*nowhere"):

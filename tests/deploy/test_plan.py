@@ -93,7 +93,7 @@ def test_some_ranks_of_a_stack() -> None:
     ],
 )
 def test_hosts(host: str, passed: str, dialled: str) -> None:
-    stack, environment = plan(HOST=host, ALLOW_PLAINTEXT="1")
+    stack, environment = plan(HOST=host, ALLOW_PUBLIC_PLAINTEXT="1")
     assert environment["NANO_HOST"] == passed
     assert stack.address == dialled
 
@@ -110,7 +110,14 @@ def test_hosts(host: str, passed: str, dialled: str) -> None:
         ({"PORT": "70000"}, "port"),
         ({"MAX_SEQS": "3"}, "NANO_MAX_SEQS"),
         ({"HOST": "0.0.0.0"}, "host: 0.0.0.0:50051 would listen in plaintext: .*NANO_TLS_CERT"),
+        ({"HOST": "::", "ALLOW_PLAINTEXT": "1"}, "host: .*NANO_ALLOW_PUBLIC_PLAINTEXT=1"),
         ({"SCHEDULER_ADDRESS": "a:1"}, "scheduler_address: .*NANO_INTERNAL_TLS_CERT"),
+        (
+            {"SCHEDULER_ADDRESS": "a:1", "ALLOW_PUBLIC_PLAINTEXT": "1"},
+            r"scheduler_address: a:1 would .* \(NANO_ALLOW_PLAINTEXT=1\)",
+        ),
+        ({"SCHEDULER_ADDRESS": "unix-abstract:a"}, "scheduler_address: unix-abstract:a would"),
+        ({"INTERNAL_TLS_ROLES": "required"}, "internal_tls_roles: needs internal_tls_cert"),
         ({"TLS_CERT": "cert.pem"}, "tls_cert, tls_key: give both"),
         ({"TLS_CLIENT_CA": "ca.pem"}, "tls_client_ca: needs tls_cert"),
         ({"INTERNAL_TLS_CA": "ca.pem"}, "internal_tls_ca: give all three"),

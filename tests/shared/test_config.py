@@ -13,12 +13,16 @@ from worker_svc.settings import WorkerSettings
 
 def test_flag_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "nano.toml"
-    file.write_text("port = 1\nhost = 'localhost'\nscheduler_address = 'file'\ntp = 3\n")
+    file.write_text("port = 1\nhost = 'localhost'\nscheduler_address = 'unix:a'\ntp = 3\n")
     monkeypatch.setenv("NANO_CONFIG_FILE", str(file))
     monkeypatch.setenv("NANO_PORT", "2")
     monkeypatch.setenv("NANO_HOST", "127.0.0.2")
     settings = load_settings(FrontendSettings, ["--port", "3"])
-    assert (settings.port, settings.host, settings.scheduler_address) == (3, "127.0.0.2", "file")
+    assert (settings.port, settings.host, settings.scheduler_address) == (
+        3,
+        "127.0.0.2",
+        "unix:a",
+    )
 
 
 def test_settings_are_frozen() -> None:

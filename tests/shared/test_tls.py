@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from frontend.server import public_server
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.channels import open_channel, stays_on_host
@@ -128,6 +129,41 @@ async def test_unusable_files_stop_the_start(
             Server(load_settings(kind, flags), "a.Service")
 
 
+async def test_an_authority_of_clients_and_services_stops_the_start(
+    authority: Authority, stranger: Authority, server: Issued, tmp_path: Path
+) -> None:
+    """A client of it could pass for a service."""
+    both = join(tmp_path / "both.pem", stranger.ca, authority.ca)
+    files = {
+        **{"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": both},
+        **{"internal_tls_cert": server.cert, "internal_tls_key": server.key},
+    }
+    with pytest.raises(FileError, match=r"tls_client_ca, internal_tls_ca: .*both.pem and .*ours"):
+        public_server(frontend_settings(**files, internal_tls_ca=authority.ca))
+    public_server(
+        frontend_settings(**files, internal_tls_ca=authority.ca, internal_tls_roles="required")
+    )
+    # Nor does it join later.
+    ca = str(tmp_path / "clients.pem")
+    replace(ca, stranger.ca)
+    files |= {"tls_client_ca": ca, "internal_tls_ca": authority.ca}
+    client, service = stranger.issue("client", "DNS:c"), authority.issue("client", "DNS:c")
+    async with echo_server(**files) as (address, _):
+        replace(ca, both)
+        assert await say_hello(address, ClientTls(authority.ca, client.cert, client.key)) == "hello"
+        await is_refused(address, ClientTls(authority.ca, service.cert, service.key))
+
+
+def join(target: Path, *sources: str) -> str:
+    target.write_text("".join(Path(source).read_text() for source in sources))
+    return str(target)
+
+
+def frontend_settings(**settings: str) -> FrontendSettings:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    return load_settings(FrontendSettings, flags)
+
+
 def test_unusable_files_of_a_client_are_named(authority: Authority, server: Issued) -> None:
     with pytest.raises(FileError, match="nowhere"):
         channel_credentials(ClientTls("/nowhere.pem"))
@@ -160,6 +196,7 @@ async def test_only_this_user_may_connect_to_a_unix_socket(tmp_path: Path) -> No
         ("[::1]:1", True),
         ("localhost:1", True),
         ("unix:a.sock", True),
+        ("unix-abstract:a", False),
         ("ipv4:127.0.0.1:1", True),
         ("dns:///localhost:1", True),
         ("0.0.0.0:1", False),

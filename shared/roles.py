@@ -1,0 +1,81 @@
+"""Roles of the services' certificates: as which service its owner may call others says a URI among
+the names in one, such as `urn:nano-vllm-grpc:role:worker`.
+
+A certificate without any may do what every service may, unless roles are required. Servers need no
+role: whoever dials them checks that their certificate has the host's name, as gRPC can check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from shared.errors import PermissionDeniedError
+from shared.interceptors import within, wrap_behavior
+
+ROLE = "urn:nano-vllm-grpc:role:"
+
+
+@dataclass(frozen=True)
+class Callers:
+    """Which services may call another: those of `role`; and `reads`, methods that only report
+    something, any."""
+
+    role: str
+    reads: tuple[str, ...] = ()
+
+
+def roles_among(names: Iterable[str]) -> set[str]:
+    """The roles among the alternative names of a certificate."""
+    return {name.removeprefix(ROLE) for name in names if name.startswith(ROLE)}
+
+
+class RoleInterceptor(aio.ServerInterceptor):
+    """Refuses calls of `service` by those whose certificate is not for one of its `callers`. Health
+    and reflection are open to every certificate.
+
+    Args:
+        required: whether certificates without a role are refused, too.
+    """
+
+    def __init__(self, service: str, callers: Callers, required: bool) -> None:
+        self._service = f"/{service}/"
+        self._callers = callers
+        self._required = required
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        service, _, method = handler_call_details.method.rpartition("/")
+        if handler is None or f"{service}/" != self._service:
+            return handler
+        needed = None if method in self._callers.reads else self._callers.role
+
+        def admit(context: aio.ServicerContext[Any, Any]) -> AbstractContextManager[None]:
+            self._check(context, needed)
+            return nullcontext()
+
+        return wrap_behavior(handler, lambda behavior: within(behavior, admit))
+
+    def _check(self, context: aio.ServicerContext[Any, Any], needed: str | None) -> None:
+        uris = context.auth_context().get("peer_uri", ())
+        roles = roles_among(uri.decode(errors="replace") for uri in uris)
+        if not roles and not self._required:
+            return
+        if not roles:
+            raise PermissionDeniedError(
+                f"the certificate names no role, and this service requires one: {ROLE}"
+                f"{self._callers.role}"
+            )
+        if needed and needed not in roles:
+            raise PermissionDeniedError(
+                f"the certificate is for {', '.join(sorted(roles))}; only a {needed} may call this"
+            )

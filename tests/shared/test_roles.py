@@ -1,0 +1,108 @@
+"""What certificates with and without roles may call, over real mutual TLS."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from scheduler_svc.settings import SchedulerSettings
+from shared.channels import open_channel
+from shared.config import load_settings
+from shared.pb import scheduler_pb2 as pb
+from shared.pb.scheduler_pb2_grpc import (
+    SchedulerServiceServicer,
+    SchedulerServiceStub,
+    add_SchedulerServiceServicer_to_server,
+)
+from shared.roles import Callers
+from shared.server import Server
+from shared.tls import ClientTls
+from tests.certificates import Authority
+
+TIMEOUT_S = 60
+ROLE = "URI:urn:nano-vllm-grpc:role:"
+
+
+class Stub(SchedulerServiceServicer):
+    """Says who is connected."""
+
+    async def Connect(  # type: ignore[override]
+        self, requests: object, context: object
+    ) -> AsyncIterator[pb.SchedulerMessage]:
+        yield pb.SchedulerMessage(engine_info=pb.EngineInfo(vocab_size=7))
+
+    async def GetLoad(self, request: object, context: object) -> pb.GetLoadResponse:
+        return pb.GetLoadResponse(waiting=7)
+
+
+@asynccontextmanager
+async def serving(authority: Authority, directory: Path, roles: str) -> AsyncIterator[str]:
+    files = authority.issue("server", "DNS:localhost", f"{ROLE}scheduler")
+    flags = [f"--internal-tls-cert={files.cert}", f"--internal-tls-key={files.key}"]
+    flags += [f"--internal-tls-ca={authority.ca}", f"--internal-tls-roles={roles}"]
+    settings = load_settings(SchedulerSettings, flags)
+    name = pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+    server = Server(settings, name, callers=Callers("frontend", reads=("GetLoad",)))
+    add_SchedulerServiceServicer_to_server(Stub(), server.grpc)
+    address = f"unix:{directory}/s.sock"
+    await server.start(address)
+    try:
+        yield address
+    finally:
+        await server.grpc.stop(None)
+
+
+async def answers(authority: Authority, address: str, *names: str) -> list[str]:
+    """What the holder of a certificate with these names gets: from Connect, GetLoad and health."""
+    files = authority.issue("client", *names)
+    tls = ClientTls(authority.ca, files.cert, files.key)
+    async with open_channel(address, tls) as channel:
+        stub = SchedulerServiceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        calls = (
+            stub.Connect(iter([pb.FrontendMessage()]), timeout=TIMEOUT_S).read(),
+            stub.GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S),
+            health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S),
+        )
+        found = []
+        for call in calls:
+            try:
+                await call
+                found.append("OK")
+            except aio.AioRpcError as error:
+                denied = error.code() is grpc.StatusCode.PERMISSION_DENIED
+                found.append(str(error.details()) if denied else repr(error))
+        return found
+
+
+WRONG = "the certificate is for worker; only a frontend may call this"
+NONE = "the certificate names no role, and this service requires one: .*:role:frontend"
+
+
+async def test_a_role_opens_what_it_is_for(authority: Authority, tmp_path: Path) -> None:
+    async with serving(authority, tmp_path, "optional") as address:
+
+        async def get(*names: str) -> list[str]:
+            return await answers(authority, address, *names)
+
+        assert await get("DNS:a", f"{ROLE}frontend") == ["OK", "OK", "OK"]
+        assert await get("DNS:a", f"{ROLE}worker") == [WRONG, "OK", "OK"]
+        assert await get(f"{ROLE}worker", f"{ROLE}frontend") == ["OK", "OK", "OK"]
+        assert await get("DNS:a") == ["OK", "OK", "OK"]
+        # Only a URI is a role, and only a whole one.
+        assert await get("DNS:urn:nano-vllm-grpc:role:worker") == ["OK", "OK", "OK"]
+        denied = "the certificate is for frontends; only a frontend may call this"
+        assert await get("DNS:a", f"{ROLE}frontends") == [denied, "OK", "OK"]
+
+
+async def test_a_role_can_be_required(authority: Authority, tmp_path: Path) -> None:
+    async with serving(authority, tmp_path, "required") as address:
+        assert await answers(authority, address, "DNS:a", f"{ROLE}frontend") == ["OK", "OK", "OK"]
+        connect, load, health = await answers(authority, address, "DNS:a")
+        assert connect == load == NONE.replace(".*", "urn:nano-vllm-grpc")
+        assert health == "OK"
