@@ -24,5 +24,5 @@ COPY worker_svc worker_svc
 COPY deploy/__init__.py deploy/health.py deploy/
 
 USER nano
-ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=/tmp/numba TRITON_CACHE_DIR=/tmp/triton
+ENV PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba TRITON_CACHE_DIR=/tmp/triton
 ENTRYPOINT ["python", "-m", "worker_svc"]

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.model_directory import (
+    MAX_TOKENIZER_BYTES,
+    ModelFileError,
+    check_file,
+    is_plain_name,
+    read_text,
+)
 from shared.sampling_params import DEFAULTS, NUMBERS, SamplingNumbers
 
 
@@ -46,6 +53,28 @@ def read_model_facts(directory: Path) -> ModelFacts:
     )
 
 
+def check_tokenizer_files(directory: Path) -> None:
+    """Checks what transformers would read without asking: the sizes of the tokenizer's files, and
+    that tokenizer_config.json names only files beside it.
+
+    Raises:
+        ModelFilesError: the message names the file, and the entry in it.
+    """
+    path = directory / "tokenizer_config.json"
+    others = _read_json(path).get("fast_tokenizer_files") if path.exists() else None
+    for name in others or ():
+        if not is_plain_name(name):
+            raise ModelFilesError(
+                f"{path}: fast_tokenizer_files: {name!r} is not the name of a file beside it"
+            )
+    try:
+        for pattern in ("*.json", "*.jinja", "*.txt", "additional_chat_templates/*.jinja"):
+            for path in directory.glob(pattern):
+                check_file(path, MAX_TOKENIZER_BYTES)
+    except (ModelFileError, OSError) as error:
+        raise ModelFilesError(f"{directory}: {error}") from error
+
+
 def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingNumbers:
     values: dict[str, Any] = {}
     for name, parameter in NUMBERS.items():
@@ -64,7 +93,7 @@ def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{path}: {error}") from error
     if not isinstance(values, dict):

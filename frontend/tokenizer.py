@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tokenizers import decoders, normalizers
 
 from frontend.detokenizer import IncrementalDetokenizer, token_bytes
-from frontend.model_files import ModelFilesError
+from frontend.model_files import ModelFilesError, check_tokenizer_files
 from shared.errors import InvalidArgumentError
 
 Result = TypeVar("Result")
@@ -135,8 +135,11 @@ def import_auto_tokenizer() -> Any:
 
 def _load(directory: Path) -> Any:
     """Loads the transformers tokenizer and checks that it allows exact incremental decoding."""
+    check_tokenizer_files(directory)
     try:
-        tokenizer = import_auto_tokenizer().from_pretrained(str(directory), local_files_only=True)
+        tokenizer = import_auto_tokenizer().from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever kind of exception a broken file happens to cause
         raise ModelFilesError(f"{directory}: no tokenizer can be loaded: {error}") from error
     if not tokenizer.is_fast:

@@ -42,7 +42,7 @@ class DemoModel:
     """The model in a directory, behind one method: prompts in, replies out."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         self.tokenizer.padding_side = "left"
         self.model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, PositiveInt, TypeAdapter, ValidationError
 
+from shared.model_directory import read_text
 from worker_svc.errors import ModelError
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -56,25 +57,6 @@ class ModelConfig:
     quantization: Mapping[str, Any] | None = None
 
 
-def find_model_dir(model: str) -> Path:
-    """`model` if it is a directory, else the snapshot of that name on the Hugging Face hub.
-
-    Raises:
-        ModelError: neither exists, or the hub cannot be reached.
-    """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    # Imported only when needed: it takes a while.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"model: {model} is not a directory, and not found on the hub") from error
-
-
 class _ConfigFile(BaseModel, strict=True):
     """The fields of config.json that matter here, with transformers' defaults for Qwen3."""
 
@@ -112,9 +94,11 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     """
     path = model_dir / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise ModelError(f"model: cannot read {path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"model: {path}: not a JSON object")
     architectures = raw.get("architectures") or ["none"]
     if architectures != [ARCHITECTURE]:
         raise ModelError(

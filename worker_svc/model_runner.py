@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from worker_svc.config import find_model_dir, load_model_config
+from worker_svc.config import load_model_config
 from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
@@ -62,7 +63,7 @@ class ModelRunner:
 
     def __init__(self, settings: WorkerSettings, platform: Platform | None = None) -> None:
         platform = platform or choose_platform(settings)
-        model_dir = find_model_dir(settings.model)
+        model_dir = Path(settings.model)
         config = load_model_config(model_dir)
         config = dataclasses.replace(
             config, dtype=platform.choose_dtype(settings.dtype, config.dtype)

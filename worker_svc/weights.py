@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
+from shared.model_directory import is_plain_name, read_text
 from worker_svc.errors import ModelError
 from worker_svc.safetensors_file import NAMES, StoredTensor, read_header, read_tensors
 
@@ -199,10 +200,15 @@ def _paths(model_dir: Path) -> list[Path]:
     index = model_dir / INDEX
     if index.is_file():
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            paths = {model_dir / name for name in names}
+            weight_map = json.loads(read_text(index))["weight_map"].items()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"{INDEX}: cannot be read: {error!r}") from error
+        for tensor, name in weight_map:
+            if not is_plain_name(name):
+                raise ModelError(
+                    f"{INDEX}: weight_map: {tensor}: {name!r} is not the name of a file beside it"
+                )
+        paths = {model_dir / name for _, name in weight_map}
     else:
         paths = set(model_dir.glob("*.safetensors"))
     if not paths:

@@ -29,7 +29,7 @@ class Texts:
     """Writes questions and texts with the tokenizer of the model in a directory."""
 
     def __init__(self, directory: Path, seed: int) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         self._seed = seed
         names = [END_OF_TEXT, IM_END]
         self.end_ids = frozenset(self._tokenizer.convert_tokens_to_ids(names))

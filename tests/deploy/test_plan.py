@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from deploy.errors import LaunchError
 from deploy.plan import Layout, plan_stack
 from deploy.stack import Process, Stack
+from frontend.model_files import read_model_facts
+from frontend.tokenizer import Tokenizer
 from shared.config import SettingsError
+from worker_svc.config import load_model_config
+from worker_svc.weights import model_fingerprint
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 DIRECTORY = Path(".run/50051")
@@ -144,7 +149,12 @@ def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no/such/directory", "no/such/directory is no directory"),
+        ("no/such/directory", "no/such/directory is no directory$"),
+        ("Qwen/Qwen3-0.6B", "no directory; from the hub it is hub:Qwen/Qwen3-0.6B@REVISION"),
+        ("hub:Qwen/Qwen3-0.6B", "no revision: hub:Qwen/Qwen3-0.6B@REVISION, where .* 40 hex"),
+        ("hub:Qwen/Qwen3-0.6B@", "names no revision"),
+        ("hub:Qwen/Qwen3-0.6B@../..", "names no revision"),
+        ("hub:Qwen3-0.6B@main", "is not hub:OWNER/NAME@REVISION"),
         (".", "holds no config.json"),
         (__file__, "is no directory"),
     ],
@@ -159,8 +169,46 @@ def test_a_hub_id_that_cannot_be_downloaded(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"MODEL: nobody/nothing is no directory, and cannot"):
-        plan(MODEL="nobody/nothing")
+    with pytest.raises(LaunchError, match=r"MODEL: hub:nobody/nothing@main cannot be downloaded"):
+        plan(MODEL="hub:nobody/nothing@main")
+
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A model in the hub's cache, laid out as that is: links to blobs outside the snapshot."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--demo"
+    snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
+    for directory in (snapshot, blobs, repository / "refs"):
+        directory.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, file in enumerate(Path(DEMO).iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+def test_a_commit_pins_a_model_of_the_hub(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, environment = plan(MODEL=f"hub:somebody/demo@{COMMIT}")
+    assert environment["NANO_MODEL"] == str(cached)
+    assert capsys.readouterr().err == ""
+    # Links into the cache are followed by all readers.
+    model = Path(environment["NANO_MODEL"])
+    assert load_model_config(model).vocab_size == read_model_facts(model).vocab_size
+    Tokenizer(model, threads=1).close()
+    assert model_fingerprint(model) == model_fingerprint(Path(DEMO))
+
+
+def test_a_branch_of_the_hub_says_which_commit_it_was(
+    cached: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, environment = plan(MODEL="hub:somebody/demo@main")
+    assert environment["NANO_MODEL"] == str(cached)
+    assert f"MODEL=hub:somebody/demo@{COMMIT} keeps to it" in capsys.readouterr().err
 
 
 def test_a_scheduler_alone_needs_no_model() -> None:

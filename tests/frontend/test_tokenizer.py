@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from frontend.model_files import ModelFilesError
 from frontend.tokenizer import Tokenizer
 from shared.errors import InvalidArgumentError
+from shared.model_directory import MAX_TOKENIZER_BYTES
 
 CHAT = [
     {"role": "system", "content": "You are kind."},
@@ -139,4 +141,35 @@ def test_a_decoder_that_is_not_byte_level_is_refused_by_name(copy: Path) -> None
 def test_a_broken_tokenizer_file_is_refused(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(ModelFilesError, match="no tokenizer can be loaded"):
+        Tokenizer(copy, threads=1)
+
+
+def test_code_beside_the_tokenizer_is_not_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on the terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    (copy / "evil.py").write_text(f"open({str(copy / 'ran')!r}, 'w')")
+    own = {"AutoTokenizer": [None, "evil.Tokenizer"]}
+    edit(copy / "tokenizer_config.json", auto_map=own, tokenizer_class="UnheardOfTokenizer")
+    edit(copy / "config.json", model_type="unheard-of", auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(ModelFilesError, match="trust_remote_code"):
+        Tokenizer(copy, threads=1)
+    assert not (copy / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../tokenizer.9.json", "/tmp/tokenizer.9.json", 9])
+def test_tokenizer_files_elsewhere_are_refused(name: object, copy: Path) -> None:
+    edit(copy / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json", name])
+    named = f"tokenizer_config.json: fast_tokenizer_files: {name!r} is not the name of a file"
+    with pytest.raises(ModelFilesError, match=re.escape(named)):
+        Tokenizer(copy, threads=1)
+
+
+def test_a_tokenizer_file_that_is_too_large_or_none_is_refused(copy: Path) -> None:
+    with (copy / "tokenizer.json").open("ab") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)
+    with pytest.raises(ModelFilesError, match=r"tokenizer\.json: 134217729 bytes; the limit is"):
+        Tokenizer(copy, threads=1)
+    (copy / "tokenizer.json").unlink()
+    (copy / "merges.txt").symlink_to("/dev/zero")
+    with pytest.raises(ModelFilesError, match=r"merges\.txt: not a regular file"):
         Tokenizer(copy, threads=1)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import TINY
-from worker_svc.config import find_model_dir, load_model_config
+from worker_svc.config import load_model_config
 from worker_svc.errors import ModelError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -101,6 +102,25 @@ def test_names_an_unreadable_file(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-def test_neither_directory_nor_hub_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such/dir here"):
-        find_model_dir("no such/dir here")
+@pytest.mark.parametrize("text", ["[]", '"config"', "null"])
+def test_names_a_file_of_something_else(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json: not a JSON object"):
+        load_model_config(tmp_path)
+
+
+def test_names_a_model_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match=r"cannot read no such/dir here/config\.json"):
+        load_model_config(Path("no such/dir here"))
+
+
+def test_names_a_file_that_is_too_large_or_none(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    with config.open("wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(ModelError, match=r"config\.json: 16777217 bytes; the limit is 16777216"):
+        load_model_config(tmp_path)
+    config.unlink()
+    config.symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=r"config\.json: not a regular file"):
+        load_model_config(tmp_path)

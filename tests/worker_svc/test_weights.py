@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import save_model, worker_settings
 from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.weights import WeightReader, model_fingerprint
+from worker_svc.weights import INDEX, WeightReader, model_fingerprint
 
 CPU = torch.device("cpu")
 
@@ -155,3 +158,31 @@ def test_peak_memory_of_loading(tmp_path: Path) -> None:
 
     print(f"model {size}, largest tensor {largest}, peak {output}")
     assert size < int(output) < size + largest + (16 << 20)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "/tmp/model.safetensors", "part/model.safetensors", "..", "", 7],
+)
+def test_an_index_names_only_files_beside_it(name: object, model_dir: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": name}}
+    (model_dir / INDEX).write_text(json.dumps(index))
+    named = f"weight_map: lm_head.weight: {name!r} is not the name of a file beside it"
+    with pytest.raises(ModelError, match=re.escape(f"{INDEX}: {named}")):
+        model_fingerprint(model_dir)
+
+
+def test_files_may_be_links(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As in Hugging Face's cache."""
+    expected = model_fingerprint(model_dir)
+    blob = tmp_path_factory.mktemp("blobs") / "0123"
+    (model_dir / "model.safetensors").rename(blob)
+    (model_dir / "model.safetensors").symlink_to(blob)
+    assert model_fingerprint(model_dir) == expected
+
+
+def test_an_index_that_is_too_large(model_dir: Path) -> None:
+    with (model_dir / INDEX).open("wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(ModelError, match=r"index\.json: cannot be read: .* the limit is 16777216"):
+        model_fingerprint(model_dir)
