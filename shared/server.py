@@ -16,13 +16,11 @@ from shared.channels import server_keepalive_options
 from shared.config import ServiceSettings
 from shared.interceptors import StatusInterceptor
 from shared.open_calls import OpenCalls
+from shared.reading import UNREAD_FACTOR, MessageReader
 from shared.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
 
-# A request over `max_message_bytes` is read and refused with INVALID_ARGUMENT; one over this many
-# times that, gRPC refuses unread with RESOURCE_EXHAUSTED.
-_UNREAD_FACTOR = 16
 # More is refused with RESOURCE_EXHAUSTED; by default gRPC would begin to refuse at half of it.
 _MAX_METADATA_BYTES = 16 << 10
 _INTERNAL_CALLS = 1024
@@ -37,7 +35,7 @@ class Server:
     Health is NOT_SERVING until `set_serving(True)`.
 
     Args:
-        interceptors: this service's own, which come after those that every service has.
+        interceptors: this service's own, which decide about a call before its message is read.
         max_calls: open calls per connection, beyond which its client waits.
         reuse_port: whether several processes may listen on the same port.
         ready: called when the server is SERVING for the first time.
@@ -67,12 +65,12 @@ class Server:
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
-        common = StatusInterceptor(settings.max_message_bytes), self._calls
+        reader = MessageReader(settings.max_message_bytes)
         self.grpc = aio.server(
-            interceptors=[*common, *interceptors],
+            interceptors=[StatusInterceptor(), self._calls, *interceptors, reader],
             options=[
                 ("grpc.so_reuseport", int(reuse_port)),
-                ("grpc.max_receive_message_length", _UNREAD_FACTOR * settings.max_message_bytes),
+                ("grpc.max_receive_message_length", UNREAD_FACTOR * settings.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
