@@ -22,6 +22,7 @@ MAX_BYTES_PER_CALLER = MAX_BYTES // 2
 
 _MAX_READ_S = 30.0  # for one message to arrive
 _MAX_WAIT_S = 30.0  # for a place
+_MAX_LINE = 4096  # messages of one caller that wait for a place
 _PATIENCE_S = 1.0  # with slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
 
@@ -112,6 +113,8 @@ class MessageMemory:
         """Waits for a place and takes it."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line = self._waiting.setdefault(caller.name, deque())
+        if len(line) >= _MAX_LINE:
+            raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
         line.append((caller, granted))
         self._grant()
         self._watch()

@@ -107,9 +107,7 @@ class MessageReader(aio.ServerInterceptor):
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             return await behavior(messages(requests), context)
 
-        async def generate(
-            requests: AsyncIterator[bytes], context: Context
-        ) -> AsyncIterator[Any]:
+        async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             async for response in behavior(messages(requests), context):
                 yield response
 
@@ -133,7 +131,7 @@ def decode_message(data: bytes, parse: Parse, max_bytes: int) -> Any:
 
 
 def _descriptor(data: bytes, parse: Parse, max_bytes: int) -> Any:
-    """Checks a message's size and returns its type's descriptor, or None if it is not protobuf's."""
+    """Checks a message's size and returns its type's descriptor, or None if it has none."""
     if len(data) > max_bytes:
         raise InvalidArgumentError("message", f"{len(data)} bytes; the limit is {max_bytes}")
     return getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)

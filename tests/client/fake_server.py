@@ -18,12 +18,12 @@ from grpc import aio
 
 from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
 from shared.interceptors import StatusInterceptor
-from shared.reading import MessageReader
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.reading import MessageReader
 
 Responses = AsyncIterator[pb.GenerateStreamResponse]
 
