@@ -33,13 +33,9 @@ class Hold:
     def __init__(self, memory: MessageMemory, caller: Caller, num_bytes: int) -> None:
         self._memory, self._caller, self._num_bytes = memory, caller, num_bytes
 
-    def shrink(self, num_bytes: int) -> None:
-        """Gives back all but `num_bytes`."""
-        spare, self._num_bytes = self._num_bytes - num_bytes, num_bytes
-        self._memory._give_back(self._caller, spare)
-
     def release(self) -> None:
-        self.shrink(0)
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        self._memory._give_back(self._caller, num_bytes)
 
 
 class MessageMemory:
@@ -54,6 +50,7 @@ class MessageMemory:
         self._max_bytes = max(max_bytes, max_message_bytes)
         self._used = 0
         self._used_by: Counter[str] = Counter()
+        self._places: Counter[str] = Counter()  # of messages to be read
         # By caller, the one whose turn it is first.
         self._waiting: dict[str, deque[tuple[Caller, asyncio.Future[None]]]] = {}
         self._reading: dict[asyncio.Timeout, str] = {}  # oldest first, with the caller's name
@@ -76,8 +73,7 @@ class MessageMemory:
             await self._wait(caller)
         else:
             self._take(caller)
-        hold = Hold(self, caller, self._place)
-        data = None
+        data = b""
         try:
             async with asyncio.timeout(_MAX_READ_S) as limit:
                 self._reading[limit] = caller.name
@@ -88,18 +84,28 @@ class MessageMemory:
         except TimeoutError:
             raise QueueFullError("message: it took too long to arrive", _RETRY_AFTER_S) from None
         finally:
-            hold.shrink(len(data) if data is not None else 0)
-        return data, hold
+            self._leave_place(caller, len(data))
+        return data, Hold(self, caller, len(data))
 
     def _fits(self, caller: Caller) -> bool:
+        if self._used + self._place > self._max_bytes:
+            return False
         used = self._used_by[caller.name]
-        # Even the smallest share is enough for one message at a time.
-        within_share = not used or used + self._place <= caller.max_bytes
-        return within_share and self._used + self._place <= self._max_bytes
+        if self._places[caller.name]:
+            return used + self._place <= caller.max_bytes
+        return used < caller.max_bytes  # one at a time, whatever the share
 
     def _take(self, caller: Caller) -> None:
         self._used += self._place
         self._used_by[caller.name] += self._place
+        self._places[caller.name] += 1
+
+    def _leave_place(self, caller: Caller, num_bytes: int = 0) -> None:
+        """Gives back all of a place but `num_bytes`."""
+        self._places[caller.name] -= 1
+        if not self._places[caller.name]:
+            del self._places[caller.name]
+        self._give_back(caller, self._place - num_bytes)
 
     def _give_back(self, caller: Caller, num_bytes: int) -> None:
         self._used -= num_bytes
@@ -112,9 +118,9 @@ class MessageMemory:
     async def _wait(self, caller: Caller) -> None:
         """Waits for a place and takes it."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = self._waiting.setdefault(caller.name, deque())
-        if len(line) >= _MAX_LINE:
+        if len(self._waiting.get(caller.name, ())) >= _MAX_LINE:
             raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
+        line = self._waiting.setdefault(caller.name, deque())
         line.append((caller, granted))
         self._grant()
         self._watch()
@@ -123,9 +129,11 @@ class MessageMemory:
                 await granted
         except BaseException as error:
             if granted.done() and not granted.cancelled():
-                self._give_back(caller, self._place)
-            else:
-                self._leave(caller, granted)
+                self._leave_place(caller)
+            elif (caller, granted) in (line := self._waiting.get(caller.name, deque())):
+                line.remove((caller, granted))
+                if not line:
+                    del self._waiting[caller.name]
             if isinstance(error, TimeoutError):
                 raise QueueFullError(
                     f"message: {self._used} bytes of messages are being read or held; "
@@ -133,12 +141,6 @@ class MessageMemory:
                     _RETRY_AFTER_S,
                 ) from None
             raise
-
-    def _leave(self, caller: Caller, granted: asyncio.Future[None]) -> None:
-        line = self._waiting[caller.name]
-        line.remove((caller, granted))
-        if not line:
-            del self._waiting[caller.name]
 
     def _grant(self) -> None:
         """Gives places to those who wait, a caller at a time, as long as there are any."""

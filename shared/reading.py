@@ -45,9 +45,9 @@ class MessageReader(aio.ServerInterceptor):
     On the wire, a call with one message is a stream of one.
     """
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, memory: MessageMemory) -> None:
         self._max_message_bytes = max_message_bytes
-        self._memory = MessageMemory(UNREAD_FACTOR * max_message_bytes)
+        self._memory = memory
 
     async def intercept_service(
         self,

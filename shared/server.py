@@ -16,6 +16,7 @@ from shared.channels import Options, server_keepalive_options
 from shared.config import ServiceSettings
 from shared.health import HealthServicer
 from shared.interceptors import StatusInterceptor
+from shared.message_memory import MessageMemory
 from shared.open_calls import OpenCalls
 from shared.reading import UNREAD_FACTOR, MessageReader
 from shared.tls import channel_credentials, server_credentials
@@ -73,7 +74,8 @@ class Server:
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
-        reader = MessageReader(settings.max_message_bytes)
+        self.messages = MessageMemory(UNREAD_FACTOR * settings.max_message_bytes)
+        reader = MessageReader(settings.max_message_bytes, self.messages)
         self.grpc = aio.server(
             interceptors=[StatusInterceptor(), self._calls, *interceptors, reader],
             maximum_concurrent_rpcs=MAX_CALLS,

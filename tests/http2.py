@@ -12,6 +12,7 @@ DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6
 ACK = END_STREAM = 1
 END_HEADERS = 4
 INITIAL_WINDOW_SIZE = 4  # a setting
+MAX_FRAME = 1 << 14
 FIRST_WINDOW = (1 << 16) - 1  # of a connection, and of a stream unless settings say otherwise
 
 
@@ -47,8 +48,28 @@ class RawConnection:
         self.send(HEADERS, block, END_HEADERS, stream)
 
     def send_message(self, stream: int, message: bytes) -> None:
-        """Sends a message and that no other follows."""
+        """Sends a short message and that no other follows."""
         self.send(DATA, struct.pack(">BI", 0, len(message)) + message, END_STREAM, stream)
+
+    def reset(self, stream: int) -> None:
+        """Cancels a call."""
+        self.send(RST_STREAM, struct.pack(">I", 8), stream=stream)
+
+    async def send_long_message(self, stream: int, message: bytes) -> None:
+        """Sends a message as fast as the server lets it."""
+        data, sent = struct.pack(">BI", 0, len(message)) + message, 0
+        while sent < len(data):
+            size = self._room(stream, sent)
+            if not size:
+                await self.wait_until(lambda: self._room(stream, sent))  # noqa: B023
+                continue
+            size = min(size, len(data) - sent, MAX_FRAME)
+            sent += size
+            self.window -= size
+            self.send(DATA, data[sent - size : sent], END_STREAM * (sent == len(data)), stream)
+
+    def _room(self, stream: int, sent: int) -> int:
+        return max(min(self.window, self.stream_window + self.windows.get(stream, 0) - sent), 0)
 
     async def wait_until(self, seen: object) -> None:
         """Waits until `seen()`, which frames may make true."""

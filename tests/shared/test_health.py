@@ -29,9 +29,11 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, str, Any]]:
     server = Server(FrontendSettings(), SERVICE)
     address = f"unix:{tmp_path}/s"
     await server.start(address)
-    async with aio.insecure_channel(address) as channel:
-        yield server, address, health_pb2_grpc.HealthStub(channel)
-    await server.grpc.stop(None)
+    try:
+        async with aio.insecure_channel(address) as channel:
+            yield server, address, health_pb2_grpc.HealthStub(channel)
+    finally:
+        await server.grpc.stop(None)
 
 
 def request(service: str = "") -> pb.HealthCheckRequest:
@@ -41,7 +43,7 @@ def request(service: str = "") -> pb.HealthCheckRequest:
 @pytest.fixture(autouse=True)
 def few_watchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(shared.health, "MAX_WATCHERS_PER_HOST", 4)
-    yield
+    return
 
 
 async def test_watchers_that_do_not_read_hold_up_nobody(tmp_path: Path) -> None:

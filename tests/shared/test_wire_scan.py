@@ -15,15 +15,16 @@ from shared.wire_scan import MAX_FIELDS, scan
 
 GENERATE = pb.GenerateRequest.DESCRIPTOR
 # Four megabytes of the least that makes a field, and of what is slow to walk over.
+MANY = 2_000_000
 FLOODS = {
     "empty chat messages": pb.GenerateRequest(
-        chat=pb.Chat(messages=[pb.ChatMessage()] * (2 << 20))
+        chat=pb.Chat(messages=[pb.ChatMessage()] * MANY)
     ).SerializeToString(),
-    "unknown fields in a chat": b"\x22\xff\xff\xff\x01" + b"\x78\x00" * (2 << 20) + b"\x78",
-    "unknown varints": b"\x78\x00" * (2 << 20),
-    "empty stop strings": b"\x2a\x80\x80\x80\x02" + b"\x5a\x00" * (2 << 20),
-    "unpacked ids": b"\x38\x01" * (2 << 20),
-    "long varints": (b"\xf8\xff\xff\xff\x0f" + b"\xff" * 9 + b"\x01") * 280_000,
+    "unknown fields in a chat": b"\x22\x80\x92\xf4\x01" + b"\x78\x00" * MANY,
+    "unknown varints": b"\x78\x00" * MANY,
+    "empty stop strings": b"\x2a\x80\x92\xf4\x01" + b"\x5a\x00" * MANY,
+    "unpacked ids": b"\x38\x01" * MANY,
+    "long varints": (b"\xf8\xff\xff\xff\x0f" + b"\xff" * 9 + b"\x01") * 270_000,
 }
 
 
@@ -34,11 +35,11 @@ def steps(data: bytes) -> int:
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_too_many_fields_are_refused_after_a_bounded_walk(flood: str) -> None:
-    pauses = 0
+    walk = scan(FLOODS[flood], GENERATE)
+    for _ in range(MAX_FIELDS // wire_scan._FIELDS_AT_ONCE):
+        next(walk)
     with pytest.raises(InvalidArgumentError, match=f"message: more than {MAX_FIELDS} fields"):
-        for _ in scan(FLOODS[flood], GENERATE):
-            pauses += 1
-    assert pauses == MAX_FIELDS // wire_scan._FIELDS_AT_ONCE
+        next(walk)
 
 
 def test_a_long_prompt_may_be_packed_or_not() -> None:
@@ -87,5 +88,6 @@ def test_a_walk_accepts_what_protobuf_accepts() -> None:
             steps(bytes(data))
         except (InvalidArgumentError, DecodeError) as error:
             # All that it refuses beyond what protobuf does: two of a oneof, and groups.
-            assert "give one" in str(error) or "of type 3" in str(error), data
+            if "give one" not in str(error) and "of type 3" not in str(error):
+                raise
     assert 1000 < refused < 19_000
