@@ -37,7 +37,8 @@ class PromptLogprobs:
 
 
 class CompletionLogprobs:
-    """Log-probabilities of a completion's tokens from number `first` on, in order."""
+    """Log-probabilities of a completion's tokens from number `first` on, in order, as far as they
+    have not been forgotten."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -53,3 +54,9 @@ class CompletionLogprobs:
         """The rows of `count` tokens from number `offset` on, or fewer if some have not arrived."""
         start = offset - self._first
         return self._rows[start : start + count]
+
+    def forget(self, end: int) -> None:
+        """Drops the rows of the tokens before number `end`, of which none will be needed again."""
+        count = max(end - self._first, 0)
+        del self._rows[:count]
+        self._first += count

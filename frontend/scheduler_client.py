@@ -41,6 +41,9 @@ Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing follows
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 _RETRY_AFTER_S = 0.5  # told to clients while there is no connection
+# What one iteration of the event loop may do.
+_LOGPROBS_AT_ONCE = 1 << 14
+_SUBMISSIONS_AT_ONCE = 32
 _CONNECT_TIMEOUT_S = 10.0  # then comes a new channel, with the certificates of that time
 
 
@@ -139,6 +142,7 @@ class SchedulerClient:
                 elif message.HasField("engine_state"):
                     await self._on_ready(message.engine_state.serving)
                 else:
+                    await self._take_all_logprobs(message.step_output)
                     self._on_step(message.step_output)
         except aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
@@ -151,7 +155,11 @@ class SchedulerClient:
         log.info("connected to the scheduler", address=self._address, resubmitted=len(self._open))
         if self._giving_up is not None:
             self._giving_up.cancel()
-        for stream in self._open.values():
+        for number, stream in enumerate(list(self._open.values()), start=1):
+            if number % _SUBMISSIONS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if stream.number not in self._open:
+                continue  # closed meanwhile
             # Beams end together, so all of them are open: the first stands for all.
             if not stream.request.sampling.beam_width or stream.index == 0:
                 outgoing.put_nowait(submit_message(stream, resubmitted=True))
@@ -193,8 +201,6 @@ class SchedulerClient:
             stream = self._open.get(started.request)
             if stream is not None and stream.start is None:
                 stream.start = Start(started.cached_prompt_tokens, started.queue_s)
-        for rows in output.logprobs:
-            self._take_logprobs(rows)
         for finished in output.finished:
             stream = self._open.pop(finished.request, None)
             if stream is not None:
@@ -205,6 +211,17 @@ class SchedulerClient:
                     stream.fail(end)
         for stream in grown:
             stream.waiter.wake()
+
+    async def _take_all_logprobs(self, output: pb.StepOutput) -> None:
+        """Files a step's log-probabilities before its tokens, so that none is without, a few at a
+        time: a step may score thousands of a prompt's tokens."""
+        num_entries = 0
+        for rows in output.logprobs:
+            self._take_logprobs(rows)
+            num_entries += len(rows.token_ids) // 4
+            if num_entries > _LOGPROBS_AT_ONCE:
+                await asyncio.sleep(0)
+                num_entries = 0
 
     def _take_logprobs(self, rows: pb.LogprobRows) -> None:
         stream = self._open.get(rows.request)

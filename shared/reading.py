@@ -67,7 +67,7 @@ class MessageReader(aio.ServerInterceptor):
         )
         return make_handler(
             self._for_one(of_one, parse) if of_one else self._for_many(of_many, parse),
-            response_serializer=handler.response_serializer,
+            response_serializer=_unless_serialized(handler.response_serializer),
         )
 
     def _for_one(self, behavior: Any, parse: Parse) -> Any:
@@ -135,6 +135,11 @@ def _descriptor(data: bytes, parse: Parse, max_bytes: int) -> Any:
     if len(data) > max_bytes:
         raise InvalidArgumentError("message", f"{len(data)} bytes; the limit is {max_bytes}")
     return getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+
+
+def _unless_serialized(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A handler may answer with bytes: what is large it serializes itself, in pieces."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 async def _one(context: Context) -> bytes:
