@@ -20,6 +20,7 @@ import structlog
 from grpc import aio
 from grpc_health.v1 import health
 
+from shared.callers import host_of
 from shared.errors import QueueFullError, UnauthenticatedError
 from shared.interceptors import within, wrap_behavior
 from shared.tls import FileError
@@ -126,7 +127,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
 
         def count(behavior: Any) -> Any:
-            return within(behavior, lambda context: self._place(client or _host(context.peer())))
+            return within(behavior, lambda context: self._place(client or host_of(context.peer())))
 
         return handler and wrap_behavior(handler, count)
 
@@ -166,8 +167,3 @@ def _bearer_token(metadata: Any) -> str:
         return ""
     value = values[0]
     return value[len(_SCHEME) :].strip() if value.lower().startswith(_SCHEME) else ""
-
-
-def _host(peer: str) -> str:
-    """The host in `ipv4:10.0.0.1:41234`; all clients on Unix sockets count as one."""
-    return peer.rpartition(":")[0] if peer.startswith("ip") else "unix"

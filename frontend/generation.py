@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 # Tokens fed at once: no iteration of the event loop may take long just because a client has not
 # read for a while, or resumes after many tokens.
 _MAX_TOKENS = 128
+_MAX_SCORED_TOKENS = 32  # each of which makes up to 21 messages
 
 # Runs a function on a thread.
 OnThread = Callable[[Callable[[], None]], Awaitable[None]]
@@ -79,7 +80,8 @@ class CompletionReader:
         stream.check()
         if builder.stop_string is None:
             known = builder.num_tokens
-            delta = builder.feed(stream.tokens[known : known + _MAX_TOKENS])
+            limit = _MAX_TOKENS if stream.logprobs is None else _MAX_SCORED_TOKENS
+            delta = builder.feed(stream.tokens[known : known + limit])
         else:
             delta = Delta("", (), builder.num_tokens)  # found among the tokens it resumed after
         if stream.logprobs is not None:
@@ -95,6 +97,7 @@ class CompletionReader:
         if len(delta.logprobs) < len(delta.token_ids):
             _fail_without_logprobs(self.stream)
             self.stream.check()
+        logprobs.forget(self.builder.num_tokens)
 
     def _make_ending(self) -> Ending:
         stream, builder = self.stream, self.builder

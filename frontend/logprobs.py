@@ -37,11 +37,17 @@ class PromptLogprobs:
 
 
 class CompletionLogprobs:
-    """Log-probabilities of a completion's tokens from number `first` on, in order."""
+    """Log-probabilities of a completion's tokens from number `first` on, in order, as far as they
+    have not been forgotten."""
 
     def __init__(self, first: int) -> None:
         self._first = first
         self._rows: list[LogprobRow] = []
+
+    @property
+    def num_entries(self) -> int:
+        """The log-probabilities that are held."""
+        return sum(len(row[0]) for row in self._rows[:1]) * len(self._rows)
 
     def add(self, first: int, rows: Sequence[LogprobRow]) -> None:
         """Adds the rows of the tokens from `first` on, without those that arrived before."""
@@ -53,3 +59,9 @@ class CompletionLogprobs:
         """The rows of `count` tokens from number `offset` on, or fewer if some have not arrived."""
         start = offset - self._first
         return self._rows[start : start + count]
+
+    def forget(self, end: int) -> None:
+        """Drops the rows of the tokens before number `end`, of which none will be needed again."""
+        count = max(end - self._first, 0)
+        del self._rows[:count]
+        self._first += count

@@ -16,6 +16,9 @@ from shared.sampling_params import NUMBERS
 
 _ROWS_AT_ONCE = 32
 
+# The tag of `GenerateResponse.completions`: its number, and that a length follows.
+_COMPLETION = bytes([pb.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | 2])
+
 _FINISH_REASONS = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -30,7 +33,7 @@ def stream_response(
     totals: Totals | None,
     table: Mapping[int, bytes],
 ) -> pb.GenerateStreamResponse:
-    """A chunk without the prompt's log-probabilities, which `add_prompt_logprobs` adds.
+    """A chunk without the prompt's log-probabilities: see `prompt_logprobs`.
 
     Args:
         totals: given with the call's last delta only.
@@ -57,26 +60,43 @@ def stream_response(
 
 
 class WholeCompletion:
-    """Joins the deltas of one completion into a message."""
+    """Joins the deltas of one completion into a serialized message.
 
-    def __init__(self, message: pb.Completion, table: Mapping[int, bytes]) -> None:
+    Log-probabilities are serialized as they come: together they may be a million messages.
+    """
+
+    def __init__(self, index: int, table: Mapping[int, bytes]) -> None:
         """`table`: as for `stream_response`."""
-        self._message = message
+        self._message = pb.Completion(index=index)
         self._table = table
         self._texts: list[str] = []
+        self._logprobs: list[bytes] = []
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self._message.token_ids.extend(delta.token_ids)
         if delta.logprobs:
-            self._message.logprobs.extend(logprobs(delta.logprobs, self._table))
+            part = pb.Completion(logprobs=logprobs(delta.logprobs, self._table))
+            self._logprobs.append(part.SerializeToString())
 
-    def end(self, ending: Ending) -> None:
-        """Fills in the fields that are known only at the end."""
+    def end(self, ending: Ending) -> bytes:
+        """Returns the message, once the fields are known that it only has at the end."""
         self._message.text = "".join(self._texts)
         self._message.finish_reason = _FINISH_REASONS[ending.reason]
         self._message.stop_reason = ending.stop_reason
         self._message.score = ending.score
+        return b"".join((self._message.SerializeToString(), *self._logprobs))
+
+
+def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals) -> bytes:
+    """A serialized `GenerateResponse` without the prompt's log-probabilities, of what
+    `WholeCompletion.end` returned."""
+    rest = pb.GenerateResponse(
+        request_id=request_id, usage=usage(totals), timings=timings(totals)
+    ).SerializeToString()
+    return b"".join(
+        (rest, *(part for each in completions for part in (_COMPLETION, _varint(len(each)), each)))
+    )
 
 
 def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:
@@ -92,14 +112,17 @@ def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.
     ]
 
 
-def add_prompt_logprobs(
-    response: pb.GenerateResponse | pb.GenerateStreamResponse,
+def prompt_logprobs(
+    message: type[pb.GenerateResponse | pb.GenerateStreamResponse],
     rows: Sequence[LogprobRow],
     table: Mapping[int, bytes],
-) -> None:
-    """Adds the prompt's log-probabilities. Run it on a thread: a long prompt takes a second."""
-    for piece in in_pieces(rows, _ROWS_AT_ONCE):
-        response.prompt_logprobs.extend(logprobs(piece, table))
+) -> bytes:
+    """A serialized `message` of nothing but the prompt's log-probabilities, which is added to
+    another by joining their bytes. Run it on a thread: a long prompt takes a second."""
+    return b"".join(
+        message(prompt_logprobs=logprobs(piece, table)).SerializeToString()
+        for piece in in_pieces(rows, _ROWS_AT_ONCE)
+    )
 
 
 def usage(totals: Totals) -> pb.Usage:
@@ -134,3 +157,12 @@ def model(facts: ModelFacts, info: scheduler_pb2.EngineInfo) -> pb.GetModelRespo
             tensor_parallel_size=info.tensor_parallel_size,
         ),
     )
+
+
+def _varint(value: int) -> bytes:
+    """https://protobuf.dev/programming-guides/encoding#varints"""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*encoded, value))

@@ -19,6 +19,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
+# Log-probabilities of several completions together; one alone is bounded by the model's length.
+MAX_LOGPROB_ENTRIES = 1 << 20
 
 _LOGIT_BIAS = Range(-100, 100)
 
@@ -63,7 +65,7 @@ def check_sampling(
     if sampling.beam_width:
         penalty = sampling.length_penalty if _is_set(sampling, "length_penalty") else 1.0
         return replace(ends, beam_width=sampling.beam_width, length_penalty=penalty)
-    return replace(
+    checked = replace(
         ends,
         **_numbers(sampling, facts.defaults, vocab_size),
         seed=sampling.seed if _is_set(sampling, "seed") else secrets.randbits(64),
@@ -79,6 +81,8 @@ def check_sampling(
             else None
         ),
     )
+    _check_logprob_entries(checked)
+    return checked
 
 
 def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> list[int]:
@@ -99,14 +103,14 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
             f"cannot go with sampling.n {sampling.n}: resume each completion alone, number i with "
             "sampling.seed + i",
         )
-    token_ids = list(token_ids)  # iterating over a message's field even once takes longer than this
-    check_token_ids(field, token_ids, vocab_size)
     if len(token_ids) > sampling.max_tokens:
         raise InvalidArgumentError(
             field,
             f"{len(token_ids)} tokens; the limit is {sampling.max_tokens}, sampling.max_tokens or "
             "what fits the model",
         )
+    token_ids = list(token_ids)  # iterating over a message's field even once takes longer than this
+    check_token_ids(field, token_ids, vocab_size)
     ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     count = next((i for i, t in enumerate(token_ids, start=1) if t in ends), len(token_ids))
     return token_ids[:count]
@@ -196,6 +200,20 @@ def _min_tokens(min_tokens: int, max_tokens: int) -> int:
             "fits the model",
         )
     return min_tokens
+
+
+def _check_logprob_entries(sampling: Sampling) -> None:
+    """Checks that what several completions may bring can be held until their client reads it."""
+    if sampling.logprobs is None or sampling.n == 1:
+        return
+    num_entries = sampling.n * sampling.max_tokens * (1 + sampling.logprobs)
+    if num_entries > MAX_LOGPROB_ENTRIES:
+        raise InvalidArgumentError(
+            "sampling.logprobs",
+            f"{sampling.n} completions of up to {sampling.max_tokens} tokens, "
+            f"{1 + sampling.logprobs} each, are {num_entries}; the limit is "
+            f"{MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs",
+        )
 
 
 def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

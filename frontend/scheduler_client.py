@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import structlog
 from grpc import aio
@@ -27,7 +28,7 @@ from frontend.scheduler_messages import (
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
 from frontend.write_pacing import WritePacer
 from shared.channels import PLAINTEXT, Dialer
-from shared.errors import InternalError, UnavailableError
+from shared.errors import InternalError, QueueFullError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.tls import FileError
@@ -39,8 +40,13 @@ log = structlog.get_logger(__name__)
 
 Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing follows
 
+# Log-probabilities of completions that clients have not read yet; some 70 bytes each.
+MAX_UNREAD_LOGPROBS = 1 << 22
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 _RETRY_AFTER_S = 0.5  # told to clients while there is no connection
+# What one iteration of the event loop may do.
+_LOGPROBS_AT_ONCE = 1 << 14
+_SUBMISSIONS_AT_ONCE = 32
 _CONNECT_TIMEOUT_S = 10.0  # then comes a new channel, with the certificates of that time
 
 
@@ -63,6 +69,8 @@ class SchedulerClient:
         self._next_number = 1
         self._open: dict[int, TokenStream] = {}
         self._pacer = WritePacer()
+        self._scored: WeakSet[TokenStream] = WeakSet()  # until their calls end
+        self._num_unread = 0  # log-probabilities that have come since they were last counted
         self._giving_up: asyncio.TimerHandle | None = None
         # Both None while there is no connection.
         self._info: pb.EngineInfo | None = None
@@ -97,6 +105,8 @@ class SchedulerClient:
         for index in range(1, sampling.num_completions):
             streams.append(TokenStream(first + index, request, waiter, index))
         self._open.update((stream.number, stream) for stream in streams)
+        if sampling.logprobs is not None:
+            self._scored.update(streams)
         self._outgoing.put_nowait(submit_message(streams[0], n=sampling.n if sampling.n > 1 else 0))
         return streams
 
@@ -139,6 +149,7 @@ class SchedulerClient:
                 elif message.HasField("engine_state"):
                     await self._on_ready(message.engine_state.serving)
                 else:
+                    await self._take_all_logprobs(message.step_output)
                     self._on_step(message.step_output)
         except aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
@@ -151,7 +162,11 @@ class SchedulerClient:
         log.info("connected to the scheduler", address=self._address, resubmitted=len(self._open))
         if self._giving_up is not None:
             self._giving_up.cancel()
-        for stream in self._open.values():
+        for number, stream in enumerate(list(self._open.values()), start=1):
+            if number % _SUBMISSIONS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if stream.number not in self._open:
+                continue  # closed meanwhile
             # Beams end together, so all of them are open: the first stands for all.
             if not stream.request.sampling.beam_width or stream.index == 0:
                 outgoing.put_nowait(submit_message(stream, resubmitted=True))
@@ -193,8 +208,6 @@ class SchedulerClient:
             stream = self._open.get(started.request)
             if stream is not None and stream.start is None:
                 stream.start = Start(started.cached_prompt_tokens, started.queue_s)
-        for rows in output.logprobs:
-            self._take_logprobs(rows)
         for finished in output.finished:
             stream = self._open.pop(finished.request, None)
             if stream is not None:
@@ -206,6 +219,17 @@ class SchedulerClient:
         for stream in grown:
             stream.waiter.wake()
 
+    async def _take_all_logprobs(self, output: pb.StepOutput) -> None:
+        """Files a step's log-probabilities before its tokens, so that none is without, a few at a
+        time: a step may score thousands of a prompt's tokens."""
+        num_entries = 0
+        for rows in output.logprobs:
+            self._take_logprobs(rows)
+            num_entries += len(rows.token_ids) // 4
+            if num_entries > _LOGPROBS_AT_ONCE:
+                await asyncio.sleep(0)
+                num_entries = 0
+
     def _take_logprobs(self, rows: pb.LogprobRows) -> None:
         stream = self._open.get(rows.request)
         if stream is None:
@@ -215,6 +239,34 @@ class SchedulerClient:
             logprobs.add(rows.first, logprob_rows(rows))
             if rows.prompt:
                 stream.waiter.wake()  # tokens of other completions may be waiting for them
+            else:
+                self._num_unread += len(rows.token_ids) // 4
+                if self._num_unread > MAX_UNREAD_LOGPROBS:
+                    self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        """Counts what clients have not read, and if it is too much, ends the completions that have
+        most of it."""
+        unread = [
+            (stream.logprobs.num_entries, stream)
+            for stream in self._scored
+            if stream.logprobs is not None
+        ]
+        unread.sort(key=lambda each: each[0])
+        self._num_unread = sum(count for count, _ in unread)
+        if self._num_unread > MAX_UNREAD_LOGPROBS:
+            while self._num_unread > MAX_UNREAD_LOGPROBS // 2:
+                count, stream = unread.pop()
+                self._num_unread -= count
+                self.close(stream)
+                stream.logprobs = None
+                stream.fail(
+                    QueueFullError(
+                        f"sampling.logprobs: {count} have not been read, more than of any other "
+                        f"request; the limit is {MAX_UNREAD_LOGPROBS} of all",
+                        _RETRY_AFTER_S,
+                    )
+                )
 
     def _fail_on_gap(self, stream: TokenStream, offset: int) -> None:
         log.error(

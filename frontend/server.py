@@ -6,7 +6,8 @@ import asyncio
 import gc
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from grpc import aio
 
 from frontend import responses, validation
 from frontend.auth import ClientInterceptor, Tokens
+from frontend.completion import Delta
 from frontend.generation import Generation, begin
-from frontend.logprobs import LogprobRow
 from frontend.model_files import ModelFacts, read_model_facts
 from frontend.request import Request
 from frontend.responses import WholeCompletion, stream_response
@@ -30,6 +31,7 @@ from shared.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.reading import let_go
 from shared.server import Server
 
 log = structlog.get_logger(__name__)
@@ -48,30 +50,36 @@ class InferenceServicer(InferenceServiceServicer):
         self._tokenizer = tokenizer
         self._scheduler = scheduler
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+    async def Generate(  # type: ignore[override]  # serialized already
+        self, request: pb.GenerateRequest, context: Context
+    ) -> bytes:
         generation = await self._start(request, context)
-        response = pb.GenerateResponse(request_id=generation.request.request_id)
-        num_completions = generation.request.sampling.num_completions
+        del request
+        let_go()
         wholes = [
-            WholeCompletion(response.completions.add(index=index), self._tokenizer.full_table)
-            for index in range(num_completions)
+            WholeCompletion(index, self._tokenizer.full_table)
+            for index in range(generation.request.sampling.num_completions)
         ]
+        prompt = b""
         while not generation.ended:
             for completion, delta in await generation.next_deltas():
                 wholes[completion.index].add(delta)
+                if delta.logprobs:
+                    await asyncio.sleep(0)
                 if delta.prompt_logprobs:
-                    await self._add_prompt_logprobs(response, delta.prompt_logprobs)
-        for whole, ending in zip(wholes, generation.endings, strict=True):
-            whole.end(ending)
-        totals = generation.totals()
-        response.usage.CopyFrom(responses.usage(totals))
-        response.timings.CopyFrom(responses.timings(totals))
-        return response
+                    prompt = await self._prompt_logprobs(pb.GenerateResponse, delta)
+        completions = [
+            whole.end(ending) for whole, ending in zip(wholes, generation.endings, strict=True)
+        ]
+        request_id, totals = generation.request.request_id, generation.totals()
+        return responses.whole_response(request_id, completions, totals) + prompt
 
     async def GenerateStream(  # type: ignore[override]  # writes rather than yields: less work
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         generation = await self._start(request, context)
+        del request
+        let_go()
         request_id, table = generation.request.request_id, self._tokenizer.full_table
         while not generation.ended:
             deltas = await generation.next_deltas()
@@ -80,27 +88,30 @@ class InferenceServicer(InferenceServiceServicer):
                 totals = generation.totals() if last else None
                 response = stream_response(request_id, completion, delta, totals, table)
                 if delta.prompt_logprobs:
-                    await self._add_prompt_logprobs(response, delta.prompt_logprobs)
-                await context.write(response)
+                    prompt = await self._prompt_logprobs(pb.GenerateStreamResponse, delta)
+                    await context.write(response.SerializeToString() + prompt)
+                else:
+                    await context.write(response)
 
-    async def _add_prompt_logprobs(
-        self,
-        response: pb.GenerateResponse | pb.GenerateStreamResponse,
-        rows: Sequence[LogprobRow],
-    ) -> None:
+    async def _prompt_logprobs(
+        self, message: type[pb.GenerateResponse | pb.GenerateStreamResponse], delta: Delta
+    ) -> bytes:
+        """Serializes a delta's `prompt_logprobs`, and lets go of them."""
+        rows, delta.prompt_logprobs = delta.prompt_logprobs, ()
         table = self._tokenizer.full_table
-        await self._tokenizer.on_thread(
-            lambda: responses.add_prompt_logprobs(response, rows, table)
+        return await self._tokenizer.on_thread(
+            lambda: responses.prompt_logprobs(message, rows, table)
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(token_ids=await self._encode(request))
+        token_ids = await self._encode(request, validation.MAX_TOKENIZED)
+        return pb.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        validation.check_token_ids("token_ids", request.token_ids, self._facts.vocab_size)
-        return pb.DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
+        token_ids = validation.check_detokenized(request.token_ids, self._facts.vocab_size)
+        return pb.DetokenizeResponse(text=await self._tokenizer.decode(token_ids))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         return responses.model(self._facts, self._scheduler.engine_info)
@@ -151,21 +162,27 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def _prompt_ids(
         self, message: pb.GenerateRequest, max_model_len: int, vocab_size: int
-    ) -> Sequence[int]:
-        prompt_ids: Sequence[int]
+    ) -> array[int]:
         if message.HasField("token_ids"):
-            field, prompt_ids = "token_ids", message.token_ids.ids
+            field = "token_ids"
+            validation.check_prompt_length(field, len(message.token_ids.ids), max_model_len)
+            # A copy: the field would keep the whole message alive, and is slow to walk over.
+            prompt_ids = array("I", message.token_ids.ids)
         else:
             field = message.WhichOneof("prompt") or "prompt"
-            prompt_ids = await self._encode(message, max_model_len - 1)
-        validation.check_prompt_length(field, len(prompt_ids), max_model_len)
+            prompt_ids = array("I", await self._encode(message, max_model_len - 1))
+            validation.check_prompt_length(field, len(prompt_ids), max_model_len)
         validation.check_token_ids(field, prompt_ids, vocab_size)
         return prompt_ids
 
     async def _encode(
-        self, message: pb.GenerateRequest | pb.TokenizeRequest, max_tokens: int | None = None
+        self, message: pb.GenerateRequest | pb.TokenizeRequest, max_tokens: int
     ) -> list[int]:
-        """The token ids of a message's text or chat."""
+        """The token ids of a message's text or chat.
+
+        Raises:
+            InvalidArgumentError: it is missing, not acceptable or has more than `max_tokens`.
+        """
         if message.HasField("text"):
             return await self._tokenizer.encode_text(message.text, max_tokens)
         if message.HasField("chat"):

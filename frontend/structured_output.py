@@ -55,9 +55,15 @@ def _choice_grammar(field: str, options: Sequence[str]) -> str:
         raise InvalidArgumentError(
             f"{field}.options", f"{len(options)} given; must be 1 to {MAX_CHOICES}"
         )
+    num_characters = 0
     for index, option in enumerate(options):
         if not option:
             raise InvalidArgumentError(f"{field}.options[{index}]", "empty; give some text")
+        num_characters += len(option)
+    if num_characters > MAX_GRAMMAR_BYTES:  # before each of them is looked at
+        raise InvalidArgumentError(
+            f"{field}.options", f"{num_characters} characters; the limit is {MAX_GRAMMAR_BYTES}"
+        )
     grammar = "root ::= " + " | ".join(f'"{_escaped(option)}"' for option in options)
     size = len(grammar.encode())
     if size > MAX_GRAMMAR_BYTES:

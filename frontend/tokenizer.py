@@ -50,7 +50,7 @@ class Tokenizer:
             max_tokens: a text that is certain to have more is refused without counting them.
 
         Raises:
-            InvalidArgumentError: the text is certain to have more than `max_tokens`.
+            InvalidArgumentError: the text has more than `max_tokens`.
         """
         return await self.on_thread(lambda: self._encode("text", text, max_tokens, special=True))
 
@@ -100,6 +100,9 @@ class Tokenizer:
                 )
         # The tokenizer's only call that releases the interpreter's lock all the while.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            # Millions of ids are not even turned into Python's.
+            raise InvalidArgumentError(field, f"{len(encoding)} tokens; the limit is {max_tokens}")
         ids: list[int] = encoding.ids
         return ids
 

@@ -10,6 +10,7 @@ from shared.pb import frontend_pb2 as pb
 ROLES = ("system", "user", "assistant")
 MAX_REQUEST_ID_LENGTH = 256  # characters
 MAX_CACHE_SALT_LENGTH = 256  # characters
+MAX_TOKENIZED = 1 << 17  # tokens of a call to Tokenize or Detokenize
 
 
 def check_request(request: pb.GenerateRequest) -> None:
@@ -72,3 +73,17 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         raise InvalidArgumentError(
             f"{field}[{index}]", f"{value} is not below the vocabulary's size, {vocab_size}"
         )
+
+
+def check_detokenized(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Checks the tokens of a call to Detokenize and returns them.
+
+    Raises:
+        InvalidArgumentError: there are too many, or one is not in the vocabulary.
+    """
+    field = "token_ids"
+    if len(token_ids) > MAX_TOKENIZED:
+        raise InvalidArgumentError(field, f"{len(token_ids)} tokens; the limit is {MAX_TOKENIZED}")
+    token_ids = list(token_ids)  # iterating over a message's field even once takes longer than this
+    check_token_ids(field, token_ids, vocab_size)
+    return token_ids

@@ -13,6 +13,8 @@ from shared.sampling_params import BOUNDS, NUMBERS, Range
 
 _MAX_REQUEST = (1 << 64) - 1
 _RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}
+# Tokens of all beams of a request, which come out in the step that ends the search.
+MAX_BEAM_TOKENS = 1 << 17
 _MAX_LOGPROBS = BOUNDS["logprobs"].engine.high
 
 
@@ -93,6 +95,8 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
             f"sampling.beam_width: {params.beam_width}; needs {params.num_logprobs} candidates, "
             f"but the vocabulary has {vocab_size} tokens"
         )
+    if problem := _beam_problem(params):
+        return problem
     for name, valid in _RANGES.items():
         if (value := getattr(params, name)) not in valid:
             return _out_of(valid, name, value)
@@ -104,6 +108,22 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
         if not 0 <= value <= high:
             return _out_of(Range(0, high), name, value)
     return _grammar_problem(params) or _token_problem(params, vocab_size)
+
+
+def _beam_problem(params: SamplingParams) -> str:
+    """Names what of a beam search would take too long within one step."""
+    if params.beam_width and (params.num_logprobs or 0) > _MAX_LOGPROBS:
+        return (
+            f"sampling.beam_width: {params.beam_width} beams with "
+            f"{len(params.eos_token_ids | params.stop_token_ids)} tokens that end them need "
+            f"{params.num_logprobs} candidates; the limit is {_MAX_LOGPROBS}"
+        )
+    if params.beam_width * params.max_tokens > MAX_BEAM_TOKENS:
+        return (
+            f"sampling.beam_width: {params.beam_width} beams of up to {params.max_tokens} tokens, "
+            f"sampling.max_tokens or what fits the model; the limit is {MAX_BEAM_TOKENS} tokens"
+        )
+    return ""
 
 
 def _grammar_problem(params: SamplingParams) -> str:

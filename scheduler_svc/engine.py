@@ -131,14 +131,16 @@ class Engine:
         self.scheduler.abort(key)
         self.wake()  # others may have waited for it alone
 
-    def abort_connection(self, connection: int) -> None:
-        """Ends all sequences that came from one frontend's stream."""
+    def abort_connection(self, connection: int, limit: int | None = None) -> bool:
+        """Ends all sequences that came from one frontend's stream, or up to `limit` of them.
+        Returns whether there may be others."""
         if self._constraints:
             self._constraints.abort_connection(connection)
-        for key in self.scheduler.open_sequences():
-            if key.connection == connection:
-                self.scheduler.abort(key)
+        keys = [key for key in self.scheduler.open_sequences() if key.connection == connection]
+        for key in keys[:limit]:
+            self.scheduler.abort(key)
         self.wake()
+        return limit is not None and len(keys) > limit
 
     async def run(self) -> None:
         """Runs until cancelled."""

@@ -22,6 +22,9 @@ log = structlog.get_logger(__name__)
 
 # Outputs that may wait for a frontend to read: about five seconds of a busy engine, some 50 MB.
 _MAX_UNREAD = 1 << 18
+# What one turn of the event loop may do.
+_OUTPUTS_AT_ONCE = 4096
+_ABORTS_AT_ONCE = 64
 
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
@@ -61,7 +64,10 @@ class Connection:
                 state = scheduler_pb2.EngineState(serving=self._told)
                 await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
             if self._outputs:
-                outputs, self._outputs = self._outputs, []
+                outputs = self._outputs[:_OUTPUTS_AT_ONCE]
+                del self._outputs[:_OUTPUTS_AT_ONCE]
+                if self._outputs:
+                    self._news.set()
                 message = scheduler_pb2.SchedulerMessage(step_output=step_output(outputs))
                 await context.write(message)
 
@@ -113,7 +119,10 @@ class SchedulerServicer(SchedulerServiceServicer):
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._connections[number]
-            engine.abort_connection(number)
+            more = True
+            while more:
+                more = engine.abort_connection(number, _ABORTS_AT_ONCE)
+                await asyncio.sleep(0)  # others' steps go on
             log.info("frontend gone", connection=number)
             reader.cancel()
             writer.cancel()

@@ -2,6 +2,7 @@
 
     ServiceError
     ├── InvalidArgumentError     INVALID_ARGUMENT     names the field and the limit (BadRequest)
+    ├── NotFoundError            NOT_FOUND            health of a service that is not here
     ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
@@ -66,6 +67,10 @@ class InvalidArgumentError(ServiceError):
 
 class FailedPreconditionError(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class NotFoundError(ServiceError):
+    code = grpc.StatusCode.NOT_FOUND
 
 
 class QueueFullError(ServiceError):

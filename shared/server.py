@@ -9,24 +9,32 @@ from collections.abc import Callable, Sequence
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.channels import server_keepalive_options
+from shared.channels import Options, server_keepalive_options
 from shared.config import ServiceSettings
+from shared.health import HealthServicer
 from shared.interceptors import StatusInterceptor
+from shared.message_memory import MessageMemory
 from shared.open_calls import OpenCalls
+from shared.reading import UNREAD_FACTOR, MessageReader
 from shared.roles import Callers, RoleInterceptor
 from shared.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
 
-# A request over `max_message_bytes` is read and refused with INVALID_ARGUMENT; one over this many
-# times that, gRPC refuses unread with RESOURCE_EXHAUSTED.
-_UNREAD_FACTOR = 16
 # More is refused with RESOURCE_EXHAUSTED; by default gRPC would begin to refuse at half of it.
 _MAX_METADATA_BYTES = 16 << 10
 _INTERNAL_CALLS = 1024
+# Calls and connections of a process; more are refused with RESOURCE_EXHAUSTED, or closed.
+MAX_CALLS = 16_384
+MAX_CONNECTIONS = 4096
+# A connection is closed that says nothing for this long, or has had no call for that long.
+_HANDSHAKE_S = 10.0
+_IDLE_S = 600.0
+# Bytes that a connection may have sent to a process that does not read them.
+_UNREAD_BYTES = 64 << 10
 # Time for the last messages and statuses to leave; a client that does not read would hold them up
 # for ever.
 _FLUSH_S = 1.0
@@ -38,7 +46,7 @@ class Server:
     Health is NOT_SERVING until `set_serving(True)`.
 
     Args:
-        interceptors: this service's own, which come after those that every service has.
+        interceptors: this service's own, which decide about a call before its message is read.
         callers: the services that may call it, if they show certificates; None: anybody may.
         max_calls: open calls per connection, beyond which its client waits.
         reuse_port: whether several processes may listen on the same port.
@@ -64,30 +72,23 @@ class Server:
             raise ValueError("auth_tokens_file: no interceptor checks tokens")
         self._settings = settings
         self._ready = ready
-        self._service_names = ("", service_name)
         self._calls = OpenCalls()
         tls = settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
-        common: list[aio.ServerInterceptor]
-        common = [StatusInterceptor(settings.max_message_bytes), self._calls]
+        first: list[aio.ServerInterceptor] = [StatusInterceptor(), self._calls]
         if tls and callers:
             required = settings.internal_tls_roles == "required"
-            common.append(RoleInterceptor(service_name, callers, required))
+            first.append(RoleInterceptor(service_name, callers, required))
+        self.messages = MessageMemory(UNREAD_FACTOR * settings.max_message_bytes)
+        reader = MessageReader(settings.max_message_bytes, self.messages)
         self.grpc = aio.server(
-            interceptors=[*common, *interceptors],
-            options=[
-                ("grpc.so_reuseport", int(reuse_port)),
-                ("grpc.max_receive_message_length", _UNREAD_FACTOR * settings.max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-                ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-                ("grpc.max_concurrent_streams", max_calls),
-                *server_keepalive_options(settings.keepalive_s),
-            ],
+            interceptors=[*first, *interceptors, reader],
+            maximum_concurrent_rpcs=MAX_CALLS,
+            options=_options(settings, max_calls, reuse_port),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer(("", service_name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if settings.reflected:
             reflection.enable_server_reflection(
@@ -97,13 +98,7 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Sets what `grpc.health.v1.Health` answers from now on."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in self._service_names:
-            await self._health.set(name, status)
+        self._health.set_serving(serving)
         if serving and self._ready:
             self._ready()
             self._ready = None
@@ -153,12 +148,31 @@ class Server:
             raise
         grace_s = self._settings.drain_timeout_s
         log.info("draining", grace_s=grace_s, calls=self._calls.count)
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         stopped = asyncio.create_task(self.grpc.stop(grace_s + _FLUSH_S))
         await self._calls.finished(grace_s)
         self._calls.end()
         await stopped
         log.info("stopped")
+
+
+def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Options:
+    return [
+        ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.max_receive_message_length", UNREAD_FACTOR * settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", max_calls),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_S)),
+        ("grpc.max_connection_idle_ms", round(1000 * _IDLE_S)),
+        # Windows that gRPC does not let grow with the bandwidth; a message that is being read gets
+        # the room that it needs anyway.
+        ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        *server_keepalive_options(settings.keepalive_s),
+    ]
 
 
 def _warn(reason: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +35,22 @@ class Continuation(NamedTuple):
     token: int
 
 
-@dataclass(slots=True)
-class _Beam:
-    token_ids: tuple[int, ...]
+# A beam's tokens, the last one first: (tokens before, token), None at the start. Beams share what
+# they have in common, so that a step takes the same time however long they are.
+_Path = tuple["_Path | None", int]
+
+
+class _Beam(NamedTuple):
+    path: _Path | None
     score: np.float32  # sum of log-probabilities
+
+
+class _Found(NamedTuple):
+    """A hypothesis, its tokens not yet gathered."""
+
+    path: _Path
+    score: float
+    end_token: int | None
 
 
 class BeamSearch:
@@ -66,8 +77,8 @@ class BeamSearch:
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.num_tokens = 0  # of each live beam
-        self.hypotheses: list[Hypothesis] = []  # best first; final once there is no live beam
-        self._live = [_Beam((), np.float32(0))]
+        self._found: list[_Found] = []  # best first
+        self._live = [_Beam(None, np.float32(0))]
         self._num_kept = num_continuations(width, len(self.end_token_ids))
         self._ends = np.array(sorted(self.end_token_ids), np.int64)
 
@@ -80,7 +91,12 @@ class BeamSearch:
     @property
     def live_beams(self) -> list[tuple[int, ...]]:
         """Each live beam's tokens after the prompt, in order; empty once the search has ended."""
-        return [beam.token_ids for beam in self._live]
+        return [_token_ids(beam.path) for beam in self._live]
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]:
+        """The best completions, best first; final once there is no live beam."""
+        return [Hypothesis(_token_ids(path), score, end) for path, score, end in self._found]
 
     def advance(self, candidates: Seq[Candidates]) -> list[Continuation]:
         """Chooses the next live beams, best first; none if the search has ended.
@@ -92,17 +108,16 @@ class BeamSearch:
         at_limit = self.num_tokens == self.max_tokens
         live: list[tuple[Continuation, _Beam]] = []
         for rank, (parent, token, score) in enumerate(self._best(candidates)):
-            beam = _Beam((*self._live[parent].token_ids, token), score)
+            path = (self._live[parent].path, token)
             ends = token in self.end_token_ids
             if not (ends or at_limit):
-                live.append((Continuation(parent, token), beam))
+                if len(live) < self.width:
+                    live.append((Continuation(parent, token), _Beam(path, score)))
             elif rank < self.width:  # the rest only make up for those that end
-                self.hypotheses.append(
-                    Hypothesis(beam.token_ids, self._penalized(score), token if ends else None)
-                )
-        self.hypotheses.sort(key=lambda h: -h.score)  # stable: among equals the first found
-        del self.hypotheses[self.width :]
-        del live[self.width :]
+                found = _Found(path, self._penalized(score), token if ends else None)
+                self._found.append(found)
+        self._found.sort(key=lambda h: -h.score)  # stable: among equals the first found
+        del self._found[self.width :]
         if live and not self._may_improve(live[0][1].score):
             live = []
         self._live = [beam for _, beam in live]
@@ -131,9 +146,17 @@ class BeamSearch:
     def _may_improve(self, best: np.float32) -> bool:
         """Whether the best live beam, if it ended now, would rank among the hypotheses. What it
         might still reach is ignored, which is the heuristic of `early_stopping=False`."""
-        if len(self.hypotheses) < self.width:
+        if len(self._found) < self.width:
             return True
-        return self._penalized(best) > self.hypotheses[-1].score
+        return self._penalized(best) > self._found[-1].score
 
     def _penalized(self, score: np.float32) -> float:
         return float(score / np.float32(float(self.num_tokens) ** self.length_penalty))
+
+
+def _token_ids(path: _Path | None) -> tuple[int, ...]:
+    token_ids = []
+    while path is not None:
+        path, token = path
+        token_ids.append(token)
+    return tuple(reversed(token_ids))

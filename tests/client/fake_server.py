@@ -18,11 +18,13 @@ from grpc import aio
 
 from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
 from shared.interceptors import StatusInterceptor
+from shared.message_memory import MessageMemory
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.reading import MessageReader
 
 Responses = AsyncIterator[pb.GenerateStreamResponse]
 
@@ -181,7 +183,9 @@ def running_server() -> Iterator[FakeServer]:
     service = FakeService()
 
     async def start() -> tuple[aio.Server, str]:
-        server = aio.server(interceptors=[StatusInterceptor(1 << 20)])
+        server = aio.server(
+            interceptors=[StatusInterceptor(), MessageReader(1 << 20, MessageMemory(4 << 20))]
+        )
         add_InferenceServiceServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

@@ -21,9 +21,9 @@ from scheduler_svc.edge.frontend_messages import read_sequence
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError
-from shared.interceptors import decode_message
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+from shared.reading import decode_message
 from tests.fake_worker import VOCAB_SIZE, FakeWorker, completion, start_worker
 from tests.frontend.conftest import DEMO
 from tests.fuzz.scheduler_messages import EXAMPLES, TOKENS, abort, submit

@@ -1,0 +1,85 @@
+"""Answers grpc.health.v1: whether a server serves, now or at every change.
+
+The servicer of grpcio-health-checking awaits its writes while it holds the lock that a change of
+the status needs, so that one client that does not read could stop all news. Here watchers wait for
+nobody, and nobody waits for them: a slow one skips to the newest status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from grpc import aio
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+from shared.callers import host_of
+from shared.errors import NotFoundError, QueueFullError
+
+# Watches at a time, of a process and of each host; a load balancer needs one.
+MAX_WATCHERS = 1024
+MAX_WATCHERS_PER_HOST = 128
+_RETRY_AFTER_S = 5.0
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # has no types
+    """Reports one status for each of `services`: NOT_SERVING until `set_serving(True)`."""
+
+    def __init__(self, services: Sequence[str]) -> None:
+        self._services = services
+        self._serving = self._stopped = False
+        self._watchers: Counter[str] = Counter()  # by host
+        self._changed = asyncio.Event()  # of the present status: set once there is another
+
+    def set_serving(self, serving: bool) -> None:
+        """Tells all watchers, unless nothing changes."""
+        if serving != self._serving and not self._stopped:
+            self._serving = serving
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Reports NOT_SERVING from now on, whatever is set."""
+        self.set_serving(False)
+        self._stopped = True
+
+    async def Check(self, request: pb.HealthCheckRequest, _: Context) -> pb.HealthCheckResponse:
+        if request.service not in self._services:
+            raise NotFoundError("service: unknown")
+        return self._status(request.service)
+
+    async def List(self, _: pb.HealthListRequest, __: Context) -> pb.HealthListResponse:
+        return pb.HealthListResponse(statuses={name: self._status(name) for name in self._services})
+
+    async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:
+        host = host_of(context.peer())
+        for limit, num_open in (
+            (MAX_WATCHERS, self._watchers.total()),
+            (MAX_WATCHERS_PER_HOST, self._watchers[host]),
+        ):
+            if num_open >= limit:
+                raise QueueFullError(f"{limit} watches are open already", _RETRY_AFTER_S)
+        self._watchers[host] += 1
+        service, told = request.service, None
+        try:
+            while True:
+                changed, status = self._changed, self._status(service)
+                if status != told:
+                    await context.write(status)
+                    told = status
+                await changed.wait()
+        finally:
+            self._watchers[host] -= 1
+            if not self._watchers[host]:
+                del self._watchers[host]
+
+    def _status(self, service: str) -> pb.HealthCheckResponse:
+        status = pb.HealthCheckResponse
+        if service not in self._services:
+            return status(status=status.SERVICE_UNKNOWN)
+        return status(status=status.SERVING if self._serving else status.NOT_SERVING)

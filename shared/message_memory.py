@@ -1,0 +1,175 @@
+"""Bounds the memory of the messages that a process reads and holds, in all and for each caller.
+
+How large a message is shows only when it has been read. So a place for the largest one is taken
+first, and what it did not need is given back after. Who finds no place waits: callers take turns,
+so that nobody waits for another's queue. A message that is slow to arrive keeps its place while
+nobody else needs it; else the caller with the most places loses its oldest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+
+from shared.callers import Caller
+from shared.errors import QueueFullError
+
+# Bytes of messages per process.
+MAX_BYTES = 256 << 20
+# Where nobody says how much a caller may hold.
+MAX_BYTES_PER_CALLER = MAX_BYTES // 2
+
+_MAX_READ_S = 30.0  # for one message to arrive
+_MAX_WAIT_S = 30.0  # for a place
+_MAX_LINE = 4096  # messages of one caller that wait for a place
+_PATIENCE_S = 1.0  # with slow messages, while others wait for a place
+_RETRY_AFTER_S = 1.0
+
+
+class Hold:
+    """The bytes that a message has been given; `release` gives them back, once."""
+
+    def __init__(self, memory: MessageMemory, caller: Caller, num_bytes: int) -> None:
+        self._memory, self._caller, self._num_bytes = memory, caller, num_bytes
+
+    def release(self) -> None:
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        self._memory._give_back(self._caller, num_bytes)
+
+
+class MessageMemory:
+    """The memory for the messages of one process.
+
+    Args:
+        max_message_bytes: of the largest message that may arrive.
+    """
+
+    def __init__(self, max_message_bytes: int, max_bytes: int = MAX_BYTES) -> None:
+        self._place = max_message_bytes
+        self._max_bytes = max(max_bytes, max_message_bytes)
+        self._used = 0
+        self._used_by: Counter[str] = Counter()
+        self._places: Counter[str] = Counter()  # of messages to be read
+        # By caller, the one whose turn it is first.
+        self._waiting: dict[str, deque[tuple[Caller, asyncio.Future[None]]]] = {}
+        self._reading: dict[asyncio.Timeout, str] = {}  # oldest first, with the caller's name
+        self._eviction: asyncio.TimerHandle | None = None
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self._used
+
+    async def receive(
+        self, caller: Caller, read: Callable[[], Awaitable[bytes]]
+    ) -> tuple[bytes, Hold]:
+        """Reads a message within the limits, and says what holds its memory.
+
+        Raises:
+            QueueFullError: there was no place for it in time, or it did not arrive in time.
+        """
+        if self._waiting or not self._fits(caller):
+            await self._wait(caller)
+        else:
+            self._take(caller)
+        data = b""
+        try:
+            async with asyncio.timeout(_MAX_READ_S) as limit:
+                self._reading[limit] = caller.name
+                try:
+                    data = await read()
+                finally:
+                    del self._reading[limit]
+        except TimeoutError:
+            raise QueueFullError("message: it took too long to arrive", _RETRY_AFTER_S) from None
+        finally:
+            self._leave_place(caller, len(data))
+        return data, Hold(self, caller, len(data))
+
+    def _fits(self, caller: Caller) -> bool:
+        if self._used + self._place > self._max_bytes:
+            return False
+        used = self._used_by[caller.name]
+        if self._places[caller.name]:
+            return used + self._place <= caller.max_bytes
+        return used < caller.max_bytes  # one at a time, whatever the share
+
+    def _take(self, caller: Caller) -> None:
+        self._used += self._place
+        self._used_by[caller.name] += self._place
+        self._places[caller.name] += 1
+
+    def _leave_place(self, caller: Caller, num_bytes: int = 0) -> None:
+        """Gives back all of a place but `num_bytes`."""
+        self._places[caller.name] -= 1
+        if not self._places[caller.name]:
+            del self._places[caller.name]
+        self._give_back(caller, self._place - num_bytes)
+
+    def _give_back(self, caller: Caller, num_bytes: int) -> None:
+        self._used -= num_bytes
+        self._used_by[caller.name] -= num_bytes
+        if not self._used_by[caller.name]:
+            del self._used_by[caller.name]
+        if self._waiting:
+            self._grant()
+
+    async def _wait(self, caller: Caller) -> None:
+        """Waits for a place and takes it."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if len(self._waiting.get(caller.name, ())) >= _MAX_LINE:
+            raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
+        line = self._waiting.setdefault(caller.name, deque())
+        line.append((caller, granted))
+        self._grant()
+        self._watch()
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await granted
+        except BaseException as error:
+            if granted.done() and not granted.cancelled():
+                self._leave_place(caller)
+            elif (caller, granted) in (line := self._waiting.get(caller.name, deque())):
+                line.remove((caller, granted))
+                if not line:
+                    del self._waiting[caller.name]
+            if isinstance(error, TimeoutError):
+                raise QueueFullError(
+                    f"message: {self._used} bytes of messages are being read or held; "
+                    f"the limit is {self._max_bytes}, and {caller.max_bytes} for one caller",
+                    _RETRY_AFTER_S,
+                ) from None
+            raise
+
+    def _grant(self) -> None:
+        """Gives places to those who wait, a caller at a time, as long as there are any."""
+        granted = True
+        while granted:
+            granted = False
+            for name, line in list(self._waiting.items()):
+                caller, future = line[0]
+                if not self._fits(caller):
+                    continue
+                granted = True
+                line.popleft()
+                del self._waiting[name]
+                if line:
+                    self._waiting[name] = line  # behind the others
+                if not future.done():
+                    self._take(caller)
+                    future.set_result(None)
+
+    def _watch(self) -> None:
+        """Has the slow messages end soon, unless nobody waits any more by then."""
+        if self._eviction is None and self._waiting:
+            loop = asyncio.get_running_loop()
+            self._eviction = loop.call_later(_PATIENCE_S, self._evict)
+
+    def _evict(self) -> None:
+        self._eviction = None
+        if self._waiting and self._reading:
+            holder, _ = Counter(self._reading.values()).most_common(1)[0]
+            oldest = next(limit for limit, name in self._reading.items() if name == holder)
+            oldest.reschedule(asyncio.get_running_loop().time())
+        self._watch()

@@ -1,0 +1,157 @@
+"""Reads the messages of calls: late, within limits, and no more at once than the loop can bear."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from shared.callers import CALLER, Caller, host_of
+from shared.errors import InvalidArgumentError
+from shared.message_memory import MAX_BYTES_PER_CALLER, Hold, MessageMemory
+from shared.wire_scan import has_oneofs, scan
+
+Context = aio.ServicerContext[Any, Any]
+Parse = Callable[[bytes], Any]
+
+# gRPC refuses a message over this many times `max_message_bytes`, with RESOURCE_EXHAUSTED, before
+# all of it has arrived; up to then the reader refuses it, with INVALID_ARGUMENT.
+UNREAD_FACTOR = 4
+
+_HOLD: ContextVar[Hold] = ContextVar("hold")
+
+
+def let_go() -> None:
+    """Tells that the message of the current call is not needed any more, so that others may have
+    its memory, which is held until the call ends otherwise."""
+    hold = _HOLD.get(None)
+    if hold is not None:
+        hold.release()
+
+
+class MessageReader(aio.ServerInterceptor):
+    """Reads and parses messages, and answers INVALID_ARGUMENT to those that do not parse, exceed
+    `max_message_bytes`, have too many fields or set two of a oneof.
+
+    gRPC itself reads the message of a unary call before anything can refuse the call. Here that
+    happens once the other interceptors have let it through, so this one must be the last of them.
+    On the wire, a call with one message is a stream of one.
+    """
+
+    def __init__(self, max_message_bytes: int, memory: MessageMemory) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._memory = memory
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # an unknown method
+        of_one = handler.unary_unary or handler.unary_stream
+        of_many = handler.stream_unary or handler.stream_stream
+        parse = handler.request_deserializer
+        make_handler = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make_handler(
+            self._for_one(of_one, parse) if of_one else self._for_many(of_many, parse),
+            response_serializer=_unless_serialized(handler.response_serializer),
+        )
+
+    def _for_one(self, behavior: Any, parse: Parse) -> Any:
+        async def call(_: object, context: Context) -> Any:
+            try:
+                return await behavior(await self._read(context, parse), context)
+            finally:
+                let_go()
+
+        async def generate(_: object, context: Context) -> AsyncIterator[Any]:
+            try:
+                async for response in behavior(await self._read(context, parse), context):
+                    yield response
+            finally:
+                let_go()
+
+        return generate if inspect.isasyncgenfunction(behavior) else call
+
+    async def _read(self, context: Context, parse: Parse) -> Any:
+        """Reads the one message of a call, and has the call hold its memory."""
+        host = Caller(host_of(context.peer()), MAX_BYTES_PER_CALLER)
+        data, hold = await self._memory.receive(CALLER.get() or host, lambda: _one(context))
+        _HOLD.set(hold)
+        descriptor = _descriptor(data, parse, self._max_message_bytes)
+        if descriptor is not None:
+            with _as_unreadable():
+                for _ in scan(data, descriptor):
+                    await asyncio.sleep(0)
+        with _as_unreadable():
+            return parse(data)
+
+    def _for_many(self, behavior: Any, parse: Parse) -> Any:
+        async def messages(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for data in requests:
+                yield decode_message(data, parse, self._max_message_bytes)
+
+        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
+            return await behavior(messages(requests), context)
+
+        async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            async for response in behavior(messages(requests), context):
+                yield response
+
+        return generate if inspect.isasyncgenfunction(behavior) else call
+
+
+def decode_message(data: bytes, parse: Parse, max_bytes: int) -> Any:
+    """Parses one message of a stream. Those between services are many, and are not walked over
+    unless they have a oneof.
+
+    Raises:
+        InvalidArgumentError: it is too large, does not parse, holds invalid UTF-8, or sets more
+            than one field of a oneof (protobuf itself would silently keep the last).
+    """
+    descriptor = _descriptor(data, parse, max_bytes)
+    with _as_unreadable():
+        if descriptor is not None and has_oneofs(descriptor):
+            for _ in scan(data, descriptor):
+                pass
+        return parse(data)
+
+
+def _descriptor(data: bytes, parse: Parse, max_bytes: int) -> Any:
+    """Checks a message's size and returns its type's descriptor, or None if it has none."""
+    if len(data) > max_bytes:
+        raise InvalidArgumentError("message", f"{len(data)} bytes; the limit is {max_bytes}")
+    return getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+
+
+def _unless_serialized(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A handler may answer with bytes: what is large it serializes itself, in pieces."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)
+
+
+async def _one(context: Context) -> bytes:
+    data = await context.read()
+    if not isinstance(data, bytes):  # the end of the stream
+        raise InvalidArgumentError("message", "missing; send one")
+    return data
+
+
+@contextmanager
+def _as_unreadable() -> Iterator[None]:
+    try:
+        yield
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError("message", "not a readable message of this method") from error

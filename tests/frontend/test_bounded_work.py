@@ -1,0 +1,213 @@
+"""What one message, or one burst, may have the frontend's loop do in a turn, and hold in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from frontend import responses, scheduler_client, structured_output
+from frontend.generation import Generation
+from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
+from frontend.validation import MAX_TOKENIZED
+from shared.pb import frontend_pb2 as pb
+from shared.pb import scheduler_pb2
+from tests.frontend.conftest import Service
+from tests.frontend.fake_scheduler import logprob_row, logprob_rows
+from tests.frontend.test_generation import (
+    PROMPT,
+    accept_long_sequences,
+    begin,
+    join,
+    reconnect,
+    request,
+    rest,
+)
+from tests.http2 import connect
+from tests.turns import Turns, counting_turns
+
+
+async def refusal(call: Any) -> str:
+    with pytest.raises(aio.AioRpcError) as raised:
+        await call
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return raised.value.details() or ""
+
+
+def count(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, turns: Turns, amount: Callable[..., int]
+) -> None:
+    """Has each call of a function on the loop count as `amount(its arguments)`."""
+    real, loop = getattr(owner, name), threading.current_thread()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is loop:
+            turns.done(amount(*args))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+async def test_tokenize_and_detokenize_have_limits(service: Service) -> None:
+    text = "a1" * (MAX_TOKENIZED // 2)
+    ids = (await service.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
+    assert len(ids) <= MAX_TOKENIZED
+    await service.stub.Detokenize(pb.DetokenizeRequest(token_ids=[300] * MAX_TOKENIZED))
+    more = await refusal(service.stub.Tokenize(pb.TokenizeRequest(text="a1" * MAX_TOKENIZED)))
+    assert more == f"text: {2 * len(ids)} tokens; the limit is {MAX_TOKENIZED}"
+    many = pb.DetokenizeRequest(token_ids=[300] * (MAX_TOKENIZED + 1))
+    assert await refusal(service.stub.Detokenize(many)) == (
+        f"token_ids: {MAX_TOKENIZED + 1} tokens; the limit is {MAX_TOKENIZED}"
+    )
+
+
+async def test_ids_are_counted_before_they_are_looked_at(service: Service) -> None:
+    """The values, which are too large, are not even seen."""
+    ids = [1 << 31] * 200_000
+    for message in (request(ids), request(resume=ids)):
+        assert "; the limit is 12" in await refusal(service.stub.Generate(message))
+
+
+async def test_choices_are_measured_before_they_are_escaped(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counting_turns() as turns:
+        count(monkeypatch, structured_output, "_escaped", turns, len)
+        options = ["\n" * 1000] * 1000
+        choice = pb.StructuredOutput(choice=pb.Choice(options=options))
+        message = request(structured_output=choice)
+        assert await refusal(service.stub.Generate(message)) == (
+            "sampling.structured_output.choice.options: 1000000 characters; the limit is 65536"
+        )
+    assert turns.total == 0
+
+
+async def test_several_completions_have_a_limit_on_logprobs(service: Service) -> None:
+    await accept_long_sequences(service)
+    message = request(n=16, logprobs=20, max_tokens=4000)
+    assert await refusal(service.stub.Generate(message)) == (
+        "sampling.logprobs: 16 completions of up to 4000 tokens, 21 each, are 1344000; the limit "
+        f"is {MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs"
+    )
+    await service.stub.Generate(request(logprobs=20))  # one alone has none
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_logprobs_are_made_in_slices_and_not_kept(
+    service: Service, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    await accept_long_sequences(service)
+    generations: list[Generation] = []
+    real = Generation.__init__
+
+    def remember(self: Generation, *args: Any) -> None:
+        real(self, *args)
+        generations.append(self)
+
+    monkeypatch.setattr(Generation, "__init__", remember)
+    with counting_turns() as turns:
+        count(monkeypatch, responses, "logprobs", turns, lambda rows, _: len(rows))
+        message = request(n=2, max_tokens=500, logprobs=20)
+        if streams:
+            chunks = await service.collect(message)
+            found = [join([c for c in chunks if c.index == i]) for i in range(2)]
+        else:
+            found = list((await service.stub.Generate(message)).completions)
+    assert [len(each.logprobs) for each in found] == [500, 500]
+    assert [entry.token_id for entry in found[1].logprobs[7].entries[1:]] == list(range(20))
+    assert turns.total == 1000
+    assert turns.max <= 32
+    for reader in generations[0]._all:
+        assert reader.stream.logprobs is not None
+        assert reader.stream.logprobs.of(500, 1) == []
+        assert not reader.stream.logprobs._rows
+
+
+async def test_of_the_logprobs_that_nobody_reads_the_most_are_dropped(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_client, "MAX_UNREAD_LOGPROBS", 60_000)
+    await accept_long_sequences(service)
+    service.scheduler.automatic = False
+    async with connect(service.address, window=0) as client:
+        message = request(max_tokens=3000, logprobs=20).SerializeToString()
+        for stream in (1, 3):
+            client.open_call(stream, "/nanovllm.v1.InferenceService/GenerateStream")
+            client.send_message(stream, message)
+        numbers = [(await service.scheduler.submits.get()).request for _ in range(2)]
+        reader = service.stub.GenerateStream(request(max_tokens=4, logprobs=20))
+        own = (await service.scheduler.submits.get()).request
+        rows = [logprob_row(300, i, 20) for i in range(3000)]
+        length = scheduler_pb2.FINISH_CAUSE_LENGTH
+        for offset in range(0, 2000, 100):
+            for number in numbers[: 2 if offset < 1000 else 1]:
+                tokens = [(number, offset + i, 300) for i in range(100)]
+                piece = logprob_rows(number, False, offset, rows[offset : offset + 100])
+                ended = [scheduler_pb2.Finished(request=number, cause=length)]
+                last = number == numbers[1] and offset == 900  # counts all the same
+                service.scheduler.send(tokens, ended if last else [], [piece])
+        assert await service.scheduler.aborts.get() == numbers[0]
+        for _ in range(4):
+            service.scheduler.step()
+        assert len(join(await rest(reader)).logprobs) == 4
+        assert own != numbers[0]
+        assert service.scheduler.aborts.empty()
+
+
+async def test_logprobs_of_a_step_are_filed_in_slices(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await accept_long_sequences(service)
+    call = await begin(service, request([300] * 4000, max_tokens=1, prompt_logprobs=20))
+    (number,) = service.scheduler.connection.live
+    rows = [logprob_row(300, i, 20) for i in range(4000)]
+    pieces = [logprob_rows(number, True, i, rows[i : i + 100]) for i in range(1, 4000, 100)]
+    length = scheduler_pb2.FINISH_CAUSE_LENGTH
+    finished = scheduler_pb2.Finished(request=number, cause=length)
+
+    def size(message: scheduler_pb2.LogprobRows) -> int:
+        return len(message.token_ids) // 4
+
+    with counting_turns() as turns:
+        count(monkeypatch, scheduler_client, "logprob_rows", turns, size)
+        service.scheduler.send([(number, 0, 300)], [finished], pieces)
+        (chunk,) = await rest(call)
+    assert len(chunk.prompt_logprobs) == 4000
+    assert turns.total == 3999 * 21
+    assert turns.max <= scheduler_client._LOGPROBS_AT_ONCE + 2100
+
+
+async def test_requests_are_submitted_again_in_slices(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.scheduler.automatic = False
+    message = request(max_tokens=2)
+    calls = [service.stub.GenerateStream(message) for _ in range(100)]
+    async with asyncio.timeout(30):
+        for _ in calls:
+            await service.scheduler.submits.get()
+        with counting_turns() as turns:
+            count(monkeypatch, scheduler_client, "submit_message", turns, lambda _: 1)
+            await reconnect(service)
+            for _ in calls:
+                await service.scheduler.submits.get()
+        assert turns.total == 100
+        assert turns.max <= 32
+        for _ in range(2):
+            service.scheduler.step()
+        for call in calls:
+            assert join(await rest(call)).token_ids == PROMPT[:2]
+
+
+async def test_a_prompt_is_kept_without_its_message(service: Service) -> None:
+    """The budget for messages is free again while a stream goes on."""
+    call = await begin(service, request(max_tokens=2))
+    assert service.server.messages.used == 0
+    for _ in range(2):
+        service.scheduler.step()
+    assert len(join(await rest(call)).token_ids) == 2

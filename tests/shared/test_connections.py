@@ -1,0 +1,106 @@
+"""What clients that open connections, and little else, get from a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import shared.server
+from frontend.settings import FrontendSettings
+from shared.server import Server
+from tests.http2 import PREFACE, SETTINGS, connect
+
+WATCH = "/grpc.health.v1.Health/Watch"
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[str]:
+    server = Server(FrontendSettings(), "some.Service")
+    address = f"unix:{tmp_path}/s"
+    await server.start(address)
+    try:
+        yield address
+    finally:
+        await server.grpc.stop(None)
+
+
+async def read_to_the_end(address: str, sent: bytes) -> None:
+    """Sends some bytes and waits until the server closes the connection."""
+    reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    try:
+        with suppress(ConnectionError):
+            writer.write(sent)
+            while await reader.read(1 << 16):
+                pass
+    finally:
+        writer.close()
+
+
+async def check(address: str) -> None:
+    async with aio.insecure_channel(address) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+
+@pytest.mark.parametrize("sent", [b"", PREFACE[:10], PREFACE])
+async def test_silent_connections_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(shared.server, "_HANDSHAKE_S", 0.1)
+    async with serving(tmp_path) as address, asyncio.timeout(20):
+        await read_to_the_end(address, sent)
+        await check(address)
+
+
+async def test_connections_without_calls_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.server, "_IDLE_S", 0.1)
+    async with serving(tmp_path) as address, connect(address) as watcher, asyncio.timeout(20):
+        watcher.open_call(1, WATCH)
+        watcher.send_message(1, b"")
+        async with connect(address) as idle:
+            await idle.wait_until(lambda: idle.closed)
+        await watcher.wait_until(lambda: watcher.received.get(1))
+        assert not watcher.closed
+
+
+async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.server, "MAX_CONNECTIONS", 4)
+    async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(30):
+        for _ in range(3):
+            connection = await stack.enter_async_context(connect(address))
+            connection.open_call(1, WATCH)
+            connection.send_message(1, b"")
+            await connection.wait_until(lambda: connection.received.get(1))  # noqa: B023
+        async with connect(address) as fourth:
+            fourth.send(SETTINGS)
+            await read_to_the_end(address, PREFACE + bytes(3) + b"\x04" + bytes(5))
+            assert not fourth.closed
+        while True:  # its place is free again
+            with suppress(aio.AioRpcError):
+                await check(address)
+                break
+
+
+async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have not even sent their message count, too."""
+    monkeypatch.setattr(shared.server, "MAX_CALLS", 3)
+    async with serving(tmp_path) as address, connect(address) as client, asyncio.timeout(20):
+        for stream in (1, 3, 5, 7):
+            client.open_call(stream, WATCH)
+        await client.wait_until(lambda: client.ended == {7})
+        with pytest.raises(aio.AioRpcError) as raised:
+            await check(address)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        client.reset(3)
+        while True:
+            with suppress(aio.AioRpcError):
+                await check(address)
+                break

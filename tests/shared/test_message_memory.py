@@ -1,0 +1,173 @@
+"""`MessageMemory`: what it bounds, whom it lets wait, and that nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+
+import pytest
+
+from shared import message_memory
+from shared.callers import Caller
+from shared.errors import QueueFullError
+from shared.message_memory import Hold, MessageMemory
+
+PLACE, TOTAL = 100, 400
+ALICE, BOB = Caller("alice", 200), Caller("bob", 200)
+
+
+class Sender:
+    """Sends one message, when told to."""
+
+    def __init__(self, memory: MessageMemory, caller: Caller) -> None:
+        self.started = False
+        self._sent: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(memory.receive(caller, self._read))
+
+    async def _read(self) -> bytes:
+        self.started = True
+        return await self._sent
+
+    async def send(self, size: int) -> Hold:
+        self._sent.set_result(bytes(size))
+        data, hold = await self.task
+        assert len(data) == size
+        return hold
+
+
+async def turns() -> None:
+    """Lets everything happen that can happen by itself."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_message_takes_the_largest_place_until_its_size_is_known() -> None:
+    memory = MessageMemory(PLACE, TOTAL)
+    sender = Sender(memory, ALICE)
+    await turns()
+    assert memory.used == PLACE
+    hold = await sender.send(7)
+    assert memory.used == 7
+    hold.release()
+    hold.release()
+    assert memory.used == 0
+
+
+async def test_callers_take_turns_and_none_takes_more_than_its_share() -> None:
+    memory = MessageMemory(PLACE, TOTAL)
+    alices = [Sender(memory, ALICE) for _ in range(50)]
+    bobs = [Sender(memory, BOB) for _ in range(2)]
+    carol = Sender(memory, Caller("carol", TOTAL))
+    await turns()
+    assert [each.started for each in alices].count(True) == 2  # its share
+    assert all(each.started for each in bobs)
+    assert not carol.started
+    assert memory.used == TOTAL
+    (await alices[0].send(0)).release()
+    await turns()
+    # Alice's others came first, but it is Carol's turn or there is room for both.
+    (await bobs[0].send(0)).release()
+    await turns()
+    assert carol.started
+    assert memory.used == TOTAL
+    for each in (*alices, *bobs, carol):
+        each.task.cancel()
+    await turns()
+    assert memory.used == 0
+
+
+async def test_a_share_below_a_place_is_enough_for_one_message() -> None:
+    memory = MessageMemory(PLACE, TOTAL)
+    senders = [Sender(memory, Caller("small", 10)) for _ in range(3)]
+    for number, each in enumerate(senders, start=1):
+        await turns()
+        assert [s.started for s in senders].count(True) == number
+        await each.send(4)  # and it stays
+    last = Sender(memory, Caller("small", 10))
+    await turns()
+    assert not last.started
+    last.task.cancel()
+
+
+async def test_slow_messages_give_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_memory, "_PATIENCE_S", 0.01)
+    memory = MessageMemory(PLACE, TOTAL)
+    slow = [Sender(memory, Caller("slow", TOTAL)) for _ in range(4)]
+    await turns()
+    assert memory.used == TOTAL
+    honest = Sender(memory, ALICE)
+    async with asyncio.timeout(10):
+        with pytest.raises(QueueFullError, match="took too long to arrive"):
+            await slow[0].task  # the oldest
+        hold = await honest.send(5)
+    assert [each.task.done() for each in slow] == [True, False, False, False]
+    hold.release()
+    for each in slow:
+        each.task.cancel()
+    await turns()
+    assert memory.used == 0
+
+
+async def test_slow_messages_may_take_their_time_if_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(message_memory, "_PATIENCE_S", 0.0)
+    memory = MessageMemory(PLACE, TOTAL)
+    senders = [Sender(memory, ALICE) for _ in range(2)]
+    await turns()
+    for each in senders:
+        (await each.send(1)).release()
+    assert memory.used == 0
+
+
+async def test_who_finds_no_place_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_memory, "_MAX_WAIT_S", 0.01)
+    memory = MessageMemory(PLACE, TOTAL)
+    holds = [await Sender(memory, ALICE).send(PLACE) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="200 bytes of messages are being read or held"):
+        await Sender(memory, ALICE).task
+    monkeypatch.setattr(message_memory, "_MAX_LINE", 0)
+    with pytest.raises(QueueFullError, match="0 others wait"):
+        await Sender(memory, ALICE).task
+    for hold in holds:
+        hold.release()
+    assert memory.used == 0
+    await Sender(memory, ALICE).send(1)
+
+
+async def test_nothing_is_lost_however_calls_end() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    memory = MessageMemory(PLACE, TOTAL)
+    callers = [Caller(str(i), rng.choice((10, 150, 300, TOTAL))) for i in range(5)]
+    senders: list[Sender] = []
+    holds: list[Hold] = []
+    for _ in range(2000):
+        action = rng.random()
+        if action < 0.4:
+            senders.append(Sender(memory, rng.choice(callers)))
+        elif senders and action < 0.6:
+            senders.pop(rng.randrange(len(senders))).task.cancel()
+        elif senders and action < 0.8:
+            ready = [each for each in senders if each.started and not each.task.done()]
+            if ready:
+                chosen = rng.choice(ready)
+                senders.remove(chosen)
+                holds.append(await chosen.send(rng.randint(0, PLACE)))
+        elif holds:
+            holds.pop(rng.randrange(len(holds))).release()
+        if rng.random() < 0.7:
+            await asyncio.sleep(0)
+        assert 0 <= memory.used <= TOTAL
+    for each in senders:
+        each.task.cancel()
+    for hold in holds:
+        hold.release()
+    await turns()
+    assert memory.used == 0
+    assert not memory._waiting
+    assert not memory._reading
+    assert not memory._used_by
+    assert not memory._places

@@ -1,0 +1,221 @@
+"""`MessageReader` in a server: what is read when, and what of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from frontend.settings import FrontendSettings
+from shared.callers import CALLER, Caller
+from shared.config import load_settings
+from shared.errors import UnauthenticatedError
+from shared.interceptors import wrap_behavior
+from shared.message_memory import MessageMemory
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import (
+    InferenceServiceServicer,
+    InferenceServiceStub,
+    add_InferenceServiceServicer_to_server,
+)
+from shared.reading import let_go
+from shared.server import Server
+from tests.http2 import connect
+from tests.shared.test_wire_scan import FLOODS
+
+SERVICE = "nanovllm.v1.InferenceService"
+
+
+class Door(aio.ServerInterceptor):
+    """Lets calls through when told to, as one of Alice's."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.open = asyncio.Event()
+        self.refuses = False
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+
+        def wait(behavior: Any) -> Any:
+            async def call(request: Any, context: Any) -> Any:
+                self.arrived += 1
+                await self.open.wait()
+                if self.refuses:
+                    raise UnauthenticatedError("no")
+                CALLER.set(Caller("alice", 1 << 20))
+                return await behavior(request, context)
+
+            return call
+
+        return wrap_behavior(handler, wait)
+
+
+class Service(InferenceServiceServicer):
+    """Streams say that they have read their message, and stay open."""
+
+    def __init__(self) -> None:
+        self.leave = asyncio.Event()
+
+    async def GenerateStream(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> None:
+        size = len(request.text)
+        del request
+        let_go()
+        await context.write(pb.GenerateStreamResponse(text=str(size)))
+        await self.leave.wait()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, _: object) -> pb.TokenizeResponse:
+        await self.leave.wait()
+        return pb.TokenizeResponse(token_ids=[len(request.text)])
+
+    async def Generate(self, request: object, context: object) -> object: ...
+    async def Detokenize(self, request: object, context: object) -> object: ...
+    async def GetModel(self, request: object, context: object) -> object: ...
+
+
+class Rig:
+    def __init__(self, address: str, door: Door, service: Service, server: Server) -> None:
+        self.address, self.door, self.service, self.server = address, door, service, server
+        self.channel = aio.insecure_channel(address)
+        self.stub: Any = InferenceServiceStub(self.channel)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[Rig]:
+    door, service = Door(), Service()
+    server = Server(load_settings(FrontendSettings, []), SERVICE, interceptors=[door])
+    add_InferenceServiceServicer_to_server(service, server.grpc)
+    await server.start(address := f"unix:{tmp_path}/s")
+    rig = Rig(address, door, service, server)
+    try:
+        yield rig
+    finally:
+        await rig.channel.close()
+        await server.grpc.stop(None)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_nothing_is_read_before_a_call_is_let_through(tmp_path: Path) -> None:
+    """A connection may have sent one window of bytes, whatever number of calls it has open."""
+    async with serving(tmp_path) as rig, connect(rig.address) as client:
+        calls = range(1, 41, 2)
+        for stream in calls:
+            client.open_call(stream, f"/{SERVICE}/GenerateStream")
+        await until(lambda: rig.door.arrived == len(calls))
+        message = pb.GenerateRequest(text="x" * (1 << 20)).SerializeToString()
+        await client.wait_until(lambda: client.stream_window == 64 << 10)
+        assert client.window == 64 << 10
+        assert not client.windows
+        # Its message gets more room as soon as a call is let through.
+        rig.door.open.set()
+        await client.send_long_message(1, message)
+        await client.wait_until(lambda: b"1048576" in client.received.get(1, b""))
+
+
+async def test_a_refused_call_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(MessageMemory, "receive", fail)
+    async with serving(tmp_path) as rig:
+        rig.door.refuses = True
+        rig.door.open.set()
+        with pytest.raises(aio.AioRpcError) as raised:
+            await rig.stub.Tokenize(pb.TokenizeRequest(text="x" * 1000))
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
+    async with serving(tmp_path) as rig:
+        rig.door.open.set()
+        calls = []
+        tracemalloc.start()
+        try:
+            for _ in range(8):
+                call = rig.stub.GenerateStream(pb.GenerateRequest(text="x" * (4_000_000)))
+                assert (await call.read()).text == "4000000"
+                calls.append(call)
+            gc.collect()
+            traced, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert memory_of(rig.server).used == 0
+        assert traced < 8 * 4_000_000 / 2
+        rig.service.leave.set()
+        for call in calls:
+            assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -> None:
+    async with serving(tmp_path) as rig:
+        rig.door.open.set()
+        message = pb.TokenizeRequest(text="x" * 1000)
+        calls = [rig.stub.Tokenize(message) for _ in range(3)]
+        memory = memory_of(rig.server)
+        await until(lambda: memory.used == 3 * message.ByteSize())
+        calls.pop().cancel()
+        await until(lambda: memory.used == 2 * message.ByteSize())
+        rig.service.leave.set()
+        for call in calls:
+            assert (await call).token_ids == [1000]
+        await until(lambda: memory.used == 0)
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str) -> None:
+    """Counts the loop's iterations while a message is walked over, of which none may be long."""
+    async with serving(tmp_path) as rig:
+        rig.door.open.set()
+        iterations, walking = 0, True
+
+        async def count() -> None:
+            nonlocal iterations
+            while walking:
+                iterations += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count())
+        with pytest.raises(aio.AioRpcError) as raised:
+            await rig.channel.unary_unary(f"/{SERVICE}/Generate")(FLOODS[flood])
+        walking = False
+        await counter
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "more than 65536 fields" in (raised.value.details() or "")
+        assert iterations > 60
+
+
+async def test_a_call_without_a_message_is_an_invalid_argument(tmp_path: Path) -> None:
+    async with serving(tmp_path) as rig:
+        rig.door.open.set()
+
+        async def nothing() -> AsyncIterator[bytes]:
+            return
+            yield b""
+
+        call = rig.channel.stream_unary(f"/{SERVICE}/Tokenize")(nothing())
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == "message: missing; send one"
+        assert memory_of(rig.server).used == 0
+
+
+def memory_of(server: Server) -> MessageMemory:
+    return server.messages
