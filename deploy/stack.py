@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import LaunchError
-from frontend.auth import read_tokens
+from frontend.tenants import read_clients
 from shared.tls import ClientTls
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.
@@ -133,5 +133,5 @@ def bracket_host(host: str) -> str:
 
 def first_token(stack: Stack) -> str | None:
     """The token for the launcher's own requests, None if clients need none."""
-    tokens = read_tokens(stack.auth_tokens_file) if stack.auth_tokens_file else ()
-    return tokens[0] if tokens else None
+    tokens = read_clients(stack.auth_tokens_file) if stack.auth_tokens_file else {}
+    return next(iter(tokens), None)

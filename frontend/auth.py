@@ -1,4 +1,5 @@
-"""Decides who may call a public service, by token, and how many calls a client may have open.
+"""Decides who may call a public service, by token, and how many calls a client may have open; and
+has each call recorded.
 
 Health stays open, for load balancers.
 """
@@ -8,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +19,10 @@ import structlog
 from grpc import aio
 from grpc_health.v1 import health
 
-from shared.callers import host_of
+from frontend.audit import Audit
+from frontend.call import Call
+from frontend.tenants import Client, read_clients
+from shared.callers import CALLER, Caller, host_of
 from shared.errors import QueueFullError, UnauthenticatedError
 from shared.interceptors import within, wrap_behavior
 from shared.tls import FileError
@@ -30,33 +32,10 @@ log = structlog.get_logger(__name__)
 Context = aio.ServicerContext[Any, Any]
 
 _SCHEME = "bearer "
-_MIN_TOKEN_LENGTH = 16
 _RETRY_AFTER_S = 1.0
 _OPEN = f"/{health.SERVICE_NAME}/"
-
-
-def read_tokens(path: str) -> tuple[str, ...]:
-    """Reads one token per line, skipping empty lines and those that begin with `#`.
-
-    Raises:
-        FileError: the file cannot be read, or a line cannot be a token; the message gives the
-            line's number, never its text.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"auth_tokens_file: cannot read {path}: {error}") from error
-    tokens = []
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if not line or line.startswith("#"):
-            continue
-        if not re.fullmatch(f"[!-~]{{{_MIN_TOKEN_LENGTH},}}", line):
-            raise FileError(
-                f"auth_tokens_file: line {number} of {path} is not a token: at least "
-                f"{_MIN_TOKEN_LENGTH} printable ASCII characters, no spaces"
-            )
-        tokens.append(line)
-    return tuple(tokens)
+# Of messages that a client without a limit of its own may have read or held, in bytes.
+_MAX_BYTES = 128 << 20
 
 
 class Tokens:
@@ -71,17 +50,17 @@ class Tokens:
     def __init__(self, path: str) -> None:
         self._path = path
         self._stamp = self._read_stamp()
-        self._digests = _digests(read_tokens(path))
-        if not self._digests:
+        self._clients = _by_digest(read_clients(path))
+        if not self._clients:
             raise FileError(f"auth_tokens_file: {path} holds no token")
 
-    def find(self, token: str) -> bytes | None:
-        """The token's digest, or None if it is unknown."""
+    def find(self, token: str) -> Client | None:
+        """The client whose token this is, or None if it is unknown."""
         self._reread()
         digest = hashlib.sha256(token.encode()).digest()
         # Compares with each of them, even after a match: the time taken reveals nothing.
-        equal = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest if any(equal) else None
+        found = [client for known, client in self._clients if hmac.compare_digest(digest, known)]
+        return found[0] if found else None
 
     def _reread(self) -> None:
         stamp = self._read_stamp()
@@ -89,11 +68,11 @@ class Tokens:
             return
         self._stamp = stamp
         try:
-            self._digests = _digests(read_tokens(self._path))
+            self._clients = _by_digest(read_clients(self._path))
         except FileError as error:
             log.warning("tokens not reloaded", reason=str(error))
         else:
-            log.info("tokens reloaded", tokens=len(self._digests))
+            log.info("tokens reloaded", tokens=len(self._clients))
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
         try:
@@ -104,13 +83,21 @@ class Tokens:
 
 
 class ClientInterceptor(aio.ServerInterceptor):
-    """Refuses calls without one of `tokens`, and a client's calls beyond `max_requests` at a time.
-    A client is a token or, if there are none, a host."""
+    """Refuses calls without one of `tokens`, and a client's calls beyond `max_requests` at a time,
+    or its own limit. Where there are no tokens, a host is a client.
 
-    def __init__(self, tokens: Tokens | None, max_requests: int) -> None:
+    Args:
+        methods: by path, those that are recorded by name.
+    """
+
+    def __init__(
+        self, tokens: Tokens | None, max_requests: int, audit: Audit, methods: Mapping[str, str]
+    ) -> None:
         self._tokens = tokens
         self._max_requests = max_requests
-        self._requests: Counter[object] = Counter()
+        self._audit = audit
+        self._methods = methods
+        self._requests: Counter[str] = Counter()
 
     async def intercept_service(
         self,
@@ -119,45 +106,56 @@ class ClientInterceptor(aio.ServerInterceptor):
     ) -> Any:
         if handler_call_details.method.startswith(_OPEN):
             return await continuation(handler_call_details)
+        method = self._methods.get(handler_call_details.method, "other")
         client = None
         if self._tokens is not None:
             client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
             if client is None:
-                return _REFUSAL
+                return self._refusal(method)
+            CALLER.set(Caller(client.name, client.max_bytes or _MAX_BYTES))
         handler = await continuation(handler_call_details)
 
         def count(behavior: Any) -> Any:
-            return within(behavior, lambda context: self._place(client or host_of(context.peer())))
+            return within(behavior, lambda context: self._place(method, context.peer(), client))
 
         return handler and wrap_behavior(handler, count)
 
+    def _refusal(self, method: str) -> Any:
+        """A kind of method that need not read a message before it answers."""
+        refuse = within(_refuse, lambda context: self._audit.records(Call(method, context.peer())))
+        return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)
+
     @contextmanager
-    def _place(self, client: object) -> Iterator[None]:
+    def _place(self, method: str, peer: str, client: Client | None) -> Iterator[None]:
         """Holds one of the client's places for as long as a call takes."""
-        if self._requests[client] >= self._max_requests:
-            raise QueueFullError(
-                f"max_requests_per_client: {self._max_requests} requests are in progress",
-                _RETRY_AFTER_S,
-            )
-        self._requests[client] += 1
-        try:
-            yield
-        finally:
-            self._requests[client] -= 1
-            if not self._requests[client]:
-                del self._requests[client]
+        call = Call(method, peer, client)
+        caller = call.caller
+        with self._audit.records(call):
+            self._check_places(caller, client)
+            self._requests[caller] += 1
+            try:
+                yield
+            finally:
+                self._requests[caller] -= 1
+                if not self._requests[caller]:
+                    del self._requests[caller]
+
+    def _check_places(self, caller: str, client: Client | None) -> None:
+        limit, name = self._max_requests, "max_requests_per_client"
+        if client is not None and client.max_requests is not None:
+            limit, name = client.max_requests, "max_requests"
+        if self._requests[caller] >= limit:
+            raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S)
 
 
 async def _refuse(requests: object, context: object) -> None:
     raise UnauthenticatedError("a valid token is needed: metadata 'authorization: Bearer TOKEN'")
 
 
-# A kind of method that need not read a message before it answers.
-_REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse, request_deserializer=bytes)
-
-
-def _digests(tokens: tuple[str, ...]) -> tuple[bytes, ...]:
-    return tuple(hashlib.sha256(token.encode()).digest() for token in tokens)
+def _by_digest(clients: Mapping[str, Client]) -> tuple[tuple[bytes, Client], ...]:
+    return tuple(
+        (hashlib.sha256(token.encode()).digest(), client) for token, client in clients.items()
+    )
 
 
 def _bearer_token(metadata: Any) -> str:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from frontend.tenants import Client
 from shared.sampling_params import SamplingNumbers
 
 
@@ -60,6 +61,7 @@ class Request:
     sampling: Sampling
     deadline: float | None
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: str = ""  # as the engine is given it
     # Tokens of the completion that the client already has; none follows one that ends it.
     resume_token_ids: Sequence[int] = ()
+    client: Client | None = None  # None: anonymous

@@ -11,6 +11,7 @@ import structlog
 
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind
+from frontend.tenants import Client
 from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import (
     DeadlineError,
@@ -68,7 +69,17 @@ def submit_message(
             cache_salt=request.cache_salt,
             resubmitted=resubmitted,
             n=n,
+            client=_client(request.client) if request.client else None,
         )
+    )
+
+
+def _client(client: Client) -> pb.Client:
+    return pb.Client(
+        name=client.name,
+        weight=client.weight,
+        input_tokens_per_minute=client.input_tokens_per_minute,
+        output_tokens_per_minute=client.output_tokens_per_minute,
     )
 
 

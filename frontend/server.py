@@ -15,7 +15,9 @@ import structlog
 from grpc import aio
 
 from frontend import responses, validation
+from frontend.audit import Audit
 from frontend.auth import ClientInterceptor, Tokens
+from frontend.call import CALL, Work
 from frontend.completion import Delta
 from frontend.generation import Generation, begin
 from frontend.model_files import ModelFacts, read_model_facts
@@ -24,7 +26,9 @@ from frontend.responses import WholeCompletion, stream_response
 from frontend.sampling_checks import check_resume, check_sampling
 from frontend.scheduler_client import SchedulerClient
 from frontend.settings import FrontendSettings
+from frontend.tenants import engine_salt
 from frontend.tokenizer import Tokenizer
+from frontend.usage import Usage
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import (
@@ -33,8 +37,6 @@ from shared.pb.frontend_pb2_grpc import (
 )
 from shared.reading import let_go
 from shared.server import Server
-
-log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
@@ -136,14 +138,19 @@ class InferenceServicer(InferenceServiceServicer):
         def on_done(_: object) -> None:
             # However the call ends, even if the client goes away while a chunk is being written.
             generation.close()
-            _log_end(generation)
 
         context.add_done_callback(on_done)  # type: ignore[arg-type]  # grpc's stubs want a class
+        if call := CALL.get():
+            call.work = lambda: _work(generation, self._facts.name)
         return generation
 
     async def _checked(self, message: pb.GenerateRequest, deadline: float | None) -> Request:
         """Turns a message into a checked, tokenized request."""
         validation.check_request(message)
+        call = CALL.get()
+        client = call.client if call else None
+        if client is not None:
+            validation.check_priority(message.priority, client.priorities)
         request_id = message.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
         info = self._scheduler.engine_info
@@ -156,8 +163,9 @@ class InferenceServicer(InferenceServiceServicer):
             sampling,
             deadline,
             message.priority,
-            message.cache_salt,
+            engine_salt(client, message.cache_salt),
             check_resume(message.resume_token_ids, sampling, info.vocab_size),
+            client,
         )
 
     async def _prompt_ids(
@@ -202,10 +210,13 @@ def public_server(settings: FrontendSettings, ready: Callable[[], object] | None
         FileError: a file of certificates or tokens cannot be used.
     """
     path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
+    tokens = Tokens(path) if path else None
+    methods = pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
+    paths = {f"/{SERVICE_NAME}/{name}": name for name in methods}
     return Server(
         settings,
         SERVICE_NAME,
-        interceptors=[ClientInterceptor(Tokens(path) if path else None, max_requests)],
+        interceptors=[ClientInterceptor(tokens, max_requests, Audit(Usage()), paths)],
         max_calls=max_requests + _SPARE_CALLS,
         reuse_port=True,
         ready=ready,
@@ -237,18 +248,14 @@ async def serve(server: Server, settings: FrontendSettings) -> None:
     tokenizer.close()
 
 
-def _log_end(generation: Generation) -> None:
-    """Logs one line for a submitted request."""
+def _work(generation: Generation, model: str) -> Work:
     totals = generation.totals()
-    if generation.ended:
-        outcome = ",".join(sorted({ending.reason.name for ending in generation.endings}))
-    else:
-        outcome = generation.error.code.name if generation.error is not None else "CANCELLED"
-    log.info(
-        "request ended",
-        request_id=generation.request.request_id,
-        outcome=outcome,
-        prompt_tokens=totals.prompt_tokens,
-        completion_tokens=totals.completion_tokens,
-        total_s=round(totals.total_s, 4),
+    reasons = {ending.reason.name for ending in generation.endings} if generation.ended else ()
+    return Work(
+        generation.request.request_id,
+        model,
+        totals.prompt_tokens,
+        totals.cached_prompt_tokens,
+        totals.completion_tokens,
+        ",".join(sorted(reasons)),
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import decoders, normalizers
 
+from frontend.call import CALL
 from frontend.detokenizer import IncrementalDetokenizer, token_bytes
+from frontend.fair_threads import FairThreads
 from frontend.model_files import ModelFilesError, check_tokenizer_files
 from shared.errors import InvalidArgumentError
 
@@ -33,7 +33,7 @@ class Tokenizer:
         """
         self._hf = _load(directory)
         self._backend = self._hf.backend_tokenizer
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._threads = FairThreads(threads, "tokenizer")
         added = self._backend.get_added_tokens_decoder()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         # The bytes of each token; in `table`, special tokens have none.
@@ -82,12 +82,14 @@ class Tokenizer:
         return await self.on_thread(decode)
 
     async def on_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` on a thread, because it would block the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """Runs `work` on a thread, because it would block the event loop, when it is the turn of
+        the call's client."""
+        call = CALL.get()
+        return await self._threads.run(call.caller if call else "", work)
 
     def close(self) -> None:
         """Ends the threads and drops queued work."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _encode(self, field: str, text: str, max_tokens: int | None, *, special: bool) -> list[int]:
         if max_tokens is not None:

@@ -30,6 +30,19 @@ def check_request(request: pb.GenerateRequest) -> None:
         )
 
 
+def check_priority(priority: int, allowed: tuple[int, int]) -> None:
+    """Checks a priority against the first and the last that a client may use.
+
+    Raises:
+        InvalidArgumentError: it may not use this one.
+    """
+    low, high = allowed
+    if not low <= priority <= high:
+        raise InvalidArgumentError(
+            "priority", f"{priority}; must be in [{low}, {high}] for this client"
+        )
+
+
 def check_messages(chat: pb.Chat) -> list[dict[str, str]]:
     """Checks the messages of a chat and returns them as chat templates take them.
 

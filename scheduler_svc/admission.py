@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite, isnan
 
+from scheduler_svc.budgets import Budgets
 from scheduler_svc.sampling import GrammarKind, SamplingParams
 from scheduler_svc.sequence import FinishCause, Sequence
 from scheduler_svc.step import End
@@ -32,22 +33,51 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
 
 
-def refusal(seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue) -> End | None:
+def refusal(
+    seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue, budgets: Budgets
+) -> End | None:
     """The reason to refuse a sequence and the other n - 1 completions of its prompt, or None. They
     count as one in the queue, where only the first of them waits."""
     if problem := _problem(seq, n, limits):
         return End(FinishCause.INVALID, problem)
     if seq.resubmitted:
         return None  # it was in the queue, or beyond it, when the connection was lost
-    if len(waiting) >= limits.max_waiting:
-        return End(FinishCause.QUEUE_FULL, f"{len(waiting)} requests are waiting already")
-    if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
-        return End(
-            FinishCause.QUEUE_FULL,
-            f"requests of {waiting.num_tokens} tokens are waiting already; {seq.num_tokens} "
-            f"more would exceed the limit of {limits.max_waiting_tokens}",
-        )
+    if spent := budgets.refusal(seq.client, seq.arrival):
+        message, retry_after_s = spent
+        return End(FinishCause.QUEUE_FULL, message, retry_after_s)
+    if full := _full(seq, limits, waiting) or _full_for_client(seq, limits, waiting):
+        return End(FinishCause.QUEUE_FULL, full)
     return None
+
+
+def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
+    if len(waiting) >= limits.max_waiting:
+        return f"{len(waiting)} requests are waiting already"
+    if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
+        return (
+            f"requests of {waiting.num_tokens} tokens are waiting already; {seq.num_tokens} "
+            f"more would exceed the limit of {limits.max_waiting_tokens}"
+        )
+    return ""
+
+
+def _full_for_client(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
+    """A client with a name may have as much waiting as there is room left, so that however many
+    flood the queue, there is room for another (dynamic thresholds: Choudhury and Hahne, "Dynamic
+    Queue Length Thresholds for Shared-Memory Packet Switches", 1998)."""
+    length, num_tokens = waiting.waiting_of(seq.client)
+    if not (seq.client.name and length):
+        return ""
+    room = limits.max_waiting - len(waiting)
+    if length >= room:
+        return f"{length} of this client's requests are waiting already; there is room for {room}"
+    room = limits.max_waiting_tokens - waiting.num_tokens
+    if num_tokens + seq.num_tokens > room:
+        return (
+            f"requests of {num_tokens} tokens of this client are waiting already; with "
+            f"{seq.num_tokens} more they would exceed the {room} that there is room for"
+        )
+    return ""
 
 
 def _problem(seq: Sequence, n: int, limits: Limits) -> str:
@@ -70,6 +100,8 @@ def _problem(seq: Sequence, n: int, limits: Limits) -> str:
         )
     if seq.deadline is not None and isnan(seq.deadline):
         return "timeout_s: must be a number"
+    if problem := seq.client.problem():
+        return problem
     return _problem_of_many(seq, n) or sampling_problem(seq.params, limits.vocab_size)
 
 

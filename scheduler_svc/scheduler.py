@@ -14,6 +14,7 @@ Sequences that share a prompt, and the beams of a search, are looked after in `f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from itertools import chain, count
 
 from scheduler_svc.admission import Limits, refusal
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.budgets import Budgets
 from scheduler_svc.forks.forks import Forks
 from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
@@ -51,11 +53,15 @@ class Scheduler:
         self.blocks = blocks
         self.stats = Stats()
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
+        self._budgets = Budgets()
+        self._now = 0.0  # when a step was last scheduled
         self._waiting = WaitingQueue(_prefill_budget(limits, num_decodes=1) // 2)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_featured = 0  # of the running, those whose rows may need feature columns
         self._forks = Forks(self)
-        self._deadlines: LazyHeap[float] = LazyHeap(lambda s, _: s.status is not Status.FINISHED)
+        self._deadlines: LazyHeap[float, Sequence] = LazyHeap(
+            lambda seq, _: seq.status is not Status.FINISHED
+        )
         self._deadline_numbers = count()
         self._last_step = self._last_answered = 0
         # Ended sequences by the last step in flight that still writes their blocks.
@@ -87,6 +93,8 @@ class Scheduler:
         if end is not None:
             seq.status = Status.FINISHED
             return end
+        if not seq.resubmitted:
+            self._budgets.charge_input(seq.client, seq.num_tokens, seq.arrival)
         self._waiting.push(seq)
         self.open(seq)
         for follower in self._forks.add(seq, n):
@@ -97,7 +105,7 @@ class Scheduler:
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
         """The reason that `add` would give for refusing a sequence now, or None."""
         connection, number = seq.key
-        if end := refusal(seq, n, self.limits, self._waiting):
+        if end := refusal(seq, n, self.limits, self._waiting, self._budgets):
             return end
         for i in range(max(n, seq.params.beam_width)):
             key = SequenceKey(connection, number + i)
@@ -147,6 +155,7 @@ class Scheduler:
         not before all steps in flight are answered: they still write those blocks, and may free
         others.
         """
+        self._now = now
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         full: list[Sequence] = []  # decodes that need a block
@@ -187,6 +196,8 @@ class Scheduler:
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         """Applies the answer to the oldest step in flight, and returns the news."""
         self._last_answered = step.number
+        if self._waiting.num_lines > 1 or self._budgets:
+            self._charge(step)
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         self._forks.prompts_computed(step)
@@ -252,7 +263,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks or queues contradict each other. For tests."""
         self.blocks.check_integrity([*self._running, *chain(*self._fenced.values())])
-        self._waiting.check_integrity()
+        self._waiting.check_integrity(self._sequences.values())
         assert all(s.status is Status.RUNNING for s in self._running), "status of the running"
         featured = sum(s.features is not None for s in self._running)
         assert featured == self._num_featured, "rows with features"
@@ -265,6 +276,7 @@ class Scheduler:
 
     def open(self, seq: Sequence) -> None:
         self._sequences[seq.key] = seq
+        self._waiting.open(seq)
         if seq.deadline is not None:
             self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
 
@@ -280,6 +292,7 @@ class Scheduler:
                 self.blocks.free(seq)
         else:
             self._forks.remove(seq)
+        self._waiting.close(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.key]
         self._forks.closed(seq)
@@ -300,6 +313,17 @@ class Scheduler:
             self._forks.park(seq)
         else:
             self._waiting.push(seq)
+
+    def _charge(self, step: Step) -> None:
+        """Counts a step's generated tokens as their clients'. One alone need not be counted, unless
+        it has a budget."""
+        finished = Status.FINISHED
+        sampled = Counter(
+            [row.seq.line for row in step.rows if row.samples and row.seq.status is not finished]
+        )
+        for line, num_tokens in sampled.items():
+            line.add_output(num_tokens)
+            self._budgets.charge_output(line.client, num_tokens, self._now)
 
     def _schedule_prompts(
         self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
@@ -349,6 +373,7 @@ class Scheduler:
         fits_beside = (
             num_blocks <= self.blocks.num_free_blocks
             and len(self._running) + 2 <= self.limits.max_num_seqs
+            and self._waiting.may_overtake(seq, first)
         )
         return seq if seq is first or fits_beside else None
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
+from scheduler_svc.client import ANONYMOUS, Client
 from scheduler_svc.features import features_of
+from scheduler_svc.lines import Line
 from scheduler_svc.sampling import SamplingParams
 
 
@@ -59,6 +61,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_salt",
+        "client",
         "deadline",
         "end_token_ids",
         "features",
@@ -67,6 +70,7 @@ class Sequence:
         "key",
         "last_row",
         "last_step",
+        "line",
         "max_ahead_tokens",
         "max_scheduled_tokens",
         "num_blocks_needed",
@@ -97,6 +101,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: str = "",
         resubmitted: bool = False,
+        client: Client = ANONYMOUS,
     ) -> None:
         # The request.
         self.key = SequenceKey(*key)
@@ -106,6 +111,7 @@ class Sequence:
         self.priority = priority  # lower goes first
         self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
         self.resubmitted = resubmitted  # it had been accepted before the connection was lost
+        self.client = client
         # Its tokens.
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)
@@ -120,7 +126,8 @@ class Sequence:
         # After a row that ends before this comes one of the token that it samples, known or not.
         self.max_ahead_tokens = 0 if self.stepwise else self.max_scheduled_tokens
         # In the queue, and since.
-        self.arrival_number = -1  # given by the waiting queue
+        self.arrival_number = -1  # given by the waiting queue, as is the line
+        self.line: Line
         self.first_scheduled: float | None = None
         self.num_cached_prompt_tokens = 0
         # In the cache; `reset` has the rest.

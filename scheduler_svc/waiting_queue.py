@@ -1,45 +1,45 @@
 """The waiting queue, which decides what is admitted next.
 
-Lower priorities go first. Among equal ones the frontends alternate, so that one that submits
-thousands does not make another's requests wait for all of them (fair queueing after Nagle, RFC 970,
-by start tags as in Goyal et al., "Start-time Fair Queueing"). A frontend's requests go in order
-of arrival.
+Lower priorities go first. Among equal ones the client that has had least of the machine goes next
+(`lines`), so that one that submits thousands, or the longest, does not make another's requests wait
+for all of them. Anonymous requests count as their frontend's. A client's requests go in order of
+arrival.
 
-Nothing starves: every `OLDEST_EVERY`-th admission goes to the sequence that arrived first, whatever
-its priority and frontend. With n sequences in the queue that arrived before it, a sequence is
-admitted after at most `OLDEST_EVERY * (n + 1)` admissions, not counting short prompts, which may
-overtake where they delay nobody. It keeps what it got that way: from then on nothing has a better
-priority, so that it is preempted last.
+Nothing starves: every `OLDEST_EVERY`-th admission goes to a client's oldest sequence, whatever its
+priority, one client after another, so that a flood by one does not take these turns from others.
+All anonymous requests are one client here. With n sequences of its own client in the queue that
+arrived before it, and c clients that wait, a sequence is admitted after at most
+`OLDEST_EVERY * c * (n + 1)` admissions, not counting short prompts, which may overtake where they
+delay nobody. It keeps what it got that way: from then on nothing has a better priority, so that it
+is preempted last.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
+from scheduler_svc.client import Client
+from scheduler_svc.fair_order import FairOrder
 from scheduler_svc.lazy_heap import LazyHeap
+from scheduler_svc.lines import Line, Lines
 from scheduler_svc.sequence import Sequence
 
 OLDEST_EVERY = 8
 _FIRST_OF_ALL = -(1 << 31) - 1  # below every int32
 
 
-@dataclass
-class _Line:
-    """One frontend's sequences of one priority."""
+class _Share:
+    """One client's part of the queue."""
 
-    length: int = 0
-    last_tag: int = -1
+    __slots__ = ("length", "num_tokens", "oldest")
 
-
-@dataclass
-class _Level:
-    """The sequences of one priority."""
-
-    length: int = 0
-    virtual_time: int = 0  # the largest start tag of those that were admitted
-    lines: dict[int, _Line] = field(default_factory=dict)
+    def __init__(self, oldest: LazyHeap[float, Sequence]) -> None:
+        self.length = 0
+        self.num_tokens = 0
+        self.oldest = oldest
 
 
 class WaitingQueue:
@@ -49,14 +49,14 @@ class WaitingQueue:
         self.num_tokens = 0  # of all sequences in the queue
         self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
         self._max_short_tokens = max_short_tokens
+        self._lines = Lines()
         self._tickets: dict[Sequence, int] = {}  # of the sequences in the queue
-        self._start_tags: dict[Sequence, int] = {}  # likewise
+        self._preempted: set[Sequence] = set()  # of those, the ones that have had a turn already
         self._numbers = itertools.count()
         self._arrivals = itertools.count()
-        self._ordered: LazyHeap[tuple[int, int, int]] = LazyHeap(self._holds)
-        self._ordered_short: LazyHeap[tuple[int, int, int]] = LazyHeap(self._holds)
-        self._oldest: LazyHeap[float] = LazyHeap(self._holds)
-        self._levels: dict[int, _Level] = {}
+        self._ordered = FairOrder(self._holds)
+        self._ordered_short = FairOrder(self._holds)
+        self._shares: OrderedDict[str, _Share] = OrderedDict()  # the next oldest one's turn first
         self._num_admissions = 0
 
     def __len__(self) -> int:
@@ -65,52 +65,84 @@ class WaitingQueue:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._tickets
 
+    @property
+    def num_lines(self) -> int:
+        """Lines that compete, or may: what a single one has had need not be counted."""
+        return len(self._lines)
+
+    def waiting_of(self, client: Client) -> tuple[int, int]:
+        """The number of a client's sequences in the queue, and of their tokens."""
+        share = self._shares.get(client.name)
+        return (share.length, share.num_tokens) if share else (0, 0)
+
     def arrive(self, seq: Sequence) -> None:
         """Gives a new sequence its place among the others without queueing it. When it is queued
         later, it counts as preempted."""
         seq.arrival_number = next(self._arrivals)
+        seq.line = self._lines.line_of(seq.client, seq.key.connection, seq.priority)
+
+    def open(self, seq: Sequence) -> None:
+        """Notes that a sequence that has arrived, or a beam of it, may wait until `close`."""
+        self._lines.open(seq.line)
+
+    def close(self, seq: Sequence) -> None:
+        """Notes that a sequence, which is not in the queue, has ended."""
+        self._lines.close(seq.line)
 
     def push(self, seq: Sequence) -> None:
         """Queues a new sequence, or a preempted one, which goes ahead of the new ones."""
-        level = self._levels.setdefault(seq.priority, _Level())
-        line = level.lines.setdefault(seq.key.connection, _Line())
         if seq.arrival_number < 0:
             self.arrive(seq)
-            tag = line.last_tag = max(level.virtual_time, line.last_tag + 1)
+            seq.line.join()
         else:
-            tag = -1
-        level.length += 1
-        line.length += 1
+            self._preempted.add(seq)
         self.num_tokens += seq.num_tokens
         ticket = self._tickets[seq] = next(self._numbers)
-        self._start_tags[seq] = tag
-        key = (seq.priority, tag, seq.arrival_number)
-        self._ordered.push(key, ticket, seq)
+        line = self._queued_line(seq)
+        self._ordered.push(seq, ticket, line)
         if seq.num_tokens <= self._max_short_tokens:
-            self._ordered_short.push(key, ticket, seq)
-        self._oldest.push(seq.arrival_number, ticket, seq)
+            self._ordered_short.push(seq, ticket, line)
+        share = self._shares.get(seq.client.name)
+        if share is None:
+            share = self._shares[seq.client.name] = _Share(LazyHeap(self._holds))
+        share.length += 1
+        share.num_tokens += seq.num_tokens
+        share.oldest.push(seq.arrival_number, ticket, seq)
 
     def peek(self) -> Sequence | None:
-        """The next sequence to admit. It stays the same until admitted, or until a better one
-        comes."""
+        """The next sequence to admit. It stays the same until admitted, until another comes, or
+        until its client has had more than another."""
         if self.only is not None:
             return next((seq for seq in self.only if seq in self), None)
-        if self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1:
-            return _sequence(self._oldest)
-        return _sequence(self._ordered)
+        if self._is_oldest_turn:
+            return self._oldest_of_the_next_client()
+        return self._ordered.peek()
 
     def peek_short(self) -> Sequence | None:
         """The next of the short sequences."""
         if self.only is not None:
             return None
-        return _sequence(self._ordered_short)
+        return self._ordered_short.peek()
+
+    def may_overtake(self, seq: Sequence, first: Sequence) -> bool:
+        """Whether a short sequence may go before the next in line without a head start for its
+        client that grows: beyond one short prompt's tokens it goes in order. Anonymous ones may."""
+        line, other = seq.line, first.line
+        if not seq.client.name or line is other:
+            return True
+        if line.level is not other.level:
+            return line.level.priority < other.level.priority
+        return line.served <= other.served + self._max_short_tokens
 
     def admit(self, seq: Sequence) -> None:
-        """Takes out a sequence that `peek` or `peek_short` returned."""
+        """Takes out a sequence that `peek` or `peek_short` returned, and charges its client for the
+        tokens that are to be computed."""
         is_next = self.only is None and seq is self.peek()
-        is_first = seq is _sequence(self._ordered)
-        level = self._levels[seq.priority]
-        level.virtual_time = max(level.virtual_time, self._start_tags[seq])
+        is_first = seq is self._ordered.peek()
+        if seq not in self._preempted:
+            seq.line.add_input(seq.num_tokens - seq.num_computed_tokens)
+        if is_next and self._is_oldest_turn:
+            self._shares.move_to_end(seq.client.name)
         self.remove(seq)
         self._num_admissions += is_next
         if is_next and not is_first:
@@ -118,28 +150,51 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Takes out any sequence in the queue."""
-        del self._tickets[seq], self._start_tags[seq]
+        del self._tickets[seq]
+        line = self._queued_line(seq)
+        self._ordered.remove(seq, line)
+        if seq.num_tokens <= self._max_short_tokens:
+            self._ordered_short.remove(seq, line)
+        if line is None:
+            self._preempted.remove(seq)
+        else:
+            line.leave()
         self.num_tokens -= seq.num_tokens
-        level = self._levels[seq.priority]
-        line = level.lines[seq.key.connection]
-        level.length -= 1
-        line.length -= 1
-        if not line.length:
-            del level.lines[seq.key.connection]
-        if not level.length:
-            del self._levels[seq.priority]
+        share = self._shares[seq.client.name]
+        share.length -= 1
+        share.num_tokens -= seq.num_tokens
+        if not share.length:
+            del self._shares[seq.client.name]
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, open_sequences: Iterable[Sequence] | None = None) -> None:
         """Raises AssertionError if the counts contradict the sequences. For tests."""
+        if open_sequences is not None:
+            self._lines.check_integrity(seq.line for seq in open_sequences)
         assert self.num_tokens == sum(s.num_tokens for s in self._tickets), "waiting tokens"
-        assert sum(level.length for level in self._levels.values()) == len(self), "levels"
-        for level in self._levels.values():
-            assert sum(line.length for line in level.lines.values()) == level.length, "lines"
+        lengths = {name: share.length for name, share in self._shares.items()}
+        assert lengths == Counter(s.client.name for s in self._tickets), "clients' shares"
+        shares = self._shares.values()
+        assert sum(share.num_tokens for share in shares) == self.num_tokens, "clients' tokens"
+        assert self._preempted <= self._tickets.keys(), "preempted, but not waiting"
+        waiting = Counter(s.line for s in self._tickets if s not in self._preempted)
+        assert all(line.num_waiting == n for line, n in waiting.items()), "lines"
+        self._ordered.check_integrity()
+        self._ordered_short.check_integrity()
+
+    @property
+    def _is_oldest_turn(self) -> bool:
+        return self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
+
+    def _oldest_of_the_next_client(self) -> Sequence | None:
+        for share in self._shares.values():
+            first = share.oldest.peek()
+            assert first is not None, "an empty share"
+            return first[1]
+        return None
+
+    def _queued_line(self, seq: Sequence) -> Line | None:
+        """The line that a sequence in the queue waits in; None if it was preempted."""
+        return None if seq in self._preempted else seq.line
 
     def _holds(self, seq: Sequence, ticket: int) -> bool:
         return self._tickets.get(seq) == ticket
-
-
-def _sequence(heap: LazyHeap[float] | LazyHeap[tuple[int, int, int]]) -> Sequence | None:
-    first = heap.peek()
-    return first[1] if first else None

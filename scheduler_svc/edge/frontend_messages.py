@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_svc.client import ANONYMOUS, Client
 from scheduler_svc.sampling import Grammar, SamplingParams
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import End, Output
@@ -33,6 +34,16 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         resubmitted=submit.resubmitted,
+        client=_client(submit.client) if submit.client.name else ANONYMOUS,
+    )
+
+
+def _client(client: scheduler_pb2.Client) -> Client:
+    return Client(
+        client.name,
+        client.weight or 1.0,
+        client.input_tokens_per_minute,
+        client.output_tokens_per_minute,
     )
 
 

@@ -104,6 +104,7 @@ class BeamGroup:
         child.tokens.append(token)
         child.held = False
         child.arrival_number = parent.arrival_number
+        child.line = parent.line
         return child
 
     def _sequence(self, key: SequenceKey) -> Sequence:
@@ -117,6 +118,7 @@ class BeamGroup:
             priority=first.priority,
             cache_salt=first.cache_salt,
             resubmitted=first.resubmitted,
+            client=first.client,
         )
         seq.first_scheduled = first.first_scheduled
         seq.num_cached_prompt_tokens = first.num_cached_prompt_tokens

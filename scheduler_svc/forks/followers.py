@@ -28,6 +28,7 @@ def siblings(seq: Sequence, n: int) -> list[Sequence]:
             priority=seq.priority,
             cache_salt=seq.cache_salt,
             resubmitted=seq.resubmitted,
+            client=seq.client,
         )
         for i in range(1, n)
     ]

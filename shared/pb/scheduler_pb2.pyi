@@ -112,6 +112,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESUBMITTED_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the frontend, never used twice on a stream"""
     request_id: _builtins.str
@@ -126,15 +127,20 @@ class Submit(_message.Message):
     traceparent: _builtins.str
     """W3C trace context, empty: none"""
     cache_salt: _builtins.str
-    """cached prefixes are shared only among equal salts"""
+    """cached prefixes are shared only among equal salts; it names the client"""
     resubmitted: _builtins.bool
-    """accepted before a connection was lost: a full queue takes it"""
+    """too, unless that shares its own with everybody
+    accepted before a connection was lost: a full queue takes it, and
+    """
     n: _builtins.int
-    """The number of completions of the prompt, which are numbered request, request + 1, ... and
+    """its client is not charged again
+    The number of completions of the prompt, which are numbered request, request + 1, ... and
     sampled with seed, seed + 1, ...; 0 means 1. In beam search there is one per beam, best first.
     """
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
+    @_builtins.property
+    def client(self) -> Global___Client: ...
     def __init__(
         self,
         *,
@@ -149,14 +155,51 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         resubmitted: _builtins.bool = ...,
         n: _builtins.int = ...,
+        client: Global___Client | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "generated_ids", b"generated_ids", "n", b"n", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "generated_ids", b"generated_ids", "n", b"n", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class Client(_message.Message):
+    """The client that a request came from. Clients share the engine by weight, however many frontends
+    their requests come through; anonymous ones share as their frontends do. Frontends are trusted
+    with this: they know the token that a client showed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """empty: anonymous, without limits"""
+    weight: _builtins.float
+    """0: 1"""
+    input_tokens_per_minute: _builtins.int
+    """Beyond these, new requests are refused. 0: no limit."""
+    output_tokens_per_minute: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        input_tokens_per_minute: _builtins.int = ...,
+        output_tokens_per_minute: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_tokens_per_minute", b"input_tokens_per_minute", "name", b"name", "output_tokens_per_minute", b"output_tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Client: _TypeAlias = Client  # noqa: Y015
 
 @_typing.final
 class TokenSampling(_message.Message):

@@ -14,8 +14,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from frontend.auth import Tokens, read_tokens
+from frontend.auth import Tokens
 from frontend.server import SERVICE_NAME
+from frontend.tenants import read_clients
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.tls import FileError
@@ -142,7 +143,7 @@ def test_a_line_that_is_no_token_is_named_but_not_shown(tmp_path: Path, line: st
     path = tmp_path / "tokens"
     path.write_text(f"{FIRST}\n{line}\n")
     with pytest.raises(FileError, match=r"auth_tokens_file: line 2 of ") as raised:
-        read_tokens(str(path))
+        read_clients(str(path))
     assert line not in str(raised.value)
 
 

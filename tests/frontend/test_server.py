@@ -24,7 +24,7 @@ from shared.pb import scheduler_pb2
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.sampling_params import NUMBERS
 from tests.frontend.conftest import Service
-from tests.frontend.fake_scheduler import INFO, FakeScheduler
+from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, INFO, FakeScheduler
 
 TEXT = "Once upon a time, 你好 👍🏽!"
 GENERATE = f"/{SERVICE_NAME}/Generate"
@@ -421,14 +421,20 @@ async def test_a_request_is_one_log_line_without_its_text(service: Service, hf: 
         await service.scheduler.aborts.get()
     finished, cancelled = lines
     assert finished.pop("total_s") > 0
+    assert finished.pop("peer").startswith("ipv4:127.0.0.1:")
     assert finished == {
         "log_level": "info",
         "event": "request ended",
         "request_id": "mine",
+        "client": None,
+        "method": "Generate",
+        "model": "demo",
         "outcome": "LENGTH",
         "prompt_tokens": len(hf("secret words").input_ids),
+        "cached_prompt_tokens": CACHED_PROMPT_TOKENS,
         "completion_tokens": 4,
     }
+    assert cancelled["method"] == "GenerateStream"
     assert cancelled["outcome"] == "CANCELLED"
     assert "secret" not in str(lines)
 

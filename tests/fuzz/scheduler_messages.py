@@ -31,6 +31,11 @@ EXAMPLES = [
     _example(),
     _example(generated_ids=i4([7, 8]), resubmitted=True, timeout_s=20.0, traceparent=CANARY),
     _example(priority=-1, cache_salt=CANARY, request_id=CANARY, n=4),
+    _example(
+        client=pb.Client(
+            name=CANARY, weight=2, input_tokens_per_minute=100, output_tokens_per_minute=1
+        )
+    ),
     _example(sampling={"beam_width": 3, "length_penalty": 1.0, "eos_token_ids": [8]}),
     _example(
         sampling={

@@ -117,7 +117,10 @@ class Frontends:
         elif cause is FinishCause.DEADLINE:
             right = request.deadline is not None and request.deadline <= self._loop.time()
         elif cause is FinishCause.QUEUE_FULL:
-            right = self._scheduler.num_waiting > 0 and not attempt.seq.resubmitted
+            client = request.client
+            spent = client.input_tokens_per_minute or client.output_tokens_per_minute
+            full = self._scheduler.num_waiting > 0
+            right = (full or spent > 0) and not attempt.seq.resubmitted
         else:
             right = cause is request.cause and attempt.num_tokens == len(request.tokens)
         self._counts[f"ended {cause.name}"] += 1

@@ -43,6 +43,8 @@ class Knobs:
     prompt_ids: int  # number of ids that prompts draw from: few make common prefixes likely
     priorities: int
     salts: int
+    clients: int  # with a name; 0: all requests are anonymous
+    limited: float  # per client, that it has token budgets
     repeats: float  # that a prompt repeats an earlier one, or part of it
     turns: float  # that it extends an earlier prompt and completion
     resumed: float
@@ -108,6 +110,8 @@ def draw(rng: Random) -> Knobs:
         prompt_ids=rng.choice([1, 2, 3, VOCAB_SIZE]),
         priorities=rng.choice([1, 1, 3]),
         salts=rng.choice([1, 1, 2]),
+        clients=rng.choice([0, 0, 1, 2, 4]),
+        limited=rng.choice([0.0, 0.0, 0.5]),
         repeats=rng.choice([0.0, 0.3, 0.7]),
         turns=rng.choice([0.0, 0.3, 0.6]),
         resumed=rng.choice([0.0, 0.2]),

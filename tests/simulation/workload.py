@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_svc.client import ANONYMOUS, Client
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
 from tests.oracle import VOCAB_SIZE, completion, logprobs, states
@@ -34,6 +35,7 @@ class Request:
     resumed: int = 0  # number of tokens that it already has
     priority: int = 0
     salt: int = 0
+    client: Client = ANONYMOUS
     deadline: float | None = None
     abort_at: float | None = None
     abort_after: int | None = None  # tokens, as a frontend does at a stop string
@@ -53,6 +55,7 @@ class Request:
             priority=self.priority,
             cache_salt=f"{self.salt or ''}",
             resubmitted=resubmitted,
+            client=self.client,
         )
 
     def owner(self, number: int, name: str) -> Owner:
@@ -74,6 +77,7 @@ class Request:
 def plan(knobs: Knobs, rng: Random) -> list[Request]:
     """Draws all requests, in order of time."""
     requests: list[Request] = []
+    clients = _clients(knobs, rng)
     at, left = 0.0, 0
     while (number := len(requests)) < knobs.requests:
         if not left:
@@ -83,12 +87,21 @@ def plan(knobs: Knobs, rng: Random) -> list[Request]:
         if rng.random() < knobs.refused:
             requests.append(_refused(knobs, rng, number, at))
         else:
-            requests += _served(knobs, rng, number, at, requests)
+            requests += _served(knobs, rng, number, at, requests, rng.choice(clients))
     return requests
 
 
+def _clients(knobs: Knobs, rng: Random) -> list[Client]:
+    """Draws the clients that requests come from."""
+    clients = []
+    for number in range(knobs.clients):
+        budgets = [rng.randint(200, 2000) if rng.random() < knobs.limited else 0 for _ in range(2)]
+        clients.append(Client(f"client {number}", rng.choice([0.5, 1.0, 3.0]), *budgets))
+    return clients or [ANONYMOUS]
+
+
 def _served(
-    knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Request]
+    knobs: Knobs, rng: Random, number: int, at: float, earlier: list[Request], client: Client
 ) -> list[Request]:
     """Draws one request, or several that are completions of one prompt."""
 
@@ -128,6 +141,7 @@ def _served(
         resumed=0 if n > 1 else maybe(knobs.resumed, lambda: rng.randint(0, len(tokens))) or 0,
         priority=rng.randrange(knobs.priorities) - 1,
         salt=rng.randrange(knobs.salts),
+        client=client,
         deadline=maybe(knobs.deadlines, lambda: at + rng.uniform(0, lasts)),
         abort_at=maybe(knobs.aborts / 2, lambda: at + rng.uniform(0, lasts)),
         abort_after=maybe(knobs.aborts / 2, lambda: rng.randint(1, len(tokens))),

@@ -1,0 +1,144 @@
+"""The audit trail: a log line for each request, when it ends, and its share of the counters.
+
+A line says who asked (client, peer), for what (method, model, numbers of tokens), and what came of
+it. It holds no text and no token of the client's. Calls that generate nothing, refused ones among
+them, may come by the thousand: of those alike, the first is logged at once, the others as one line
+per second, with their count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import structlog
+from grpc import StatusCode, aio
+
+from frontend.call import CALL, Call, Work
+from frontend.usage import Usage
+from shared.callers import host_of
+from shared.errors import ServiceError
+
+log = structlog.get_logger(__name__)
+
+_INTERVAL_S = 1.0
+# Kinds of lines per interval; what is beyond is one kind, whose peers are not told apart.
+MAX_KINDS = 256
+_OK, _CANCELLED = StatusCode.OK.name, StatusCode.CANCELLED.name
+_REFUSALS = {
+    code.name
+    for code in (
+        StatusCode.UNAUTHENTICATED,
+        StatusCode.INVALID_ARGUMENT,
+        StatusCode.RESOURCE_EXHAUSTED,
+    )
+}
+# The field or limit at the start of an error's message.
+_NAMED = re.compile(r"([a-z_]+)[.\[:]")
+
+
+class _Kind(NamedTuple):
+    client: str | None
+    host: str
+    method: str
+    outcome: str
+    reason: str
+
+
+class Audit:
+    """Records calls. Use it on the event loop."""
+
+    def __init__(self, usage: Usage) -> None:
+        self.usage = usage
+        self._counts: dict[_Kind, int] = {}  # of those alike that are not logged yet
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def records(self, call: Call) -> Iterator[None]:
+        """Makes `call` the one that is served, and records how it ends."""
+        CALL.set(call)
+        outcome, reason = StatusCode.INTERNAL.name, ""
+        try:
+            yield
+            outcome = _OK
+        except (asyncio.CancelledError, GeneratorExit, aio.InternalError):
+            outcome = _CANCELLED  # the last of them: the caller is gone
+            raise
+        except ServiceError as error:
+            outcome = error.code.name
+            if outcome in _REFUSALS:
+                named = _NAMED.match(str(error))
+                reason = named[1] if named else outcome
+            raise
+        finally:
+            self._ended(call, outcome, reason)
+
+    def _ended(self, call: Call, outcome: str, reason: str) -> None:
+        work = call.work() if call.work else None
+        if work is not None and not reason:
+            outcome = work.finish_reasons or outcome
+            _log_generation(call, work, outcome)
+        else:
+            name = call.client.name if call.client else None
+            self._count(_Kind(name, host_of(call.peer), call.method, outcome, reason))
+        self.usage.add(call, outcome, reason, None if reason else work)
+
+    def _count(self, kind: _Kind) -> None:
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
+            kind = kind._replace(client=None, host="many", method="other")
+        if kind in self._counts:
+            self._counts[kind] += 1
+            return
+        self._counts[kind] = 0
+        _log_kind(kind, 1)
+        if self._timer is None:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        # In a context of its own: the line is not about the request that happens to be served now.
+        self._timer = asyncio.get_running_loop().call_later(
+            _INTERVAL_S, self._flush, context=contextvars.Context()
+        )
+
+    def _flush(self) -> None:
+        """Logs what has been counted; kinds that go on to come are not logged at once again."""
+        counted = {kind: count for kind, count in self._counts.items() if count}
+        for kind, count in counted.items():
+            _log_kind(kind, count)
+        self._counts = dict.fromkeys(counted, 0)
+        self._timer = None
+        if counted:
+            self._start_timer()
+
+
+def _log_generation(call: Call, work: Work, outcome: str) -> None:
+    log.info(
+        "request ended",
+        request_id=work.request_id,
+        client=call.client.name if call.client else None,
+        peer=call.peer,
+        method=call.method,
+        model=work.model,
+        outcome=outcome,
+        prompt_tokens=work.prompt_tokens,
+        cached_prompt_tokens=work.cached_prompt_tokens,
+        completion_tokens=work.completion_tokens,
+        total_s=round(time.monotonic() - call.began_at, 4),
+    )
+
+
+def _log_kind(kind: _Kind, count: int) -> None:
+    log.info(
+        "requests ended",
+        client=kind.client,
+        peer=kind.host,
+        method=kind.method,
+        outcome=kind.outcome,
+        **({"reason": kind.reason} if kind.reason else {}),
+        count=count,
+    )

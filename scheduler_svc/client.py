@@ -1,0 +1,25 @@
+"""The client that a request came from, as its frontend knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client's name, share of the machine and token budgets, where 0 is without limit."""
+
+    name: str = ""  # empty: anonymous
+    weight: float = 1.0
+    input_tokens_per_minute: int = 0
+    output_tokens_per_minute: int = 0
+
+    def problem(self) -> str:
+        """Names a value that cannot be; empty if none."""
+        if not (isfinite(self.weight) and self.weight > 0):
+            return f"client.weight: {self.weight}; must be finite and above 0"
+        return ""
+
+
+ANONYMOUS = Client()

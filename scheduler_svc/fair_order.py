@@ -1,0 +1,94 @@
+"""The order in which waiting sequences go: by priority, then by what their line has had so far,
+then by arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from scheduler_svc.lazy_heap import LazyHeap
+from scheduler_svc.lines import Line
+from scheduler_svc.sequence import Sequence
+
+Rank = tuple[int, float, int]  # priority, what the line has had, arrival
+_AHEAD_OF_ALL = -1.0  # where no line has had less than 0
+
+
+class _Queue:
+    """The sequences of one line and priority, or, without a line, the preempted ones of a priority.
+    They go in order of arrival."""
+
+    __slots__ = ("length", "line", "priority", "rank", "sequences", "ticket")
+
+    def __init__(
+        self, priority: int, line: Line | None, holds: Callable[[Sequence, int], bool]
+    ) -> None:
+        self.priority = priority
+        self.line = line
+        self.sequences: LazyHeap[float, Sequence] = LazyHeap(holds)
+        self.length = 0
+        self.rank: Rank | None = None  # as it was last entered in the order
+        self.ticket = -1  # of that entry
+
+    def rank_of(self, head: Sequence) -> Rank:
+        served = _AHEAD_OF_ALL if self.line is None else self.line.served
+        return self.priority, served, head.arrival_number
+
+
+class FairOrder:
+    """Sequences of which the next one can be found. What lines have had only grows, so a queue's
+    place in the order is brought up to date when it comes to the front: charging a line costs
+    nothing here.
+
+    Args:
+        holds: whether a sequence still waits with the ticket that it was pushed with.
+    """
+
+    def __init__(self, holds: Callable[[Sequence, int], bool]) -> None:
+        self._holds = holds
+        self._queues: dict[tuple[int, Line | None], _Queue] = {}
+        self._order: LazyHeap[Rank, _Queue] = LazyHeap(lambda queue, t: queue.ticket == t)
+        self._tickets = count()
+
+    def push(self, seq: Sequence, ticket: int, line: Line | None) -> None:
+        """Adds a sequence; without a line it goes ahead of all of its priority that have one."""
+        place = seq.priority, line
+        queue = self._queues.get(place)
+        if queue is None:
+            queue = self._queues[place] = _Queue(seq.priority, line, self._holds)
+        queue.sequences.push(seq.arrival_number, ticket, seq)
+        queue.length += 1
+        self._update(queue)
+
+    def remove(self, seq: Sequence, line: Line | None) -> None:
+        """Takes out a sequence that was pushed with this line, and no longer holds its ticket."""
+        place = seq.priority, line
+        queue = self._queues[place]
+        queue.length -= 1
+        if not queue.length:
+            queue.ticket = -1
+            del self._queues[place]
+
+    def peek(self) -> Sequence | None:
+        """The next sequence."""
+        while first := self._order.peek():
+            head = self._update(first[1])
+            if first[1].rank == first[0]:
+                return head
+        return None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a queue has no place. For tests."""
+        for queue in self._queues.values():
+            assert queue.length > 0, "an empty queue"
+            assert queue.ticket >= 0, "a queue without a place"
+
+    def _update(self, queue: _Queue) -> Sequence:
+        """Gives a queue its present place in the order, and returns its head."""
+        first = queue.sequences.peek()
+        assert first is not None, "an empty queue"
+        rank = queue.rank_of(first[1])
+        if rank != queue.rank:
+            queue.rank, queue.ticket = rank, next(self._tickets)
+            self._order.push(rank, queue.ticket, queue)
+        return first[1]
