@@ -22,7 +22,7 @@ from grpc_health.v1 import health
 from frontend.audit import Audit
 from frontend.call import Call
 from frontend.tenants import Client, read_clients
-from shared.callers import CALLER, Caller, host_of
+from shared.callers import CALLER, Caller
 from shared.errors import QueueFullError, UnauthenticatedError
 from shared.interceptors import within, wrap_behavior
 from shared.tls import FileError
