@@ -37,9 +37,9 @@ def say_pid(role="service"):
     os.write(1, f"{{role}} {{os.getpid()}}\\n".encode())  # in one piece
 
 async def beat(heartbeat):
-    say_pid()
     heartbeat.ready()
     heartbeat.beat()
+    say_pid()
     await heartbeat.exchange()
 
 companion = None
@@ -201,9 +201,9 @@ def test_a_keeper_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> N
         heartbeat.fail("tokens_file: it is missing")
         sys.exit(2)
     {BEATS}"""
-    with kept(tmp_path / "starts", body) as process:
+    with kept(tmp_path / "starts", body, hang_timeout_s=6.0) as process:
         first = process.next_fork()
-        assert process.trouble() == ""
+        wait_for(lambda: process.trouble() == "", "it to be ready")
         first.kill()
         wait_for(lambda: process.trouble().endswith(": tokens_file: it is missing"), "the reason")
         missing.touch()
