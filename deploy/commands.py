@@ -54,6 +54,7 @@ def _start_in_background(
         try:
             with show_progress(stack) as report:
                 wait_until_ready(stack, supervisor, report)
+            stack.set_up(True)
             if serves_public:
                 _greet(stack)
         except BaseException as error:
@@ -86,6 +87,7 @@ def run(environment: Environment, layout: Layout) -> int:
             supervisor = start_supervisor(stack, shared, private=True)
             try:
                 wait_until_ready(stack, supervisor, lambda _: None, check_stop)
+                stack.set_up(True)
                 reservation.close()
                 print(f"READY {stack.address}", flush=True)
                 while not stop.wait(_WATCH_S):

@@ -3,6 +3,7 @@
 LaunchError        a stack cannot be started or reached
 ├── StartError             one of its processes cannot start; names the log that says more
 └── SupervisorGoneError    its supervisord does not answer
+    └── SupervisorSilentError    though it is there
 """
 
 from __future__ import annotations
@@ -24,3 +25,7 @@ class StartError(LaunchError):
 
 class SupervisorGoneError(LaunchError):
     """The stack's supervisord does not answer: not yet, or no longer."""
+
+
+class SupervisorSilentError(SupervisorGoneError):
+    """The stack's supervisord is there and does not answer in time."""

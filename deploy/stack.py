@@ -84,6 +84,17 @@ class Stack:
             return self.worker_addresses[index]
         return self.scheduler_address if service == "scheduler" else self.address
 
+    @property
+    def was_up(self) -> bool:
+        """Whether all processes have served at once: from then on, nothing that fails is final."""
+        return (self.directory / "up").exists()
+
+    def set_up(self, was_up: bool) -> None:
+        if was_up:
+            (self.directory / "up").touch()
+        else:
+            (self.directory / "up").unlink(missing_ok=True)
+
     def save(self) -> None:
         values = dataclasses.asdict(self) | {"directory": str(self.directory)}
         (self.directory / "stack.json").write_text(json.dumps(values, indent=1), encoding="utf-8")

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import psutil
 
 from deploy.health import UNREACHABLE, check_health
+from deploy.logs import failure_reason
 from deploy.stack import Process, Stack
 from deploy.supervisor import SupervisedProcess, supervised_processes
+from shared.fork import CANNOT_START
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,17 @@ class ProcessStatus:
     state: str
     health: str
     exit_status: int | None
+    trouble: str = ""  # what keeps it from running, if that is known
 
     @property
     def summary(self) -> str:
         """`RUNNING/SERVING`, `EXITED`, ..."""
         return f"{self.state}/{self.health}" if self.state == "RUNNING" else self.state
+
+    @property
+    def account(self) -> str:
+        """The summary, and what keeps the process from running."""
+        return f"{self.summary} {self.trouble}".rstrip()
 
 
 def stack_status(stack: Stack) -> list[ProcessStatus]:
@@ -47,7 +55,10 @@ def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> Pr
     shares = process.service == "frontend" and stack.frontends > 1
     if supervised.pid and (not shares or _listens(supervised.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
-    return ProcessStatus(process, supervised.pid, supervised.state, health, supervised.exit_status)
+    status = supervised.exit_status
+    reason = failure_reason(stack.log(process.name)) if status == CANNOT_START else ""
+    trouble = f"starts again soon: {reason}" if reason else supervised.trouble
+    return ProcessStatus(process, supervised.pid, supervised.state, health, status, trouble)
 
 
 def _listens(pid: int, port: int) -> bool:
@@ -67,7 +78,7 @@ def format_status(statuses: Iterable[ProcessStatus]) -> str:
             str(status.process.index),
             str(status.pid or "-"),
             status.process.address,
-            status.summary,
+            status.account,
         )
         for status in statuses
     ]

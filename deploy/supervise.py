@@ -15,6 +15,7 @@ from supervisor import supervisord
 
 from shared.log_output import shield_stderr
 from shared.parent import end_with_parent
+from shared.process import raise_descriptor_limit
 
 
 def main() -> None:
@@ -24,6 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tied_to is not None:
         end_with_parent(args.tied_to, signal.SIGTERM)  # on which supervisord stops
+    raise_descriptor_limit()
     # supervisord reports on stderr that a log, its own or a process's, cannot be written. If that
     # failed too, as on a full disk, it would end, and the stack with it.
     shield_stderr(lambda count: f"{count} lines were dropped")

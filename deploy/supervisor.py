@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from supervisor.xmlrpc import Faults, SupervisorTransport
+from supervisor.xmlrpc import Faults, SupervisorTransport, UnixStreamHTTPConnection
 
-from deploy.errors import SupervisorGoneError
+from deploy.errors import SupervisorGoneError, SupervisorSilentError
 from deploy.stack import Process, Stack, make_directory
 from deploy.supervisor_config import control_socket, render_config
+from shared.keeper_state import read_keeper_state
 
 if TYPE_CHECKING:
     from deploy.plan import Environment
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 # was killed. Its value is the stack's directory.
 MARKER = "NANOVLLM_STACK"
 _POLL_S = 0.1
+_ANSWER_S = 10.0  # supervisord's, which it gives in milliseconds
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,9 @@ class SupervisedProcess:
 
     name: str
     state: str  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
-    pid: int | None  # of the fork that serves (`shared.process`)
+    pid: int | None  # of the fork that serves (`shared.keeper`), or starts
     exit_status: int | None  # None: killed by a signal, or still running
+    trouble: str = ""  # why there is no such fork, or why it was needed
 
 
 def start_supervisor(
@@ -45,20 +49,37 @@ def start_supervisor(
 ) -> subprocess.Popen[bytes]:
     """Starts supervisord, which starts the services, in the background.
 
-    If `private`, it ends when this process does, and removes the stack's directory.
+    If `private`, it ends when this process does, and removes the stack's directory. If not, it is
+    started again when it dies (`deploy.watchdog`).
     """
     directory = stack.directory
     make_directory(directory)
     for old in (*directory.glob("*.log*"), *directory.glob("*.sock")):
         old.unlink()
+    stack.set_up(False)
     stack.save()
     config = directory / "supervisord.conf"
-    config.write_text(render_config(stack), encoding="utf-8")
+    config.write_text(render_config(stack, private), encoding="utf-8")
     tie = ["--tied-to", str(os.getpid())] if private else []
-    with (directory / "supervise.log").open("wb") as output:
+    return _run_supervisor(directory, environment | {MARKER: str(directory.absolute())}, tie)
+
+
+def start_supervisor_again(directory: Path) -> subprocess.Popen[bytes]:
+    """Starts the supervisord of a stack in the background that has lost its own, in this process's
+    environment, which is the stack's."""
+    for leftover in directory.glob("*.sock"):
+        leftover.unlink(missing_ok=True)
+    return _run_supervisor(directory, dict(os.environ), [])
+
+
+def _run_supervisor(
+    directory: Path, environment: Environment, tie: list[str]
+) -> subprocess.Popen[bytes]:
+    config = directory / "supervisord.conf"
+    with (directory / "supervise.log").open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "deploy.supervise", str(config), *tie],
-            env=environment | {MARKER: str(directory.absolute())},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -66,25 +87,27 @@ def start_supervisor(
         )
 
 
-def supervised_processes(directory: Path) -> list[SupervisedProcess]:
+def supervised_processes(directory: Path, timeout_s: float = _ANSWER_S) -> list[SupervisedProcess]:
     """The processes that supervisord runs, in its order.
 
     Raises:
-        SupervisorGoneError: there is no supervisord, or no longer.
+        SupervisorGoneError: there is no supervisord, or no longer, or it does not answer.
     """
-    with _supervisor(directory) as supervisor:
+    with _supervisor(directory, timeout_s) as supervisor:
         infos: Any = supervisor.getAllProcessInfo()
-    forks = {process.info["ppid"]: process.pid for process in _running(["ppid"])}
-    return [
-        SupervisedProcess(
-            name=info["name"],
-            state=info["statename"],
-            # A process that does not run has pid 0, which is also the parent of the kernel's own.
-            pid=forks.get(info["pid"], info["pid"]) if info["pid"] else None,
-            exit_status=info["exitstatus"] if info["statename"] == "EXITED" else None,
-        )
-        for info in infos
-    ]
+    return [_supervised(info) for info in infos]
+
+
+def _supervised(info: dict[str, Any]) -> SupervisedProcess:
+    pid = info["pid"] or None  # 0: it does not run
+    state = read_keeper_state(pid) if pid else None
+    return SupervisedProcess(
+        name=info["name"],
+        state=info["statename"],
+        pid=(state.pid or None) if state else pid,
+        exit_status=info["exitstatus"] if info["statename"] == "EXITED" else None,
+        trouble=state.trouble if state else "",
+    )
 
 
 def is_running(directory: Path) -> bool:
@@ -101,7 +124,8 @@ def stop_process(directory: Path, process: Process) -> None:
     Raises:
         SupervisorGoneError: there is no supervisord, or no longer.
     """
-    with _supervisor(directory) as supervisor, _already(Faults.NOT_RUNNING):
+    # It answers once the process has ended.
+    with _supervisor(directory, timeout_s=None) as supervisor, _already(Faults.NOT_RUNNING):
         supervisor.stopProcess(_full_name(process))
 
 
@@ -116,16 +140,32 @@ def start_process(directory: Path, process: Process) -> None:
 
 
 @contextmanager
-def _supervisor(directory: Path) -> Iterator[Any]:
+def _supervisor(directory: Path, timeout_s: float | None = _ANSWER_S) -> Iterator[Any]:
     """Yields supervisord's RPC methods."""
     transport = SupervisorTransport(serverurl=f"unix://{control_socket(directory)}")
+    transport._get_connection = lambda: _Connection(control_socket(directory), timeout_s)
     proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
     try:
         yield proxy.supervisor
+    except TimeoutError as error:
+        raise SupervisorSilentError(f"supervisord in {directory} does not answer") from error
     except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
         raise SupervisorGoneError(f"no supervisord answers in {directory}: {error}") from error
     finally:
         transport.close()
+
+
+class _Connection(UnixStreamHTTPConnection):  # type: ignore[misc]  # it has no types
+    """A connection to supervisord on which no wait is longer than `timeout_s`."""
+
+    def __init__(self, path: str, timeout_s: float | None) -> None:
+        super().__init__("localhost")
+        self._path, self._timeout_s = path, timeout_s
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self._timeout_s)
+        self.sock.connect(self._path)
 
 
 @contextmanager
@@ -163,13 +203,16 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
         The number of processes there were.
     """
     members = set(stack_members(directory))
-    pids = {process.pid for process in members}
-    for process in members:
-        if _parent(process) not in pids:  # supervisord, or a process that has lost it
-            _signal(process.terminate)
+    told: set[psutil.Process] = set()
     deadline = time.monotonic() + grace_s
     # A process that is ending no longer has an environment to be found by, but still its ports.
     while alive := [process for process in members if _is_alive(process)]:
+        pids = {process.pid for process in alive}
+        for process in alive:
+            # supervisord, one that the watchdog has just started, or a process that has lost it.
+            if process not in told and _parent(process) not in pids:
+                _signal(process.terminate)
+                told.add(process)
         if time.monotonic() > deadline:
             report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
             for process in alive:
@@ -177,18 +220,18 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
             deadline = float("inf")
         time.sleep(_POLL_S)
         members |= set(stack_members(directory))
-    for leftover in (directory / "supervisord.pid", directory / "stack.json"):
+    for leftover in (directory / each for each in ("supervisord.pid", "stack.json", "up")):
         leftover.unlink(missing_ok=True)
-    for socket in directory.glob("*.sock"):
-        socket.unlink(missing_ok=True)
+    for leftover in directory.glob("*.sock"):
+        leftover.unlink(missing_ok=True)
     return len(members)
 
 
-def _running(attributes: list[str] | None = None) -> Iterator[psutil.Process]:
-    """Yields all processes of this machine, with these `attributes` in their `info`."""
+def _running() -> Iterator[psutil.Process]:
+    """Yields all processes of this machine."""
     # psutil remembers those of the last call, even if another has got the same pid since.
     psutil.process_iter.cache_clear()
-    return psutil.process_iter(attributes)
+    return psutil.process_iter()
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 from deploy.stack import MODULES, SERVICES, Stack
-from shared.process import CANNOT_START
+from shared.fork import CANNOT_START
 
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _NEVER_GIVE_UP = 1_000_000
+_MIN_DESCRIPTORS = 64  # by default supervisord refuses to run with fewer than 1,024
 
 
 def stop_timeout_s(stack: Stack) -> float:
@@ -22,9 +23,9 @@ def stop_timeout_s(stack: Stack) -> float:
     return stack.drain_timeout_s + _KILL_AFTER_S
 
 
-def render_config(stack: Stack) -> str:
+def render_config(stack: Stack, private: bool = False) -> str:
     """Returns the text of supervisord.conf."""
-    return "\n".join([_supervisord(stack.directory), *_programs(stack)])
+    return "\n".join([_supervisord(stack.directory), *_programs(stack, private)])
 
 
 def control_socket(directory: Path) -> str:
@@ -45,6 +46,7 @@ logfile = {_escape(directory / "supervisord.log")}
 logfile_maxbytes = 10MB
 logfile_backups = 1
 pidfile = {_escape(directory / "supervisord.pid")}
+minfds = {_MIN_DESCRIPTORS}
 
 [unix_http_server]
 file = {_escape(control_socket(directory))}
@@ -54,7 +56,7 @@ supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
 
 
-def _programs(stack: Stack) -> list[str]:
+def _programs(stack: Stack, private: bool) -> list[str]:
     programs = []
     for priority, service in enumerate(SERVICES, start=1):
         if count := stack.count(service):
@@ -62,10 +64,10 @@ def _programs(stack: Stack) -> list[str]:
             module = MODULES[service] + rank
             first = stack.first_index(service)
             programs.append(_program(stack, service, module, priority, count, first))
-    if stack.count("worker"):
-        # Last to start and first to stop: a worker that is stopping need not answer.
-        module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
-        programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1))
+    # Last to start and first to stop: a supervisord that is stopping the stack need not answer.
+    module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
+    module += " --private" if private else ""
+    programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1))
     return programs
 
 

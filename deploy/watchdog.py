@@ -1,8 +1,10 @@
-"""Kills local workers that do not answer, so that their successors take over:
-`python -m deploy.watchdog DIRECTORY`.
+"""Watches supervisord, and starts again what it has given up:
+`python -m deploy.watchdog DIRECTORY [--private]`.
 
-A worker notices by itself that a step hangs (`worker_svc.hang_watch`). Only from outside can it be
-seen that its process is stopped, or that an extension holds Python's lock.
+supervisord starts what dies, and nothing else: it leaves alone what says that it cannot start, and
+nobody notices that it hangs or has died itself. Like every service, the watchdog is a fork and its
+keeper, which watch each other. They are the only processes that outlive their supervisord, unless
+the stack is private.
 """
 
 from __future__ import annotations
@@ -11,31 +13,35 @@ import gc
 
 gc.disable()  # while importing, see `shared.process`
 
+import argparse
+import asyncio
+import os
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import psutil
 import structlog
-from pydantic import Field
 
-from deploy.errors import SupervisorGoneError
-from deploy.health import SERVING, SILENT, UNREACHABLE, check_health
-from deploy.stack import Process, Stack
-from deploy.supervisor import supervised_processes
+from deploy.errors import SupervisorGoneError, SupervisorSilentError
+from deploy.stack import Stack
+from deploy.supervisor import (
+    SupervisedProcess,
+    stack_members,
+    start_process,
+    start_supervisor_again,
+    supervised_processes,
+)
 from shared.config import ServiceSettings, settings_or_exit
-from shared.logging import configure_logging
-from shared.parent import end_with_parent
-from worker_svc.settings import WorkerSettings
+from shared.fork import CANNOT_START
+from shared.heartbeat import BEATS
+from shared.process import Ready, run_service
 
 log = structlog.get_logger(__name__)
 
-# Shares of `hang_timeout_s`; together less than 1.
-_ANSWER_SHARE, _PAUSE_SHARE = 0.7, 0.15
-# A wait this much longer than its timeout means that the watchdog itself got no processor.
-_OWN_DELAY = 1.25
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0  # between tries to start the same process
 
 
 class WatchdogSettings(ServiceSettings):
@@ -43,73 +49,131 @@ class WatchdogSettings(ServiceSettings):
 
     program: ClassVar[str] = "python -m deploy.watchdog"
 
-    hang_timeout_s: float = Field(WorkerSettings.model_fields["hang_timeout_s"].default, gt=0)
+
+class Pauses:
+    """Tells when something is to be tried again: after longer and longer pauses, until it has not
+    been asked for a while."""
+
+    def __init__(self) -> None:
+        self._tried: dict[str, tuple[float, float]] = {}  # when, and the pause after it
+
+    def over(self, name: str) -> bool:
+        """Whether to try now."""
+        now = time.monotonic()
+        tried, pause_s = self._tried.get(name, (now - _FIRST_PAUSE_S, 0.0))
+        if now - tried > 2 * _LAST_PAUSE_S:
+            pause_s = 0.0
+        if now - tried < pause_s:
+            return False
+        self._tried[name] = now, min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+        return True
 
 
-def watch(stack: Stack, worker: Process, hang_timeout_s: float) -> None:
-    """Asks one worker for its health, for ever, and kills it if it does not answer though it has
-    served before, or because it is stopped. A worker that is loading may be silent."""
-    served: psutil.Process | None = None
-    timeout_s = _ANSWER_SHARE * hang_timeout_s
+class Watchdog:
+    """Looks after the stack and its supervisord, which is given as a process."""
+
+    def __init__(self, stack: Stack, supervisor: psutil.Process, interval_s: float) -> None:
+        self._stack = stack
+        self._supervisor = supervisor
+        self._interval_s = interval_s
+        self._silent = 0  # looks in a row
+        self._pauses = Pauses()
+
+    def look(self) -> bool:
+        """Does what is needed now; returns whether supervisord is alive."""
+        try:
+            if self._supervisor.status() == psutil.STATUS_STOPPED:
+                log.error("supervisord is stopped; continues it", pid=self._supervisor.pid)
+                self._supervisor.resume()
+            alive = self._supervisor.is_running()
+            if not alive or self._supervisor.status() == psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            return False
+        try:
+            processes = supervised_processes(self._stack.directory, self._interval_s)
+            self._silent = 0
+            self._start_what_was_given_up(processes)
+        except SupervisorSilentError:
+            self._silent += 1  # rather than reading a clock, see `shared.heartbeat`
+            if self._silent == BEATS:
+                log.error("kills supervisord, which does not answer", pid=self._supervisor.pid)
+                self._supervisor.kill()
+        except SupervisorGoneError:  # it has not begun to listen, or its socket was removed
+            pass
+        return True
+
+    def _start_what_was_given_up(self, processes: list[SupervisedProcess]) -> None:
+        if not self._stack.was_up:
+            return  # the launcher tells the user why it cannot start
+        states = {each.name: each for each in processes}
+        for process in self._stack.processes():
+            state = states[process.name]
+            gave_up = state.state == "EXITED" and state.exit_status == CANNOT_START
+            if gave_up and self._pauses.over(process.name):
+                log.error("could not start; starts it again", process=process.name)
+                start_process(self._stack.directory, process)
+
+
+def start_stack_again(stack: Stack, keeper: int) -> None:
+    """Starts the stack after its supervisord has died; returns once there is another.
+
+    Its processes have ended with it, or are about to: they are tied to it (`shared.parent`).
+    """
+    pauses = Pauses()
+    ours = {os.getpid(), keeper}
+    while left := [each for each in stack_members(stack.directory) if each.pid not in ours]:
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=1)
+    log.error("supervisord died; starts the stack again")
     while True:
-        asked = time.monotonic()
-        health = check_health(worker.address, timeout_s)
-        waited_s = time.monotonic() - asked
-        if health == SERVING and served is None:
-            served = _process(stack, worker)
-        elif health == UNREACHABLE:
-            served = None
-        elif health == SILENT and waited_s < _OWN_DELAY * timeout_s:
-            silent = served or _stopped(_process(stack, worker))
-            if silent is not None:
-                log.error("kills a worker that does not answer", worker=worker.name, pid=silent.pid)
-                _kill(silent)
-                served = None
-        time.sleep(_PAUSE_SHARE * hang_timeout_s)
+        if pauses.over("supervisord"):
+            try:
+                started = start_supervisor_again(stack.directory)
+            except OSError as error:
+                log.error("cannot start supervisord", reason=str(error))
+                continue
+            while started.poll() is None:
+                try:
+                    supervised_processes(stack.directory)
+                    return
+                except SupervisorGoneError:
+                    time.sleep(0.05)
+            log.error("supervisord cannot start", exit_status=started.returncode)
+        time.sleep(0.05)
 
 
-def _process(stack: Stack, worker: Process) -> psutil.Process | None:
-    try:
-        found = {each.name: each.pid for each in supervised_processes(stack.directory)}
-        pid = found.get(worker.name)
-        return None if pid is None else psutil.Process(pid)
-    except (SupervisorGoneError, psutil.NoSuchProcess):
-        return None
+async def serve(
+    stack: Stack, supervisor: psutil.Process, settings: WatchdogSettings, ready: Ready
+) -> None:
+    """Watches until supervisord is gone; then starts the stack again, if it had been up."""
+    keeper = os.getppid()
+    interval_s = settings.hang_timeout_s / BEATS
+    watchdog = Watchdog(stack, supervisor, interval_s)
+    ready()
+    while True:
+        if not await asyncio.to_thread(watchdog.look):
+            break
+        await asyncio.sleep(interval_s)
+    if stack.was_up and not settings.exit_with_parent:
+        await asyncio.to_thread(start_stack_again, stack, keeper)
 
 
-def _stopped(process: psutil.Process | None) -> psutil.Process | None:
-    """Returns the process if it is stopped, else None."""
-    try:
-        return process if process and process.status() == psutil.STATUS_STOPPED else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:  # it has ended, or its pid belongs to another process now
-        return
-
-
-def main() -> None:
+def main() -> int:
     gc.freeze()
     gc.enable()
-    stack = Stack.load(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog=WatchdogSettings.program)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--private", action="store_true", help="end with supervisord")
+    args = parser.parse_args()
     settings = settings_or_exit(WatchdogSettings, [])
-    configure_logging(settings, "watchdog")
-    if settings.exit_with_parent:
-        end_with_parent()
-    threads = [
-        threading.Thread(target=watch, args=(stack, process, settings.hang_timeout_s))
-        for process in stack.processes()
-        if process.service == "worker"
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    settings = settings.model_copy(update={"exit_with_parent": args.private})
+    supervisor = psutil.Process(os.getppid())
+    if "deploy.supervise" not in supervisor.cmdline():
+        return 1  # it has died already: whoever started it will say so
+    return run_service("watchdog", settings, partial(serve, Stack.load(args.directory), supervisor))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

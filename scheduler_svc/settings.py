@@ -32,9 +32,6 @@ class SchedulerSettings(ServiceSettings):
     max_waiting_tokens: int = Field(1 << 20, gt=0, description="tokens in the waiting queue")
     kv_blocks: AutoInt = "auto"
     sync: bool = Field(False, description="plan a step only once the previous one is answered")
-    hang_timeout_s: float = Field(
-        3.0, gt=0, description="a worker silent for this long is replaced, seconds"
-    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

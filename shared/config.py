@@ -43,6 +43,9 @@ class ServiceSettings(SecuritySettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     drain_timeout_s: float = Field(10.0, ge=0, description="grace for calls in progress, seconds")
+    hang_timeout_s: float = Field(
+        3.0, gt=0, description="a process without a sign of life for this long is replaced, seconds"
+    )
     exit_with_parent: bool = Field(False, description="end when the parent process is gone")
     max_message_bytes: int = Field(4 << 20, gt=0, description="largest request accepted")
 
@@ -66,11 +69,11 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # The services' own settings. No service imports another, yet each must tell the others' settings
 # from misspelt ones, so a new setting is named here, too.
 _NAMES_OF_SERVICES = """
-    allow_public_plaintext attention auth_tokens_file block_size device dtype enforce_eager
-    hang_timeout_s host kv_blocks kv_dtype master_addr master_port max_model_len
-    max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
-    max_waiting_tokens memory_utilization model port quantization rank scheduler_address sync
-    threads tls_cert tls_client_ca tls_key tokenizer_threads tp worker_addresses
+    allow_public_plaintext attention auth_tokens_file block_size device dtype enforce_eager host
+    kv_blocks kv_dtype master_addr master_port max_model_len max_num_batched_tokens
+    max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting max_waiting_tokens
+    memory_utilization model port quantization rank scheduler_address sync threads tls_cert
+    tls_client_ca tls_key tokenizer_threads tp worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
 # Settings of a stack's clients, including the launcher, which may share the services' environment.

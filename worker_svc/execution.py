@@ -64,7 +64,7 @@ class Execution:
         if self._settings.tp > 1 and self.runner.info.device != "cpu":
             # Collectives wait on the devices, where nobody can tell which rank hangs.
             self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
-        self._watch.start(loop)
+        self._watch.start()
 
     def close(self) -> None:
         """Drops waiting steps; returns when the running one has ended."""

@@ -1,16 +1,15 @@
 """Ends a worker that hangs, so that its supervisor starts a new one.
 
-Threads say what they are doing and how long that may take; a watching thread checks on them, and on
-whether the RPC loop still turns. It counts its own looks instead of reading a clock: time in which
-the whole process was stopped, or got no processor, is nobody's fault.
+Threads say what they are doing and how long that may take; a watching thread checks on them. It
+counts its own looks instead of reading a clock: time in which the whole process was stopped, or got
+no processor, is nobody's fault.
 
-It cannot notice that its own process is stopped, or that an extension holds Python's lock: that is
-left to the watchdog on the host (`deploy.watchdog`), which asks from outside.
+It cannot notice that its own process is stopped, or that an extension holds Python's lock. Then the
+RPC loop does not turn either, which the keeper sees (`shared.keeper`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import os
 import sys
@@ -63,11 +62,10 @@ class _Activity:
 
 
 class HangWatch:
-    """Watches the activities of threads, and an event loop.
+    """Watches the activities of threads.
 
     Args:
-        hang_timeout_s: how far an activity may exceed its limit, and how long the loop may be
-            silent.
+        hang_timeout_s: how far an activity may exceed its limit.
         waits_for_ranks: whether a collective is waiting now. Collectives have their own timeout,
             and it is another rank that hangs.
         compiles: whether a kernel may be compiling now. Anything going on meanwhile may take as
@@ -89,11 +87,10 @@ class HangWatch:
         self._activities: dict[_Activity, None] = {}
         self._times = StepTimes()
         self._stopped = threading.Event()
-        self._loop_seen = True
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Watches `loop`, and the activities, until `stop`."""
-        threading.Thread(target=self._run, args=(loop,), name="hang-watch", daemon=True).start()
+    def start(self) -> None:
+        """Watches until `stop`."""
+        threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -117,9 +114,8 @@ class HangWatch:
         """Learns how long a step took, from its launch or the previous answer to its own answer."""
         self._times.record(size_of(step), seconds)
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self) -> None:
         look_s = self._hang_timeout_s / _LOOKS
-        loop_silent_s = 0.0
         while not self._stopped.wait(look_s):
             for activity in tuple(self._activities):
                 if self._compiles():
@@ -127,16 +123,6 @@ class HangWatch:
                 activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + look_s
                 if activity.seconds >= self._hang_timeout_s + activity.max_s:
                     self._give_up(f"{activity.what} does not end")
-            if self._loop_seen:
-                loop_silent_s, self._loop_seen = 0.0, False
-                loop.call_soon_threadsafe(self._on_loop)
-            else:
-                loop_silent_s += look_s
-            if loop_silent_s >= self._hang_timeout_s:
-                self._give_up("the RPC loop is stuck")
-
-    def _on_loop(self) -> None:
-        self._loop_seen = True
 
 
 def end_process(reason: str) -> None:

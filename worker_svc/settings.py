@@ -54,9 +54,6 @@ class WorkerSettings(ServiceSettings):
     ] = Field("auto", description="attention backend; a+b: a for prompts, b for decodes")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     threads: AutoInt = Field("auto", description="CPU threads of a step")
-    hang_timeout_s: float = Field(
-        3.0, gt=0, description="a worker without a sign of life for this long is replaced, seconds"
-    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

@@ -12,6 +12,7 @@ import psutil
 from deploy.health import SERVING, UNREACHABLE, check_health
 from deploy.ports import free_port
 from deploy.stack import run_directory
+from tests.stack import wait_for
 
 from .conftest import Launcher
 
@@ -90,23 +91,27 @@ def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, po
     assert named(launcher.members(port), "frontend").pid != frontend.pid
 
 
-def test_nothing_outlives_a_killed_supervisor(launcher: Launcher, port: int, gone: Gone) -> None:
+def test_a_stack_in_the_background_comes_back_when_its_supervisor_dies(
+    launcher: Launcher, port: int, gone: Gone
+) -> None:
     start = ("up", "--port", port, "--services", "worker frontend")
     assert launcher(*start).returncode == 0
     members = launcher.members(port)
-    assert len(members) == 4
+    assert len(members) == 5
     named(members, "deploy.supervise").kill()
     assert gone(members)
-    assert launcher("ps", "--port", port).returncode == 1
 
-    # Files left in the directory do not keep the next stack from starting ...
-    up = launcher(*start)
-    assert up.returncode == 0, up.stderr
-    # ... and down does not wait for the services to notice.
+    def serves() -> bool:
+        return launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 2
+
+    wait_for(serves, "the stack to serve again")
+    assert len(launcher.members(port)) == 5
+    # down does not wait for the services to notice, and comes to an end with the watchdog.
     members = launcher.members(port)
     named(members, "deploy.supervise").kill()
     assert launcher("down", "--port", port).returncode == 0
     assert gone(members)
+    assert not launcher.members(port)
 
 
 def test_interrupting_up_stops_even_what_ignores_signals(
@@ -118,7 +123,7 @@ def test_interrupting_up_stops_even_what_ignores_signals(
     assert up.stdout
     assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # still waiting for the worker
     members = launcher.members(port)
-    assert len(members) == 3
+    assert len(members) == 4
     second = launcher("up", "--port", port, "--services", "worker")
     assert second.returncode == 1
     assert "another make up" in second.stderr
@@ -187,7 +192,7 @@ def test_run_serves_until_its_input_ends(launcher: Launcher, gone: Gone) -> None
     assert word == "READY"
     assert check_health(address) == SERVING
     members = psutil.Process(run.pid).children(recursive=True)
-    assert len(members) == 5  # the supervisor, a watchdog and the three services
+    assert len(members) == 6  # the supervisor, the watchdog and its keeper, the three services
     _, errors = run.communicate()  # closes its input
     assert run.returncode == 0, errors
     assert not errors
@@ -200,7 +205,7 @@ def test_run_killed_takes_its_stack_along(launcher: Launcher, gone: Gone) -> Non
     assert run.stdout
     assert run.stdout.readline().startswith("READY")
     members = psutil.Process(run.pid).children(recursive=True)
-    assert len(members) == 4
+    assert len(members) == 5
     supervise = named(members, "deploy.supervise").cmdline()
     directory = Path(next(part for part in supervise if part.endswith(".conf"))).parent
     assert directory.is_dir()

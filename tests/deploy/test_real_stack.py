@@ -36,9 +36,9 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     assert "2 frontends connected" in top.stdout
     assert "of 64" in top.stdout
 
-    # Nothing outlives the supervisor, however it ended.
+    # Nothing but the watchdog outlives the supervisor, however it ended.
     members = launcher.members(port)
-    assert len(members) == 10  # the supervisor, the watchdog, and two for each service
+    assert len(members) == 11  # the supervisor, and two for the watchdog and each service
     named(members, "deploy.supervise").kill()
     assert gone(members)
 

@@ -29,7 +29,7 @@ async def test_a_rolling_restart_of_every_process_loses_no_token(tmp_path: Path)
         assert "restarted 4 processes" in restart.stdout
 
         after = {process.pid for process in launcher.members(port)}
-        assert len(before & after) == 2  # supervisord and the watchdog
+        assert len(before & after) == 3  # supervisord, and the watchdog with its keeper
         log = (tmp_path / ".run" / str(port) / "supervisord.log").read_text()
         assert "killing" not in log  # all ended on their own
         ps = launcher("ps", "--port", port)

@@ -5,30 +5,52 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from shared.keeper_state import read_keeper_state
+from tests.stack import wait_for
+
 _PROGRAM = """
-import os, signal, sys, time
+import asyncio, os, signal, sys, time
 from pathlib import Path
-from shared.process import serve_with_successors
+import structlog
+from shared.keeper import Keeper
+
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 starts = Path(sys.argv[1])
 
-def serve(ready):
+def serve(heartbeat):
+    ready = heartbeat.ready
     count = starts.stat().st_size if starts.exists() else 0
     with starts.open("a") as file:
         file.write(".")
     {body}
+
+def say_pid(role="service"):
+    os.write(1, f"{{role}} {{os.getpid()}}\\n".encode())  # in one piece
+
+async def beat(heartbeat):
+    heartbeat.ready()
+    heartbeat.beat()
+    say_pid()
+    await heartbeat.exchange()
+
+companion = None
 {prelude}
-sys.exit(serve_with_successors(serve))
+sys.exit(Keeper(serve, {hang_timeout_s}, companion).run())
 """
 
 
-def program(starts: Path, body: str, prelude: str = "") -> list[str]:
-    return [sys.executable, "-c", _PROGRAM.format(body=body, prelude=prelude), str(starts)]
+def program(starts: Path, body: str, prelude: str = "", hang_timeout_s: float = 60.0) -> list[str]:
+    code = _PROGRAM.format(body=body, prelude=prelude, hang_timeout_s=hang_timeout_s)
+    return [sys.executable, "-c", code, str(starts)]
 
 
 @pytest.mark.parametrize(
@@ -36,16 +58,16 @@ def program(starts: Path, body: str, prelude: str = "") -> list[str]:
     [
         ("ready()", 0, 1),
         ("ready(); os.kill(os.getpid(), signal.SIGKILL if count < 3 else 0)", 0, 4),
-        ("ready(); os._exit(75 if count == 0 else 2)", 2, 2),
+        ("count or ready(); os._exit((75, 2, 2, 9, 2, 0)[count])", 0, 6),
         ("sys.exit(2)", 2, 1),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 128 + 11, 1),
         ("count == 1 and ready(); os._exit(70)", 70, 1),
-        ("count in (0, 3) and ready(); os._exit(70)", 70, 7),
+        ("count in (0, 3) and ready(); os._exit(70 * (count < 6))", 0, 7),
     ],
     ids=[
         "it ends",
         "killed",
-        "hung, cannot start",
+        "cannot start again at first",
         "cannot start",
         "never ready",
         "not ready at first",
@@ -109,3 +131,142 @@ def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
         fork = psutil.Process(int(process.stdout.readline()))
         process.kill()
         assert not psutil.wait_procs([fork], timeout=30)[1]
+
+
+class Kept:
+    """A running keeper whose forks print their pids."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.keeper = psutil.Process(process.pid)
+        self._output = process.stdout
+        self._found: list[tuple[str, int]] = []  # not asked for yet
+
+    def next_fork(self, role: str = "service") -> psutil.Process:
+        """Waits for another fork."""
+        assert self._output is not None
+        while role not in (found := dict(reversed(self._found))):
+            name, pid = self._output.readline().split()
+            self._found.append((name, int(pid)))
+        self._found.remove((role, found[role]))
+        return psutil.Process(found[role])
+
+    def trouble(self) -> str:
+        state = read_keeper_state(self.keeper.pid)
+        return state.trouble if state else ""
+
+
+@contextmanager
+def kept(
+    starts: Path, body: str, prelude: str = "", hang_timeout_s: float = 60.0
+) -> Iterator[Kept]:
+    command = program(starts, body, prelude, hang_timeout_s)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Kept(process)
+        finally:
+            process.kill()
+
+
+BEATS = "asyncio.run(beat(heartbeat))"
+COMPANION = """
+def companion(heartbeat):
+    say_pid("companion")
+    while True:
+        {beat}
+        time.sleep(0.01)
+"""
+
+
+def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path) -> None:
+    body = "ready(); say_pid(); time.sleep(600)"
+    with kept(tmp_path / "starts", body, COMPANION.format(beat="pass")) as process:
+        companion = process.next_fork("companion")
+        service = process.next_fork()
+        service.kill()
+        successor = process.next_fork()
+        assert companion.is_running()
+        companion.kill()
+        assert process.next_fork("companion").pid != companion.pid
+        assert successor.is_running()
+        forks = process.keeper.children()
+        assert len(forks) == 2
+        process.keeper.kill()
+        assert not psutil.wait_procs(forks, timeout=30)[1]
+
+
+def test_a_keeper_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    body = f"""
+    if count and not Path({str(missing)!r}).exists():
+        heartbeat.fail("tokens_file: it is missing")
+        sys.exit(2)
+    {BEATS}"""
+    with kept(tmp_path / "starts", body, hang_timeout_s=6.0) as process:
+        first = process.next_fork()
+        wait_for(lambda: process.trouble() == "", "it to be ready")
+        first.kill()
+        wait_for(lambda: process.trouble().endswith(": tokens_file: it is missing"), "the reason")
+        missing.touch()
+        assert process.next_fork().is_running()
+        wait_for(lambda: process.trouble() == "", "it to be ready")
+
+
+def test_a_keeper_without_descriptors_goes_on_once_there_are_some(tmp_path: Path) -> None:
+    with kept(tmp_path / "starts", BEATS) as process:
+        first = process.next_fork()
+        _, hard = process.keeper.rlimit(psutil.RLIMIT_NOFILE)
+        process.keeper.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
+        first.kill()
+        wait_for(lambda: "cannot fork: " in process.trouble(), "forks to fail")
+        process.keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+        assert process.next_fork().is_running()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        BEATS,
+        "ready(); heartbeat.beat(); say_pid(); time.sleep(600 * (not count))",
+        "say_pid(); os.kill(os.getpid(), signal.SIGSTOP * (not count))",
+    ],
+    ids=["stopped", "stuck", "stopped before it was ready"],
+)
+def test_a_fork_that_hangs_is_replaced(tmp_path: Path, body: str) -> None:
+    body = "count or ready(); " + body if "STOP" in body else body
+    with kept(tmp_path / "starts", body, hang_timeout_s=0.3) as process:
+        first = process.next_fork()
+        if body == BEATS:
+            first.suspend()
+        assert process.next_fork().pid != first.pid
+        assert not psutil.wait_procs([first], timeout=30)[1]
+
+
+@pytest.mark.parametrize("beat", ["heartbeat.beat()", "pass"])
+def test_a_companion_that_is_stopped_is_replaced(tmp_path: Path, beat: str) -> None:
+    body = "ready(); time.sleep(600)"
+    prelude = COMPANION.format(beat=beat)
+    with kept(tmp_path / "starts", body, prelude, hang_timeout_s=0.3) as process:
+        first = process.next_fork("companion")
+        first.suspend()
+        assert process.next_fork("companion").pid != first.pid
+
+
+def test_a_fork_ends_a_keeper_that_is_stopped(tmp_path: Path) -> None:
+    with kept(tmp_path / "starts", BEATS, hang_timeout_s=0.3) as process:
+        fork = process.next_fork()
+        process.keeper.suspend()
+        assert not psutil.wait_procs([process.keeper, fork], timeout=30)[1]
+
+
+def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
+    with kept(tmp_path / "starts", BEATS, hang_timeout_s=0.6) as process:
+        fork = process.next_fork()
+        for _ in range(3):
+            process.keeper.suspend()
+            fork.suspend()
+            time.sleep(1.0)  # longer than a hang may last
+            fork.resume()
+            process.keeper.resume()
+        time.sleep(0.3)
+        assert fork.is_running()
+        assert process.keeper.children() == [fork]

@@ -1,0 +1,140 @@
+"""A function that a keeper (`shared.keeper`) runs in one fork after another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import structlog
+
+from shared.heartbeat import BEAT, BEATS, READY, Heartbeat, heard, say
+from shared.keeper_state import KeeperState
+
+log = structlog.get_logger(__name__)
+
+CANNOT_START = 2  # exit status for settings or a model that cannot work, before any fork was ready
+# Between tries: doubled after each, until a fork is ready.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 10.0
+
+Serve = Callable[[Heartbeat], object]
+
+
+class Fork:
+    """A function that runs in one fork after another, as the keeper sees it."""
+
+    def __init__(self, function: Serve, hang_timeout_s: float, serves: bool = True) -> None:
+        self.function = function
+        self.pid = 0  # 0: there is none now
+        self.due: float | None = 0.0  # when there will be
+        self.status: int | None = None  # of the last one
+        self.reason = ""  # why the last one ended
+        self.was_ready = False  # one was
+        self._hang_timeout_s = hang_timeout_s
+        self._serves = serves
+        self._peer: socket.socket | None = None
+        self._failures = 0  # in a row
+        self._last_pid = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ready = self._stopped = self._beats = self._heard = self._killed = False
+        self._silent = 0  # looks
+        self._failure = ""  # in its own words
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.pid and self.due is None
+
+    @property
+    def state(self) -> KeeperState:
+        return KeeperState(self.pid, "" if self._ready else self.reason, self.due or 0.0)
+
+    def fork(self) -> socket.socket | None:
+        """Returns the child's socket in the child, None in this process, even if it cannot fork."""
+        self._begin()
+        self.due = None
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.pid = os.fork()
+        except OSError as error:
+            self.status, self._failure = CANNOT_START, f"cannot fork: {error}"
+            self.reason = self._failure
+            return None
+        if not self.pid:
+            ours.close()
+            return theirs
+        theirs.close()
+        self._peer = ours
+        return None
+
+    def close(self) -> None:
+        """Closes this process's end."""
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+    def listen(self) -> None:
+        """Reads what the child has said."""
+        for message in heard(self._peer) if self._peer else ():
+            if message == BEAT:
+                self._beats = self._heard = True
+            elif message == READY:
+                self._ready = self.was_ready = True
+            else:
+                self._failure = message[1:].decode(errors="replace")
+
+    def wait(self) -> None:
+        """Notices that the child was stopped, goes on, or has ended."""
+        while self.pid:
+            found, wait_status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if not found:
+                return
+            if os.WIFSTOPPED(wait_status) or os.WIFCONTINUED(wait_status):
+                self._stopped = os.WIFSTOPPED(wait_status)
+                continue
+            self.listen()
+            self.close()
+            self.status = os.waitstatus_to_exitcode(wait_status)
+            self.reason = self._failure or _describe(self.status)
+            if self._killed:
+                self.reason = f"it did not answer for {self._hang_timeout_s:g} s"
+            self._last_pid, self.pid = self.pid, 0
+
+    def look(self, may_kill: bool) -> None:
+        """Kills the child if it has been silent, or stopped, for several looks."""
+        if self._peer is None or self._killed:
+            return
+        say(self._peer, BEAT)
+        hangs = not self._heard if self._beats else self._stopped
+        self._heard = False
+        self._silent = self._silent + 1 if hangs else 0
+        self._ready |= not self._serves and not hangs
+        if self._silent >= BEATS and may_kill:
+            log.error("kills a fork that does not answer", pid=self.pid, serves=self._serves)
+            os.kill(self.pid, signal.SIGKILL)
+            self._killed = True
+
+    def plan_next(self) -> None:
+        """Decides when there will be another child."""
+        if self._ready:
+            self._failures, pause_s = 0, 0.0
+        else:
+            pause_s = min(_FIRST_PAUSE_S * 2 ** min(self._failures, 10), _LAST_PAUSE_S)
+            self._failures += 1
+        self._ready = False
+        self.due = time.monotonic() + pause_s
+        log.error(
+            "died, and a fork takes its place",
+            pid=self._last_pid,
+            exit_status=self.status,
+            reason=self.reason,
+            in_s=pause_s,
+            serves=self._serves,
+        )
+
+
+def _describe(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

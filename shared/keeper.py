@@ -1,0 +1,144 @@
+"""Runs a service in a fork, and another in its place when that dies or hangs.
+
+Most of the startup time goes to imports: torch's alone take over a second. So the main process, the
+keeper, imports everything, leaves the rest to a fork of itself, and waits: if that dies, another
+takes milliseconds. It never runs gRPC or torch: threads and devices do not survive a fork.
+
+Keeper and fork tell each other that they are alive (`shared.heartbeat`). Each counts its own turns
+instead of reading a clock, so that stopping the whole machine, or both, is no hang.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import time
+
+import structlog
+
+from shared.fork import CANNOT_START, Fork, Serve
+from shared.heartbeat import BEATS, Heartbeat
+from shared.keeper_state import StateBoard
+from shared.parent import end_with_parent
+
+log = structlog.get_logger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Keeper:
+    """Keeps `serve` running in a fork of this process, and beside it `companion`, if there is one.
+
+    Once a fork that serves was ready, nothing is final: whatever ends it or keeps its successor
+    from starting, there is another try. SIGTERM and SIGINT are passed on. No fork outlives this
+    process.
+
+    Args:
+        serve: calls `Heartbeat.ready` once it serves; if it cannot, `Heartbeat.fail` with the
+            reason, and ends with CANNOT_START.
+        hang_timeout_s: a fork that has once called `Heartbeat.beat`, and does not for this long, is
+            killed; so is one that is stopped (SIGSTOP) for this long.
+        companion: outlives forks that serve: it is forked before the first, and again when it ends
+            for whatever reason, until this process ends.
+    """
+
+    def __init__(self, serve: Serve, hang_timeout_s: float, companion: Serve | None = None) -> None:
+        self._hang_timeout_s = hang_timeout_s
+        self._board = StateBoard()
+        self._told: list[int] = []  # signals to pass on
+        self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._ending = False  # told to
+        self._service = Fork(serve, hang_timeout_s)
+        self._forks = [self._service]
+        if companion is not None:
+            self._forks.insert(0, Fork(companion, hang_timeout_s, serves=False))
+
+    def run(self) -> int:
+        """Returns the exit status of a fork that ended in order, was told to end, or died before
+        any was ready. If a signal killed it, that is 128 plus its number."""
+        gc.freeze()
+        signal.set_wakeup_fd(self._waking)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only those with a handler
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, _: self._told.append(number))
+        next_look = 0.0
+        while True:
+            for fork in self._forks:
+                fork.listen()
+                fork.wait()
+            self._pass_signals_on()
+            if (status := self._final_status()) is not None:
+                return status
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._hang_timeout_s / BEATS
+                for fork in self._forks:
+                    fork.look(may_kill=not self._ending)
+            for fork in self._forks:
+                if fork.has_ended:
+                    fork.plan_next()
+                if fork.due is not None and fork.due <= time.monotonic():
+                    self._start(fork)
+            self._board.show(self._service.state)
+            self._sleep(
+                min([next_look, *(fork.due or 0.0 for fork in self._forks if not fork.pid)])
+            )
+
+    def _start(self, fork: Fork) -> None:
+        """Forks; in the child, runs its function and ends."""
+        keeper = os.getpid()
+        # A signal that arrives here waits until the child no longer has the keeper's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        theirs = fork.fork()
+        if theirs is None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            return
+        signal.set_wakeup_fd(-1)
+        for number in (*_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        if fork is not self._service:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that serves
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        end_with_parent(keeper)
+        for each in self._forks:
+            each.close()
+        self._board.close()
+        os.close(self._woken)
+        os.close(self._waking)
+        gc.enable()
+        heartbeat = Heartbeat(theirs, keeper, self._hang_timeout_s)
+        try:
+            fork.function(heartbeat)
+        except Exception as error:
+            heartbeat.fail(type(error).__name__)  # its text may be a prompt's
+            raise
+        raise SystemExit(0)
+
+    def _pass_signals_on(self) -> None:
+        while self._told:
+            number = self._told.pop(0)
+            self._ending = True
+            if self._service.pid:
+                os.kill(self._service.pid, number)
+            else:
+                self._service.status, self._service.due = -number, None
+
+    def _final_status(self) -> int | None:
+        """The exit status of this process, if nothing remains to be done."""
+        service = self._service
+        if not service.has_ended or service.status is None:
+            return None
+        if service.status and service.was_ready and not self._ending:
+            return None
+        if service.status == CANNOT_START and not self._ending:
+            log.error("cannot start", reason=service.reason)
+        return service.status if service.status >= 0 else 128 - service.status
+
+    def _sleep(self, until: float) -> None:
+        """Returns when a signal has arrived, or at that time."""
+        timeout_ms = max(0.0, until - time.monotonic()) * 1000 + 1
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        if poll.poll(timeout_ms):
+            os.read(self._woken, 4096)
