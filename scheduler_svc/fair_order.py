@@ -3,6 +3,8 @@ then by arrival."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
@@ -10,7 +12,7 @@ from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.lines import Line
 from scheduler_svc.sequence import Sequence
 
-Rank = tuple[int, float, int]  # priority, what the line has had, arrival
+Rank = tuple[float, int]  # what the line has had, arrival
 _AHEAD_OF_ALL = -1.0  # where no line has had less than 0
 
 
@@ -18,12 +20,9 @@ class _Queue:
     """The sequences of one line and priority, or, without a line, the preempted ones of a priority.
     They go in order of arrival."""
 
-    __slots__ = ("length", "line", "priority", "rank", "sequences", "ticket")
+    __slots__ = ("length", "line", "rank", "sequences", "ticket")
 
-    def __init__(
-        self, priority: int, line: Line | None, holds: Callable[[Sequence, int], bool]
-    ) -> None:
-        self.priority = priority
+    def __init__(self, line: Line | None, holds: Callable[[Sequence, int], bool]) -> None:
         self.line = line
         self.sequences: LazyHeap[float, Sequence] = LazyHeap(holds)
         self.length = 0
@@ -32,7 +31,17 @@ class _Queue:
 
     def rank_of(self, head: Sequence) -> Rank:
         served = _AHEAD_OF_ALL if self.line is None else self.line.served
-        return self.priority, served, head.arrival_number
+        return served, head.arrival_number
+
+
+class _Level:
+    """The queues of one priority."""
+
+    __slots__ = ("num_queues", "order")
+
+    def __init__(self) -> None:
+        self.num_queues = 0
+        self.order: LazyHeap[Rank, _Queue] = LazyHeap(lambda queue, t: queue.ticket == t)
 
 
 class FairOrder:
@@ -47,7 +56,8 @@ class FairOrder:
     def __init__(self, holds: Callable[[Sequence, int], bool]) -> None:
         self._holds = holds
         self._queues: dict[tuple[int, Line | None], _Queue] = {}
-        self._order: LazyHeap[Rank, _Queue] = LazyHeap(lambda queue, t: queue.ticket == t)
+        self._levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []  # ascending
         self._tickets = count()
 
     def push(self, seq: Sequence, ticket: int, line: Line | None) -> None:
@@ -55,40 +65,59 @@ class FairOrder:
         place = seq.priority, line
         queue = self._queues.get(place)
         if queue is None:
-            queue = self._queues[place] = _Queue(seq.priority, line, self._holds)
+            queue = self._queues[place] = _Queue(line, self._holds)
+            if seq.priority not in self._levels:
+                self._levels[seq.priority] = _Level()
+                insort(self._priorities, seq.priority)
+            self._levels[seq.priority].num_queues += 1
         queue.sequences.push(seq.arrival_number, ticket, seq)
         queue.length += 1
-        self._update(queue)
+        self._update(self._levels[seq.priority], queue)
 
     def remove(self, seq: Sequence, line: Line | None) -> None:
         """Takes out a sequence that was pushed with this line, and no longer holds its ticket."""
         place = seq.priority, line
         queue = self._queues[place]
         queue.length -= 1
-        if not queue.length:
-            queue.ticket = -1
-            del self._queues[place]
+        if queue.length:
+            return
+        queue.ticket = -1
+        del self._queues[place]
+        level = self._levels[seq.priority]
+        level.num_queues -= 1
+        if not level.num_queues:
+            del self._levels[seq.priority]
+            self._priorities.remove(seq.priority)
 
     def peek(self) -> Sequence | None:
         """The next sequence."""
-        while first := self._order.peek():
-            head = self._update(first[1])
-            if first[1].rank == first[0]:
+        return self.peek_at(self._priorities[0]) if self._priorities else None
+
+    def peek_at(self, priority: int) -> Sequence:
+        """The next sequence of those of one priority, of which there is one."""
+        level = self._levels[priority]
+        while first := level.order.peek():
+            rank, queue = first
+            head = self._update(level, queue)
+            if queue.rank == rank:
                 return head
-        return None
+        raise AssertionError("a priority without sequences")
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a queue has no place. For tests."""
         for queue in self._queues.values():
             assert queue.length > 0, "an empty queue"
             assert queue.ticket >= 0, "a queue without a place"
+        lengths = Counter(priority for priority, _ in self._queues)
+        assert lengths == {p: level.num_queues for p, level in self._levels.items()}, "levels"
+        assert self._priorities == sorted(self._levels), "priorities"
 
-    def _update(self, queue: _Queue) -> Sequence:
+    def _update(self, level: _Level, queue: _Queue) -> Sequence:
         """Gives a queue its present place in the order, and returns its head."""
         first = queue.sequences.peek()
         assert first is not None, "an empty queue"
         rank = queue.rank_of(first[1])
         if rank != queue.rank:
             queue.rank, queue.ticket = rank, next(self._tickets)
-            self._order.push(rank, queue.ticket, queue)
+            level.order.push(rank, queue.ticket, queue)
         return first[1]

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key", float, tuple[int, float, int])
+Key = TypeVar("Key", float, tuple[float, int])
 Item = TypeVar("Item")
 
 _MIN_COMPACTION = 64

@@ -5,13 +5,14 @@ Lower priorities go first. Among equal ones the client that has had least of the
 for all of them. Anonymous requests count as their frontend's. A client's requests go in order of
 arrival.
 
-Nothing starves: every `OLDEST_EVERY`-th admission goes to a client's oldest sequence, whatever its
-priority, one client after another, so that a flood by one does not take these turns from others.
-All anonymous requests are one client here. With n sequences of its own client in the queue that
-arrived before it, and c clients that wait, a sequence is admitted after at most
-`OLDEST_EVERY * c * (n + 1)` admissions, not counting short prompts, which may overtake where they
-delay nobody. It keeps what it got that way: from then on nothing has a better priority, so that it
-is preempted last.
+Nothing starves: every `OLDEST_EVERY`-th admission disregards priorities. The clients take turns
+with these, so that a flood by one does not take them from others; all anonymous requests are one
+client here. It goes to the client's oldest sequence, if that is anonymous, else to whichever is
+next of those with the same priority as that one, so that a turn brings nobody more than its share
+among equals. With n anonymous sequences in the queue that arrived before it, and c clients that
+wait, an anonymous one is admitted after at most `OLDEST_EVERY * c * (n + 1)` admissions, not
+counting short prompts, which may overtake where they delay nobody. A sequence keeps what it got
+that way: from then on nothing has a better priority, so that it is preempted last.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class WaitingQueue:
         self._arrivals = itertools.count()
         self._ordered = FairOrder(self._holds)
         self._ordered_short = FairOrder(self._holds)
-        self._shares: OrderedDict[str, _Share] = OrderedDict()  # the next oldest one's turn first
+        self._shares: OrderedDict[str, _Share] = OrderedDict()  # by name; whose turn is next first
         self._num_admissions = 0
 
     def __len__(self) -> int:
@@ -114,9 +115,7 @@ class WaitingQueue:
         until its client has had more than another."""
         if self.only is not None:
             return next((seq for seq in self.only if seq in self), None)
-        if self._is_oldest_turn:
-            return self._oldest_of_the_next_client()
-        return self._ordered.peek()
+        return self._next_of_its_client() if self._is_clients_turn else self._ordered.peek()
 
     def peek_short(self) -> Sequence | None:
         """The next of the short sequences."""
@@ -141,8 +140,8 @@ class WaitingQueue:
         is_first = seq is self._ordered.peek()
         if seq not in self._preempted:
             seq.line.add_input(seq.num_tokens - seq.num_computed_tokens)
-        if is_next and self._is_oldest_turn:
-            self._shares.move_to_end(seq.client.name)
+        if is_next and self._is_clients_turn:
+            self._shares.move_to_end(next(iter(self._shares)))
         self.remove(seq)
         self._num_admissions += is_next
         if is_next and not is_first:
@@ -182,14 +181,15 @@ class WaitingQueue:
         self._ordered_short.check_integrity()
 
     @property
-    def _is_oldest_turn(self) -> bool:
+    def _is_clients_turn(self) -> bool:
         return self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
 
-    def _oldest_of_the_next_client(self) -> Sequence | None:
-        for share in self._shares.values():
+    def _next_of_its_client(self) -> Sequence | None:
+        """The sequence that goes where it is a client's turn."""
+        for name, share in self._shares.items():
             first = share.oldest.peek()
             assert first is not None, "an empty share"
-            return first[1]
+            return self._ordered.peek_at(first[1].priority) if name else first[1]
         return None
 
     def _queued_line(self, seq: Sequence) -> Line | None:

@@ -408,6 +408,15 @@ async def test_a_stream_survives_a_lost_connection(service: Service, hf: Any) ->
     assert [r.token_offset for r in responses] == _offsets(responses)
 
 
+async def test_without_tokens_any_priority_and_salt_may_be_used(service: Service) -> None:
+    message = request(max_tokens=4)
+    message.priority, message.cache_salt = -(2**31), "mine"
+    await service.stub.Generate(message)
+    submit = await service.scheduler.submits.get()
+    assert not submit.HasField("client")
+    assert (submit.priority, submit.cache_salt) == (-(2**31), ":mine")
+
+
 async def test_a_request_is_one_log_line_without_its_text(service: Service, hf: Any) -> None:
     with structlog.testing.capture_logs() as lines:
         message = request("secret words", max_tokens=4)

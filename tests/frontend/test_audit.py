@@ -1,0 +1,172 @@
+"""Every request leaves a line of who asked for what and how it ended, and is counted; none holds
+text or a token of the client's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+
+from frontend.audit import MAX_KINDS, Audit
+from frontend.call import Call, Work
+from frontend.settings import FrontendSettings
+from frontend.tenants import Client
+from frontend.usage import Usage
+from shared.errors import InvalidArgumentError, QueueFullError
+from shared.pb import frontend_pb2 as pb
+from shared.pb import scheduler_pb2 as pb2
+from tests.frontend.conftest import Service
+from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS
+
+TOKEN = "acme-token-0123456789"
+SECRET = "secretword"
+TIMEOUT_S = 60
+Lines = list[MutableMapping[str, Any]]
+
+
+@pytest.fixture
+def settings(settings: FrontendSettings, tmp_path: Path) -> FrontendSettings:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN} name=acme max_requests=1\n")
+    return settings.model_copy(update={"auth_tokens_file": str(tokens)})
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    with structlog.testing.capture_logs() as captured:
+        yield captured
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(max_tokens=3, ignore_eos=True)
+    return pb.GenerateRequest(text=SECRET, sampling=sampling, **fields)
+
+
+async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
+    stub, scheduler = service.stub, service.scheduler
+    mine = (("authorization", f"Bearer {TOKEN}"),)
+    bad = (("authorization", "Bearer wrong-token-0123456789"),)
+    seen: Lines = []
+
+    async def outcome(call: Any) -> tuple[Any, ...]:
+        """The client, method, outcome and reason in the line of a call that has ended."""
+        await call.code()
+        await until(lambda: any("method" in line for line in lines[len(seen) :]))
+        line = next(line for line in lines[len(seen) :] if "method" in line)
+        seen[:] = lines
+        return line["client"], line["method"], line["outcome"], line.get("reason")
+
+    call = stub.Generate(request(), metadata=mine)
+    assert await outcome(call) == ("acme", "Generate", "LENGTH", None)
+    finished = lines[-1]
+    assert finished["event"] == "request ended"
+    assert finished["model"] == "demo"
+    assert finished["peer"].startswith("ipv4:127.0.0.1:")
+    assert finished["request_id"]
+    assert finished["prompt_tokens"] > 0
+    assert finished["cached_prompt_tokens"] == CACHED_PROMPT_TOKENS
+    assert finished["completion_tokens"] == 3
+
+    call = stub.Tokenize(pb.TokenizeRequest(text=SECRET), metadata=mine)
+    assert await outcome(call) == ("acme", "Tokenize", "OK", None)
+    call = stub.Generate(request(), metadata=bad)
+    assert await outcome(call) == (None, "Generate", "UNAUTHENTICATED", "UNAUTHENTICATED")
+    call = stub.Generate(request(priority=-1), metadata=mine)
+    assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "priority")
+
+    full, spent = "9 requests are waiting", "input_tokens_per_minute: 5 tokens, which are spent"
+    for cause, message, status, reason in (
+        (pb2.FINISH_CAUSE_QUEUE_FULL, full, "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
+        (pb2.FINISH_CAUSE_QUEUE_FULL, spent, "RESOURCE_EXHAUSTED", "input_tokens_per_minute"),
+        (pb2.FINISH_CAUSE_INVALID, "sampling.top_k: no", "INVALID_ARGUMENT", "sampling"),
+        (pb2.FINISH_CAUSE_INTERNAL, "a worker's", "INTERNAL", None),
+        (pb2.FINISH_CAUSE_DEADLINE, "", "DEADLINE_EXCEEDED", None),
+    ):
+        scheduler.refusal = pb2.Finished(cause=cause, message=message)
+        call = stub.Generate(request(), metadata=mine)
+        assert await outcome(call) == ("acme", "Generate", status, reason)
+    scheduler.refusal = None
+
+    scheduler.automatic = False
+    while not scheduler.submits.empty():
+        scheduler.submits.get_nowait()
+    held = stub.GenerateStream(request(), metadata=mine)
+    await scheduler.submits.get()
+    call = stub.GetModel(pb.GetModelRequest(), metadata=mine)
+    assert await outcome(call) == ("acme", "GetModel", "RESOURCE_EXHAUSTED", "max_requests")
+    held.cancel()
+    assert await outcome(held) == ("acme", "GenerateStream", "CANCELLED", None)
+
+    await scheduler.stop()
+    await service.wait_for_health(False)
+    call = stub.Generate(request(), metadata=mine)
+    assert await outcome(call) == ("acme", "Generate", "UNAVAILABLE", None)
+
+    shown = str(lines)
+    for kept_back in (SECRET, TOKEN, "wrong-token"):
+        assert kept_back not in shown
+
+
+async def test_a_flood_of_refusals_is_a_line_a_second(service: Service, lines: Lines) -> None:
+    calls = [service.stub.Generate(request()) for _ in range(300)]
+    codes = [await call.code() for call in calls]
+    assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
+
+    def refused() -> Lines:
+        return [line for line in lines if line.get("outcome") == "UNAUTHENTICATED"]
+
+    await until(lambda: sum(line["count"] for line in refused()) == 300)
+    assert refused()[0]["count"] == 1  # at once
+    assert len(refused()) < 30
+    assert {line["peer"] for line in refused()} == {"ipv4:127.0.0.1"}
+
+
+async def test_kinds_of_lines_are_bounded(lines: Lines) -> None:
+    audit = Audit(Usage())
+    for number in range(2 * MAX_KINDS):
+        peer = f"ipv4:10.0.{number // 256}.{number % 256}:1234"
+        with pytest.raises(InvalidArgumentError), audit.records(Call("Generate", peer)):
+            raise InvalidArgumentError("chat.messages[7].role", "unknown")
+    assert len(lines) == MAX_KINDS + 1
+    assert lines[-1]["peer"] == "many"
+    assert lines[-1]["reason"] == "chat"
+
+
+async def test_usage_is_counted_by_client(lines: Lines) -> None:
+    audit = Audit(usage := Usage())
+    acme = Client("acme")
+    for finish in ("EOS", "LENGTH", ""):
+        call = Call("GenerateStream", "unix:", acme)
+        call.work = lambda finish=finish: Work("id", "demo", 10, 4, 7, finish)
+        with contextlib.suppress(asyncio.CancelledError), audit.records(call):
+            if not finish:
+                raise asyncio.CancelledError
+    for _ in range(3):
+        with pytest.raises(QueueFullError), audit.records(Call("Generate", "unix:", acme)):
+            raise QueueFullError("max_requests: 1 requests are in progress", 1.0)
+    with pytest.raises(ValueError, match="bug"), audit.records(Call("Generate", "unix:")):
+        raise ValueError("bug")
+    used = usage.clients["acme"]
+    assert (used.prompt_tokens, used.cached_prompt_tokens, used.completion_tokens) == (30, 12, 21)
+    assert used.refusals == Counter(max_requests=3)
+    assert used.requests == {
+        ("GenerateStream", "EOS"): 1,
+        ("GenerateStream", "LENGTH"): 1,
+        ("GenerateStream", "CANCELLED"): 1,
+        ("Generate", "RESOURCE_EXHAUSTED"): 3,
+    }
+    assert usage.clients[""].requests == {("Generate", "INTERNAL"): 1}
+    assert [line["count"] for line in lines if "count" in line] == [1, 1]

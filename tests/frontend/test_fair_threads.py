@@ -1,0 +1,92 @@
+"""Whose turn it is on the threads, by the order in which jobs run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from frontend.call import CALL, Call
+from frontend.fair_threads import FairThreads
+from frontend.tenants import Client
+from frontend.tokenizer import Tokenizer
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def threads() -> Iterator[FairThreads]:
+    threads = FairThreads(1, "test")
+    yield threads
+    threads.close()
+
+
+async def test_callers_take_turns(threads: FairThreads) -> None:
+    gate, order = threading.Event(), []
+    jobs = [asyncio.create_task(threads.run("first", lambda: gate.wait(TIMEOUT_S)))]
+    for number in range(1000):
+        work = threads.run("flood", lambda number=number: order.append(f"flood {number}"))
+        jobs.append(asyncio.create_task(work))
+    await asyncio.sleep(0)
+    for caller in ("a", "b", "a"):
+        work = threads.run(caller, lambda caller=caller: order.append(caller))
+        jobs.append(asyncio.create_task(work))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(*jobs), TIMEOUT_S)
+    assert order[:6] == ["flood 0", "a", "b", "flood 1", "a", "flood 2"]
+    assert len(order) == 1003
+
+
+async def test_a_job_that_nobody_waits_for_never_runs(threads: FairThreads) -> None:
+    gate, order = threading.Event(), []
+    running = asyncio.create_task(threads.run("a", lambda: gate.wait(TIMEOUT_S)))
+    gone = asyncio.create_task(threads.run("a", lambda: order.append("gone")))
+    left = asyncio.create_task(threads.run("a", lambda: order.append("left")))
+    await asyncio.sleep(0)
+    gone.cancel()
+    running.cancel()  # its job goes on, and the next one waits for its thread
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.wait_for(left, TIMEOUT_S)
+    assert order == ["left"]
+
+
+async def test_an_error_is_its_own_callers(threads: FairThreads) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await threads.run("a", lambda: 1 // 0)
+    assert await threads.run("a", lambda: 1) == 1
+
+
+async def test_closing_drops_what_is_queued(threads: FairThreads) -> None:
+    gate = threading.Event()
+    running = asyncio.create_task(threads.run("a", lambda: gate.wait(TIMEOUT_S)))
+    queued = asyncio.create_task(threads.run("a", lambda: None))
+    await asyncio.sleep(0)
+    threads.close()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    gate.set()
+    await running
+
+
+async def test_a_clients_thousand_texts_delay_anothers_by_one_per_thread(demo: Path) -> None:
+    tokenizer = Tokenizer(demo, threads=1)
+    order: list[str] = []
+    gate = threading.Event()
+
+    async def call(name: str, work: asyncio.Future[None] | None = None) -> None:
+        CALL.set(Call("Tokenize", "unix:", Client(name)))
+        await tokenizer.on_thread(lambda: gate.wait(TIMEOUT_S) if name == "first" else None)
+        order.append(name)
+
+    names = ["first", *["flood"] * 1000, "other"]
+    jobs = [asyncio.create_task(call(name)) for name in names]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(*jobs), TIMEOUT_S)
+    assert order.index("other") <= 2
+    tokenizer.close()

@@ -1,0 +1,231 @@
+"""The tokens file, and what the limits in it do, over real gRPC with a fake scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from frontend.settings import FrontendSettings
+from frontend.tenants import Client, engine_salt, read_clients
+from shared.callers import CALLER
+from shared.pb import frontend_pb2 as pb
+from shared.pb import scheduler_pb2
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.tls import FileError
+from tests.echo_server import Echo, echo_server
+from tests.frontend.conftest import Service
+from tests.frontend.fake_scheduler import FakeScheduler
+
+ACME, WEB, BARE = "acme-token-0123456789", "web-token-01234567890", "bare-token-0123456789"
+NEW_ACME = "acme-token-new-0123456789"
+FILE = f"""
+# a client of each kind
+{ACME}  name=acme weight=2.5 max_requests=1 max_bytes=8MiB priorities=-5..10
+{NEW_ACME} name=acme
+  {WEB} input_tokens_per_minute=200000 output_tokens_per_minute=50000 name=web cache=shared
+{BARE}
+"""
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def tokens_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def settings(scheduler: FakeScheduler, settings: FrontendSettings, tokens_file: Path) -> Any:
+    return settings.model_copy(update={"auth_tokens_file": str(tokens_file)})
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    try:
+        await call
+    except aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(max_tokens=3, ignore_eos=True)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=sampling, **fields)
+
+
+async def test_the_file_says_who_has_which_limits(tokens_file: Path) -> None:
+    clients = read_clients(str(tokens_file))
+    assert list(clients) == [ACME, NEW_ACME, WEB, BARE]
+    assert clients[ACME] == clients[NEW_ACME]
+    assert clients[ACME] == Client(
+        "acme", weight=2.5, max_requests=1, max_bytes=8 << 20, priorities=(-5, 10)
+    )
+    assert clients[WEB] == Client(
+        "web",
+        input_tokens_per_minute=200_000,
+        output_tokens_per_minute=50_000,
+        shares_cache=True,
+    )
+    assert clients[BARE] == Client("99734074")  # of its SHA-256
+    assert clients[BARE].priorities == (0, 2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("weight", "word 1 after the token is none of name, weight"),
+        ("name=a secret=b", "word 2 after the token is none of name, weight"),
+        ("name=a name=a", "name: given twice"),
+        ("name=a:b", "name: must be 1 to 64 letters"),
+        (f"name={'x' * 65}", "name: must be 1 to 64 letters"),
+        ("weight=0", r"weight: must be a number in \[0.001, 1000\]"),
+        ("weight=nan", r"weight: must be a number in \[0.001, 1000\]"),
+        ("max_requests=0", "max_requests: must be a whole number in"),
+        ("max_bytes=8MB", "max_bytes: must be a whole number of bytes, KiB, MiB or GiB"),
+        ("max_bytes=0", "max_bytes: must be a whole number of bytes, KiB, MiB or GiB"),
+        ("input_tokens_per_minute=-1", "input_tokens_per_minute: must be a whole number in"),
+        ("output_tokens_per_minute=9999999999", r"output_tokens_per_minute: .* 4294967295\]"),
+        ("priorities=5", "priorities: must be two int32, the smaller one first, as 0..10"),
+        ("priorities=1..0", "priorities: must be two int32, the smaller one first"),
+        ("priorities=0..2147483648", "priorities: must be two int32"),
+        ("cache=none", "cache: must be own or shared"),
+        ("name=acme weight=3", "weight: contradicts an earlier line of the same name"),
+        ("name=acme priorities=0..10", "priorities: contradicts an earlier line"),
+    ],
+)
+def test_a_wrong_line_is_named_by_number_and_key(tmp_path: Path, words: str, message: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"{FILE}# of nobody else\nother-token-0123456789 {words}\n")
+    with pytest.raises(FileError, match=rf"auth_tokens_file: line 8 of .*: {message}") as raised:
+        read_clients(str(path))
+    shown = f"{raised.value} {raised.value.__cause__} {raised.value.__suppress_context__}"
+    assert "token-0123456789" not in shown
+
+
+def test_a_token_is_one_clients(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"{ACME} name=acme\n{ACME} name=web\n")
+    with pytest.raises(FileError, match=r"line 2 of .*: the token is another client's, too"):
+        read_clients(str(path))
+
+
+async def test_limits_change_without_a_restart(tokens_file: Path) -> None:
+    async with (
+        echo_server(auth_tokens_file=tokens_file) as (address, _),
+        aio.insecure_channel(address) as channel,
+    ):
+        stub = InferenceServiceStub(channel)
+
+        def change(words: str) -> None:
+            tokens_file.write_text(FILE.replace("max_requests=1", words))
+
+        async def another() -> Any:
+            call = stub.GenerateStream(pb.GenerateRequest(), metadata=bearer(ACME))
+            try:
+                assert (await call.read()).text == "open"
+            except aio.AioRpcError as error:
+                return error
+            return call
+
+        calls = [await another()]
+        refused = await another()
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.details() == "max_requests: 1 requests are in progress"
+        trailers = dict(refused.trailing_metadata())
+        details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
+        assert details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+
+        change("max_requests=2")
+        calls.append(await another())
+        assert (await another()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        change("max_requests=none")  # broken
+        assert (await another()).details() == "max_requests: 2 requests are in progress"
+        change("")  # now the setting's 4096
+        calls.append(await another())
+        # Those of another token with the same name count, too.
+        change("max_requests=3")
+        call = stub.GenerateStream(pb.GenerateRequest(), metadata=bearer(NEW_ACME))
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_the_caller_is_known_before_a_message_is_read(
+    tokens_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    async def look(self: Echo, request: object, context: object) -> object:
+        seen.append(CALLER.get())
+        return pb.DetokenizeResponse()
+
+    monkeypatch.setattr(Echo, "Detokenize", look)
+    async with (
+        echo_server(auth_tokens_file=tokens_file) as (address, _),
+        aio.insecure_channel(address) as channel,
+    ):
+        for token in (ACME, WEB):
+            await InferenceServiceStub(channel).Detokenize(
+                pb.DetokenizeRequest(), metadata=bearer(token)
+            )
+    assert [(caller.name, caller.max_bytes) for caller in seen if caller] == [
+        ("acme", 8 << 20),
+        ("web", 128 << 20),
+    ]
+
+
+async def submitted(service: Service, token: str, **fields: Any) -> scheduler_pb2.Submit:
+    call = service.stub.Generate(request(**fields), metadata=bearer(token))
+    assert await code_of(call) is grpc.StatusCode.OK
+    return await asyncio.wait_for(service.scheduler.submits.get(), TIMEOUT_S)
+
+
+async def test_the_engine_is_told_who_asks(service: Service) -> None:
+    submit = await submitted(service, ACME, priority=-5, cache_salt="salt")
+    assert submit.client == scheduler_pb2.Client(name="acme", weight=2.5)
+    assert submit.cache_salt == "acme:salt"
+    submit = await submitted(service, WEB)
+    assert submit.client == scheduler_pb2.Client(
+        name="web",
+        weight=1.0,
+        input_tokens_per_minute=200_000,
+        output_tokens_per_minute=50_000,
+    )
+    assert submit.cache_salt == ""
+
+
+@pytest.mark.parametrize(
+    ("token", "priority", "allowed"),
+    [
+        (ACME, -6, "[-5, 10]"),
+        (ACME, 11, "[-5, 10]"),
+        (WEB, -1, "[0, 2147483647]"),
+        (BARE, -(2**31), "[0, 2147483647]"),
+    ],
+)
+async def test_nobody_jumps_ahead_unless_the_file_says_so(
+    service: Service, token: str, priority: int, allowed: str
+) -> None:
+    call = service.stub.Generate(request(priority=priority), metadata=bearer(token))
+    assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await call.details() == f"priority: {priority}; must be in {allowed} for this client"
+    assert service.scheduler.submits.empty()
+
+
+def test_no_salt_leads_to_another_clients_prefixes() -> None:
+    acme, web = Client("acme"), Client("web", shares_cache=True)
+    salts = ["", "acme", "acme:", ":", ":x", "x", "acme:x"]
+    own = {engine_salt(acme, salt) for salt in salts}
+    others = {engine_salt(client, salt) for client in (web, None) for salt in salts}
+    assert len(own) == len(others) == len(salts)
+    assert not own & others
+    assert not own & {engine_salt(Client("acm"), salt) for salt in salts}
+    assert engine_salt(web, "") == engine_salt(None, "") == ""
