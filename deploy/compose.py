@@ -74,12 +74,24 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
     last_port = settings.port + layout.frontends - 1
     names = ",".join(f"worker-{rank}:{WORKER_PORT}" for rank in range(settings.tp))
     return {
-        "MODEL_DIRECTORY": str(resolve_model(settings.model).absolute()),
+        "MODEL_DIRECTORY": str(_without_links(resolve_model(settings.model))),
         "HOST": bracket_host(settings.host),
         "PORTS": f"{settings.port}-{last_port}" if layout.frontends > 1 else str(settings.port),
         "FRONTENDS": str(layout.frontends),
         f"{PREFIX}WORKER_ADDRESSES": names,
     }
+
+
+def _without_links(model: Path) -> Path:
+    """The absolute path of a model, all of whose files get into the containers with it."""
+    directory = model.resolve()
+    for path in directory.iterdir():
+        if not path.resolve().is_relative_to(directory):
+            raise LaunchError(
+                f"RUNTIME=docker: MODEL: {path} is a link out of its directory, which containers "
+                f"do not see; make a copy without links, cp -rL {model} COPY, and give MODEL=COPY"
+            )
+    return directory
 
 
 def rank_services(tp: int, profile: str) -> dict[str, object]:

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from deploy.compose import compose_variables, rank_services
+from deploy.errors import LaunchError
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
@@ -198,6 +199,16 @@ def test_variables_given_to_compose() -> None:
         "FRONTENDS": "3",
         "NANO_WORKER_ADDRESSES": "worker-0:50053,worker-1:50053",
     }
+
+
+def test_links_out_of_a_model_are_named(tmp_path: Path) -> None:
+    """As from the hub's cache: containers would find them dangling."""
+    model = tmp_path / "snapshots" / "0123"
+    model.mkdir(parents=True)
+    (tmp_path / "blob").write_text("{}")
+    (model / "config.json").symlink_to("../../blob")
+    with pytest.raises(LaunchError, match=r"MODEL: .*/config\.json is a link out of its .*cp -rL"):
+        compose_variables(StackSettings(model=str(model)), Layout())
 
 
 FAKE_DOCKER = """#!/bin/sh
