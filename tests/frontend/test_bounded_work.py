@@ -39,6 +39,10 @@ async def refusal(call: Any) -> str:
     return raised.value.details() or ""
 
 
+async def whole(service: Service, message: pb.GenerateRequest) -> pb.GenerateResponse:
+    return await service.stub.Generate(message)  # type: ignore[no-any-return]
+
+
 def count(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, turns: Turns, amount: Callable[..., int]
 ) -> None:
@@ -110,14 +114,27 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
         generations.append(self)
 
     monkeypatch.setattr(Generation, "__init__", remember)
+    service.scheduler.automatic = False
+    rows = [logprob_row(300, offset, 20) for offset in range(500)]
+    length = scheduler_pb2.FINISH_CAUSE_LENGTH
     with counting_turns() as turns:
         count(monkeypatch, responses, "logprobs", turns, lambda rows, _: len(rows))
         message = request(n=2, max_tokens=500, logprobs=20)
-        if streams:
-            chunks = await service.collect(message)
-            found = [join([c for c in chunks if c.index == i]) for i in range(2)]
-        else:
-            found = list((await service.stub.Generate(message)).completions)
+        call = asyncio.ensure_future(
+            service.collect(message) if streams else whole(service, message)
+        )
+        number = (await service.scheduler.submits.get()).request
+        both = (number, number + 1)
+        service.scheduler.send(
+            [(each, offset, 300) for each in both for offset in range(500)],
+            [scheduler_pb2.Finished(request=each, cause=length) for each in both],
+            [logprob_rows(each, False, 0, rows) for each in both],
+        )
+        answer = await call
+    if streams:
+        found = [join([chunk for chunk in answer if chunk.index == i]) for i in range(2)]
+    else:
+        found = list(answer.completions)
     assert [len(each.logprobs) for each in found] == [500, 500]
     assert [entry.token_id for entry in found[1].logprobs[7].entries[1:]] == list(range(20))
     assert turns.total == 1000
@@ -131,7 +148,7 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
 async def test_of_the_logprobs_that_nobody_reads_the_most_are_dropped(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_client, "MAX_UNREAD_LOGPROBS", 60_000)
+    monkeypatch.setattr(scheduler_client, "MAX_UNREAD_LOGPROBS", 45_000)
     await accept_long_sequences(service)
     service.scheduler.automatic = False
     async with connect(service.address, window=0) as client:
