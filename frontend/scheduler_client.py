@@ -2,7 +2,8 @@
 
 The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
 wait and are resubmitted on the next one with the tokens they have, to go on from there. A token is
-identified by (request, offset): those already received are dropped, so none is repeated.
+identified by (request, offset): those already received are dropped, so none is repeated. What may
+have killed a scheduler is submitted to the next one only when that says so (`suspects`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from frontend.request import Request
 from frontend.scheduler_messages import (
     abort_message,
     finish_of,
+    is_orderly,
     logprob_rows,
     new_tokens,
+    stands_for_itself,
     submit_message,
+    suspects_message,
 )
+from frontend.suspects import Suspects
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
 from frontend.write_pacing import WritePacer
 from shared.channels import PLAINTEXT, Dialer
@@ -62,6 +67,10 @@ class SchedulerClient:
         self._dialer = dialer
         self._next_number = 1
         self._open: dict[int, TokenStream] = {}
+        self._withheld: set[int] = set()  # what the connected scheduler does not have; some ended
+        self._suspects = Suspects()
+        self._serving = True  # as far as the scheduler says
+        self._holding = False  # nothing is submitted: it tries another's suspect, or one of ours
         self._pacer = WritePacer()
         self._giving_up: asyncio.TimerHandle | None = None
         # Both None while there is no connection.
@@ -97,7 +106,11 @@ class SchedulerClient:
         for index in range(1, sampling.num_completions):
             streams.append(TokenStream(first + index, request, waiter, index))
         self._open.update((stream.number, stream) for stream in streams)
-        self._outgoing.put_nowait(submit_message(streams[0], n=sampling.n if sampling.n > 1 else 0))
+        if self._holding:
+            self._withheld.update(stream.number for stream in streams)
+        else:
+            n = sampling.n if sampling.n > 1 else 0
+            self._outgoing.put_nowait(submit_message(streams[0], n=n))
         return streams
 
     def close(self, stream: TokenStream) -> None:
@@ -137,10 +150,14 @@ class SchedulerClient:
                 if message.HasField("engine_info"):
                     await self._on_connected(message.engine_info, outgoing)
                 elif message.HasField("engine_state"):
-                    await self._on_ready(message.engine_state.serving)
+                    await self._on_serving(message.engine_state.serving, self._holding)
+                elif message.HasField("trial"):
+                    await self._on_trial(message.trial)
                 else:
                     self._on_step(message.step_output)
         except aio.AioRpcError as error:
+            if self._outgoing is outgoing and not is_orderly(error):
+                self._on_death()
             return f"{error.code().name}: {error.details()}"
         finally:
             call.cancel()
@@ -151,15 +168,65 @@ class SchedulerClient:
         log.info("connected to the scheduler", address=self._address, resubmitted=len(self._open))
         if self._giving_up is not None:
             self._giving_up.cancel()
-        for stream in self._open.values():
-            # Beams end together, so all of them are open: the first stands for all.
-            if not stream.request.sampling.beam_width or stream.index == 0:
-                outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._info, self._outgoing = info, outgoing
+        self._serving, self._holding = True, False
+        if losses := self._suspects.losses(self._open):
+            log.warning("schedulers died with requests", suspects=len(losses))
+            outgoing.put_nowait(suspects_message(losses))
+        self._withheld = set(self._open)
+        self._submit_rest(outgoing)
         await self._on_ready(True)
+
+    def _submit_rest(self, outgoing: Outgoing) -> None:
+        """Submits what was withheld, except suspects."""
+        suspects = {number for number in self._withheld if number in self._suspects}
+        for number in sorted(self._withheld - suspects):
+            stream = self._open.get(number)
+            if stream is not None and stands_for_itself(stream):
+                outgoing.put_nowait(submit_message(stream, resubmitted=True))
+        self._withheld = suspects
+
+    async def _on_serving(self, serving: bool, holding: bool) -> None:
+        before = self._serving and not self._holding
+        self._serving, self._holding = serving, holding
+        if (ready := serving and not holding) != before:
+            await self._on_ready(ready)
+
+    async def _on_trial(self, trial: pb.Trial) -> None:
+        outgoing, withdraws = self._outgoing, trial.hold and not trial.requests
+        assert outgoing is not None
+        on_trial, cleared = self._suspects.begin_trial(trial.requests, alone=trial.hold)
+        if withdraws:
+            self._withheld = set(self._open)
+        if withdraws or cleared:
+            outgoing.put_nowait(suspects_message(cleared=cleared, holding=withdraws))
+        for number in self._open.keys() & on_trial:
+            self._withheld.discard(number)
+            outgoing.put_nowait(submit_message(self._open[number], resubmitted=True))
+        self._clear_suspects()
+        if not trial.hold:
+            self._submit_rest(outgoing)
+        await self._on_serving(self._serving, trial.hold)
+
+    def _clear_suspects(self) -> None:
+        cleared = self._suspects.clear(self._open)
+        if cleared and self._outgoing is not None:
+            self._outgoing.put_nowait(suspects_message(cleared=cleared))
+
+    def _on_death(self) -> None:
+        """Counts the scheduler's death against the requests that it had."""
+        had = [s for n, s in self._open.items() if n not in self._withheld and stands_for_itself(s)]
+        if culprit := self._suspects.lost(self._open, had):
+            log.error(
+                "a request kills the scheduler whenever it is submitted",
+                request_id=culprit.request.request_id,
+            )
+            del self._open[culprit.number]
+            culprit.fail(InternalError("internal error"))
 
     async def _on_disconnected(self) -> None:
         self._info = self._outgoing = None
+        self._suspects.end_trial()
         self._giving_up = asyncio.get_running_loop().call_later(
             self._resume_timeout_s, self._give_up
         )
@@ -205,6 +272,8 @@ class SchedulerClient:
                     stream.fail(end)
         for stream in grown:
             stream.waiter.wake()
+        if self._suspects.on_trial:
+            self._clear_suspects()
 
     def _take_logprobs(self, rows: pb.LogprobRows) -> None:
         stream = self._open.get(rows.request)
