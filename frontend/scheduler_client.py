@@ -70,7 +70,7 @@ class SchedulerClient:
         self._withheld: set[int] = set()  # what the connected scheduler does not have; some ended
         self._suspects = Suspects()
         self._serving = True  # as far as the scheduler says
-        self._holding = False  # nothing is submitted: it tries another's suspect, or one of ours
+        self._holding = False  # nothing is submitted while the scheduler tries a suspect alone
         self._pacer = WritePacer()
         self._giving_up: asyncio.TimerHandle | None = None
         # Both None while there is no connection.
@@ -200,9 +200,9 @@ class SchedulerClient:
             self._withheld = set(self._open)
         if withdraws or cleared:
             outgoing.put_nowait(suspects_message(cleared=cleared, holding=withdraws))
-        for number in self._open.keys() & on_trial:
-            self._withheld.discard(number)
-            outgoing.put_nowait(submit_message(self._open[number], resubmitted=True))
+        for stream in filter(None, map(self._open.get, on_trial)):
+            self._withheld.discard(stream.number)
+            outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._clear_suspects()
         if not trial.hold:
             self._submit_rest(outgoing)

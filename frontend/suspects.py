@@ -1,12 +1,12 @@
 """Finds the requests that kill schedulers, by counting the deaths that each one was part of.
 
 A scheduler is lost for many reasons, and what it knew is lost with it. So its successor is given
-everything again, and what gets a token is no suspect any more. What was with two that died, and
-got nothing in between, is only named to the next one, which has it submitted on trial, in groups
-that are halved at each death (`scheduler_svc/trials.py`), down to the one that kills it alone.
+everything again, and what gets a few tokens is no suspect any more. What was with two that died, in
+a row, is only named to the next one, which has it submitted on trial, in groups that are halved at
+each death (`scheduler_svc/trials.py`), down to the one that kills it alone.
 
 With n suspects one culprit costs at most 3 + ceil(log2 n) schedulers, or 4 if it is the only one,
-and k culprits at most k times that; not counting those after which it had got tokens.
+and k culprits at most k times that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from frontend.token_stream import TokenStream
 
+# What gets that many tokens from one scheduler is not what kills it: fewer may be on their way to
+# the frontend when it dies, and be sent by the next.
+_MIN_PROGRESS = 4
 # A suspect was with that many schedulers that died, without getting any further, ...
 _MIN_LOSSES_OF_SUSPECTS = 2
 # ... a culprit with that many, ...
@@ -26,9 +29,9 @@ MIN_LOSSES_ALONE = 2
 
 @dataclass(slots=True)
 class _Record:
-    """The losses of a completion since it last got a token."""
+    """The losses of a completion since it last made progress."""
 
-    num_tokens: int  # that it had at the last one
+    num_tokens: int = 0  # that it had at the last loss
     losses: int = 0
     losses_alone: int = 0
 
@@ -40,7 +43,7 @@ class Suspects:
         self._records: dict[int, _Record] = {}
         self._untried: set[int] = set()
         self._on_trial: set[int] = set()
-        self._alone = False  # the one on trial
+        self._alone = False  # whether those on trial are one, with nothing else in the scheduler
 
     def __contains__(self, number: int) -> bool:
         return number in self._untried or number in self._on_trial
@@ -66,8 +69,9 @@ class Suspects:
         for stream in streams:
             number, num_tokens = stream.number, len(stream.tokens)
             record = self._records.get(number)
-            if record is None or num_tokens > record.num_tokens:
-                record = self._records[number] = _Record(num_tokens)
+            if record is None or num_tokens >= record.num_tokens + _MIN_PROGRESS:
+                record = self._records[number] = _Record()
+            record.num_tokens = num_tokens
             record.losses += 1
             record.losses_alone += self._alone and number in self._on_trial
             if record.losses >= _MIN_LOSSES_OF_SUSPECTS:
@@ -81,7 +85,7 @@ class Suspects:
         return None
 
     def end_trial(self) -> None:
-        """Takes note that the scheduler is gone; if nobody's fault, the trial did not count."""
+        """Takes note that the scheduler is gone. Unless it died, the trial does not count."""
         self._untried |= self._on_trial
         self._on_trial.clear()
 
@@ -98,11 +102,12 @@ class Suspects:
         return sorted(self._on_trial), cleared
 
     def clear(self, open_: Mapping[int, TokenStream]) -> list[int]:
-        """Takes off trial those that have got a token or ended, and returns them."""
+        """Takes off trial those that have made progress or ended, and returns them."""
         cleared = [
             number
             for number in sorted(self._on_trial)
-            if number not in open_ or len(open_[number].tokens) > self._records[number].num_tokens
+            if number not in open_
+            or len(open_[number].tokens) >= self._records[number].num_tokens + _MIN_PROGRESS
         ]
         self._on_trial.difference_update(cleared)
         return cleared

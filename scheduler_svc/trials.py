@@ -1,18 +1,18 @@
 """Tries requests that may have killed schedulers before this one: group testing (Dorfman 1943), of
 which each scheduler does one part and the frontends remember the result.
 
-Frontends count, per request, the schedulers that died with it and brought it no token, and from two
-on name it instead of submitting it. Those with the most were in the latest group to be tried: here
-they are tried in halves, one after the other, then those with fewer. Half of them is in the next
-death at most, and has one more than the rest. Other requests go on meanwhile.
+Frontends count, per request, the schedulers that died with it before it got any further, and from
+two on name it instead of submitting it. Those with the most losses were in the latest group to be
+tried: they are tried in halves, one after the other, then those with fewer. No more than half of
+them are in the next death, and then have one more than the rest. Other requests go on meanwhile.
 
 A suspect that is the only one of its half is tried alone: only such deaths convict. Everything else
 is withdrawn for as long, and each frontend confirms that it will submit nothing, so that whatever
 the scheduler then dies of, it is no other request.
 
-A suspect passes with its first token. It need not come soon: beams end together, prompts are long.
-So a trial lasts at most 2 ** n seconds for suspects of n losses: short when it is likely that they
-are innocent, and in the end long enough for any that are not.
+A suspect passes with its next few tokens. They need not come soon: beams end together, prompts are
+long. So a trial of suspects with n losses lasts at most 2 ** n seconds, and a minute: short while
+they are likely to be innocent, then long enough for any that are not.
 """
 
 from __future__ import annotations

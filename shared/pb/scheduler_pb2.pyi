@@ -302,9 +302,9 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Suspects(_message.Message):
-    """Suspects were with at least two schedulers in a row that died, and got no token in between. A
-    frontend names its own at the start of a stream, and submits none before a Trial says so. Later
-    it sends those `cleared` by a token, their end, or a Trial without them.
+    """Suspects were with at least two schedulers that died, and made no progress in between. A frontend
+    names its own at the start of a stream, and submits none before a Trial says so. Later it sends
+    those `cleared` by some tokens, their end, or a Trial without them; an Abort clears, too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -399,8 +399,8 @@ class Trial(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
     hold: _builtins.bool
-    """Nothing is submitted until a Trial without `hold`. If there is no request here, everything that
-    was submitted is withdrawn; if there is one, it is alone: all frontends have withdrawn theirs.
+    """Nothing else is submitted until a Trial without `hold`. With no request, everything that was
+    submitted is withdrawn; with one, that is alone: all frontends have withdrawn theirs.
     """
     @_builtins.property
     def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

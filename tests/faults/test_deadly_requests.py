@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from math import ceil, log2
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -20,41 +20,65 @@ from frontend.suspects import MIN_LOSSES
 from frontend.token_stream import TokenStream
 from shared.errors import InternalError
 from tests.fake_worker import FakeWorker, completion, start_worker
+from tests.faults.faulty import deadly_environment
 from tests.faults.faulty_scheduler.sitecustomize import FAILURE, READ, STEP, TOKEN
 from tests.stack import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
+WORKERS = 905
+POISON = np.array([WORKERS, 2], "<i4").tobytes()  # workers cannot compute these two
 
 
 class Engine:
     """A scheduler in a process of its own, with a worker that computes nothing, and the scheduler
     clients of frontends."""
 
-    def __init__(self, pid: int, worker: FakeWorker, deaths: Path, address: str) -> None:
+    def __init__(self, keeper: psutil.Process, worker: FakeWorker, deaths: Path) -> None:
         self.worker = worker
-        self.address = address
         self.clients: list[SchedulerClient] = []
-        self._keeper = psutil.Process(pid)
+        self._keeper = keeper
         self._deaths = deaths
+        self._tasks: list[asyncio.Task[None]] = []
+        self._connected: list[asyncio.Event] = []
 
     @property
     def num_deaths(self) -> int:
         """The schedulers that died of a request."""
         return self._deaths.stat().st_size
 
-    def kill(self) -> None:
-        for fork in self._keeper.children():
-            with suppress(psutil.NoSuchProcess):
-                fork.send_signal(signal.SIGKILL)
+    async def connect(self, address: str) -> None:
+        """Starts another client, and waits until it is ready."""
+        connected = asyncio.Event()
+
+        async def on_ready(serving: bool) -> None:
+            (connected.set if serving else connected.clear)()
+
+        client = SchedulerClient(address, on_ready)
+        self.clients.append(client)
+        self._connected.append(connected)
+        self._tasks.append(asyncio.create_task(client.run()))
+        await asyncio.wait_for(connected.wait(), WAIT_S)
+
+    async def kill(self) -> None:
+        """Kills the scheduler, and waits until all clients are connected to the next."""
+        (fork,) = self._keeper.children()
+        for connected in self._connected:
+            connected.clear()
+        fork.kill()
+        for connected in self._connected:
+            await asyncio.wait_for(connected.wait(), WAIT_S)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @asynccontextmanager
-async def engine_of(
-    directory: Path, frontends: int = 1, worker: FakeWorker | None = None
-) -> AsyncIterator[Engine]:
-    worker = worker or FakeWorker(num_blocks=256)
+async def engine_of(directory: Path, frontends: int) -> AsyncIterator[Engine]:
+    worker = FakeWorker(num_blocks=256)
     server, worker_address = await start_worker(worker)
     address, deaths = f"unix:{directory}/s", directory / "deaths"
     deaths.touch()
@@ -62,30 +86,15 @@ async def engine_of(
         *(sys.executable, "-m", "scheduler_svc", f"--scheduler-address={address}"),
         *(f"--worker-addresses={worker_address}", "--max-num-seqs=8"),
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'tests/faults/faulty_scheduler'}:{ROOT}",
-            "SCHEDULER_FAULT": str(deaths),
-        },
+        env={**os.environ, **deadly_environment(deaths)},
     )
-    engine = Engine(process.pid, worker, deaths, address)
-    tasks = []
+    engine = Engine(psutil.Process(process.pid), worker, deaths)
     try:
         for _ in range(frontends):
-            ready = asyncio.Event()
-
-            async def on_ready(serving: bool, ready: asyncio.Event = ready) -> None:
-                if serving:
-                    ready.set()
-
-            engine.clients.append(SchedulerClient(address, on_ready))
-            tasks.append(asyncio.create_task(engine.clients[-1].run()))
-            await asyncio.wait_for(ready.wait(), WAIT_S)
+            await engine.connect(address)
         yield engine
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.close()
         process.terminate()
         await process.wait()
         await server.stop(None)
@@ -131,11 +140,34 @@ async def assert_found(engine: Engine, deadly: Sequence[int], num_innocents: int
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
-@pytest.mark.parametrize("kind", [READ, STEP, TOKEN, FAILURE])
-async def test_a_deadly_request_is_found(tmp_path: Path, kind: int, frontends: int) -> None:
+async def test_a_deadly_request_is_found(tmp_path: Path, frontends: int) -> None:
     async with engine_of(tmp_path, frontends) as engine:
-        await assert_found(engine, [kind], num_innocents=11)
-        # After a death that it had got tokens before, it has to die as often as any other.
-        progress = 2 if kind == TOKEN else 0
-        assert engine.num_deaths <= MIN_LOSSES + ceil(log2(12)) + progress
+        for kind in (READ, STEP, TOKEN, FAILURE):
+            before = engine.num_deaths
+            await assert_found(engine, [kind], num_innocents=11)
+            assert engine.num_deaths - before <= MIN_LOSSES + ceil(log2(12)), kind
         await assert_found(engine, [], num_innocents=3)
+
+
+async def test_several_are_found_and_one_that_kills_workers(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, frontends=2) as engine:
+        engine.worker.fails = lambda step: POISON in step.input_ids
+        await assert_found(engine, [READ, WORKERS, TOKEN], num_innocents=9)
+        assert engine.num_deaths <= 2 * (MIN_LOSSES + ceil(log2(12)))
+
+
+async def test_schedulers_killed_in_a_row_convict_nobody(tmp_path: Path) -> None:
+    """Not even while nothing makes progress, so that everything is a suspect."""
+    async with engine_of(tmp_path, frontends=2) as engine:
+        engine.worker.gate.clear()
+        prompts = [[7, number] for number in range(8)]
+        streams = [(submit(engine.clients[i % 2], each), each) for i, each in enumerate(prompts)]
+        for _ in range(5):
+            await engine.worker.step_arrived.wait()
+            engine.worker.step_arrived.clear()
+            await engine.kill()
+        engine.worker.gate.set()
+        for number, (stream, prompt) in enumerate(streams):
+            assert await ends(stream, engine.clients[number % 2]) is None
+            assert list(stream.tokens) == completion(prompt, 60)
+        assert not engine.num_deaths
