@@ -2,7 +2,8 @@
 
 The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
 wait and are resubmitted on the next one with the tokens they have, to go on from there. A token is
-identified by (request, offset): those already received are dropped, so none is repeated.
+identified by (request, offset): those already received are dropped, so none is repeated. What may
+have killed a scheduler is submitted to the next one only when that says so (`suspects`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from frontend.request import Request
 from frontend.scheduler_messages import (
     abort_message,
     finish_of,
+    is_orderly,
     logprob_rows,
     new_tokens,
+    stands_for_itself,
     submit_message,
+    suspects_message,
 )
+from frontend.suspects import Suspects
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
 from frontend.write_pacing import WritePacer
 from shared.channels import PLAINTEXT, Dialer
@@ -68,6 +73,10 @@ class SchedulerClient:
         self._dialer = dialer
         self._next_number = 1
         self._open: dict[int, TokenStream] = {}
+        self._withheld: set[int] = set()  # what the connected scheduler does not have; some ended
+        self._suspects = Suspects()
+        self._serving = True  # as far as the scheduler says
+        self._holding = False  # nothing is submitted while the scheduler tries a suspect alone
         self._pacer = WritePacer()
         self._scored: WeakSet[TokenStream] = WeakSet()  # until their calls end
         self._num_unread = 0  # log-probabilities that have come since they were last counted
@@ -107,7 +116,11 @@ class SchedulerClient:
         self._open.update((stream.number, stream) for stream in streams)
         if sampling.logprobs is not None:
             self._scored.update(streams)
-        self._outgoing.put_nowait(submit_message(streams[0], n=sampling.n if sampling.n > 1 else 0))
+        if self._holding:
+            self._withheld.update(stream.number for stream in streams)
+        else:
+            n = sampling.n if sampling.n > 1 else 0
+            self._outgoing.put_nowait(submit_message(streams[0], n=n))
         return streams
 
     def close(self, stream: TokenStream) -> None:
@@ -147,11 +160,15 @@ class SchedulerClient:
                 if message.HasField("engine_info"):
                     await self._on_connected(message.engine_info, outgoing)
                 elif message.HasField("engine_state"):
-                    await self._on_ready(message.engine_state.serving)
+                    await self._on_serving(message.engine_state.serving, self._holding)
+                elif message.HasField("trial"):
+                    await self._on_trial(message.trial)
                 else:
                     await self._take_all_logprobs(message.step_output)
                     self._on_step(message.step_output)
         except aio.AioRpcError as error:
+            if self._outgoing is outgoing and not is_orderly(error):
+                self._on_death()
             return f"{error.code().name}: {error.details()}"
         finally:
             call.cancel()
@@ -162,19 +179,67 @@ class SchedulerClient:
         log.info("connected to the scheduler", address=self._address, resubmitted=len(self._open))
         if self._giving_up is not None:
             self._giving_up.cancel()
-        for number, stream in enumerate(list(self._open.values()), start=1):
-            if number % _SUBMISSIONS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            if stream.number not in self._open:
-                continue  # closed meanwhile
-            # Beams end together, so all of them are open: the first stands for all.
-            if not stream.request.sampling.beam_width or stream.index == 0:
-                outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._info, self._outgoing = info, outgoing
+        self._serving, self._holding = True, False
+        if losses := self._suspects.losses(self._open):
+            log.warning("schedulers died with requests", suspects=len(losses))
+            outgoing.put_nowait(suspects_message(losses))
+        self._withheld = set(self._open)
+        await self._submit_rest(outgoing)
         await self._on_ready(True)
+
+    async def _submit_rest(self, outgoing: Outgoing) -> None:
+        """Submits what was withheld, except suspects."""
+        suspects = {number for number in self._withheld if number in self._suspects}
+        rest, self._withheld = sorted(self._withheld - suspects), suspects
+        for place, number in enumerate(rest, start=1):
+            if place % _SUBMISSIONS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            stream = self._open.get(number)  # if it is not closed meanwhile
+            if stream is not None and stands_for_itself(stream):
+                outgoing.put_nowait(submit_message(stream, resubmitted=True))
+
+    async def _on_serving(self, serving: bool, holding: bool) -> None:
+        before = self._serving and not self._holding
+        self._serving, self._holding = serving, holding
+        if (ready := serving and not holding) != before:
+            await self._on_ready(ready)
+
+    async def _on_trial(self, trial: pb.Trial) -> None:
+        outgoing, withdraws = self._outgoing, trial.hold and not trial.requests
+        assert outgoing is not None
+        on_trial, cleared = self._suspects.begin_trial(trial.requests, alone=trial.hold)
+        if withdraws:
+            self._withheld = set(self._open)
+        if withdraws or cleared:
+            outgoing.put_nowait(suspects_message(cleared=cleared, holding=withdraws))
+        for stream in filter(None, map(self._open.get, on_trial)):
+            self._withheld.discard(stream.number)
+            outgoing.put_nowait(submit_message(stream, resubmitted=True))
+        self._clear_suspects()
+        if not trial.hold:
+            await self._submit_rest(outgoing)
+        await self._on_serving(self._serving, trial.hold)
+
+    def _clear_suspects(self) -> None:
+        cleared = self._suspects.clear(self._open)
+        if cleared and self._outgoing is not None:
+            self._outgoing.put_nowait(suspects_message(cleared=cleared))
+
+    def _on_death(self) -> None:
+        """Counts the scheduler's death against the requests that it had."""
+        had = [s for n, s in self._open.items() if n not in self._withheld and stands_for_itself(s)]
+        if culprit := self._suspects.lost(self._open, had):
+            log.error(
+                "a request kills the scheduler whenever it is submitted",
+                request_id=culprit.request.request_id,
+            )
+            del self._open[culprit.number]
+            culprit.fail(InternalError("internal error"))
 
     async def _on_disconnected(self) -> None:
         self._info = self._outgoing = None
+        self._suspects.end_trial()
         self._giving_up = asyncio.get_running_loop().call_later(
             self._resume_timeout_s, self._give_up
         )
@@ -218,6 +283,8 @@ class SchedulerClient:
                     stream.fail(end)
         for stream in grown:
             stream.waiter.wake()
+        if self._suspects.on_trial:
+            self._clear_suspects()
 
     async def _take_all_logprobs(self, output: pb.StepOutput) -> None:
         """Files a step's log-probabilities before its tokens, so that none is without, a few at a

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import structlog
+from grpc import StatusCode, aio
 
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind
@@ -112,9 +114,36 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
     return pb.Grammar(kind=_GRAMMAR_KINDS[grammar.kind], text=grammar.text)
 
 
+def stands_for_itself(stream: TokenStream) -> bool:
+    """Whether a completion is submitted on its own. Beams end together, so that all of them are
+    open: the first stands for all."""
+    return not stream.request.sampling.beam_width or stream.index == 0
+
+
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
     """Has the scheduler drop a completion."""
     return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
+
+
+def suspects_message(
+    losses: Mapping[int, int] = MappingProxyType({}),
+    cleared: Sequence[int] = (),
+    *,
+    holding: bool = False,
+) -> pb.FrontendMessage:
+    """Names suspects, by number, with their losses, and those that are none any more."""
+    suspects = [pb.Suspect(request=number, losses=count) for number, count in losses.items()]
+    return pb.FrontendMessage(
+        suspects=pb.Suspects(suspects=suspects, cleared=cleared, holding=holding)
+    )
+
+
+def is_orderly(error: aio.AioRpcError) -> bool:
+    """Whether the scheduler itself ended the stream and asked for another: its death cannot."""
+    trailer = error.trailing_metadata() or ()
+    return error.code() is StatusCode.UNAVAILABLE and any(
+        key == "grpc-status-details-bin" for key, _ in trailer
+    )
 
 
 def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:

@@ -38,7 +38,12 @@ async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None
     add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.scheduler_address)
     engine = asyncio.create_task(_run_engine(settings, server, servicer))
-    engine.add_done_callback(lambda _: server.stop())  # it only ends by failing
+
+    def on_failed(_: object) -> None:  # it only ends by failing
+        servicer.fail()
+        server.stop()
+
+    engine.add_done_callback(on_failed)
     try:
         await server.wait()
         if engine.done():
@@ -97,9 +102,7 @@ async def _run_engine(
             max_waiting=limits.max_waiting,
             tensor_parallel_size=len(settings.worker_addresses),
         )
-        servicer.set_engine(engine, info)
-        await server.set_serving(True)
-        await engine.run()
+        await asyncio.gather(servicer.run(engine, info), server.set_serving(True), engine.run())
     finally:
         await workers.close()
 

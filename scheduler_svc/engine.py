@@ -92,6 +92,7 @@ class Engine:
         self._last_answer = 0.0
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
+        self._at_rest = asyncio.Event()
         self._suspects: Suspects[Sequence] = Suspects()
         self._trying = False
         self._watching: asyncio.Future[str] | None = None
@@ -142,6 +143,10 @@ class Engine:
         self.wake()
         return limit is not None and len(keys) > limit
 
+    async def rest(self) -> None:
+        """Returns once there is nothing to do and no step is in flight."""
+        await self._at_rest.wait()
+
     async def run(self) -> None:
         """Runs until cancelled."""
         self._watch()
@@ -173,7 +178,9 @@ class Engine:
             self._in_flight.append((step, self.clock()))  # first: if it cannot be sent, it failed
             await self._executor.send(step)
         if not self._in_flight:
+            self._at_rest.set()
             await self._wake.wait()
+            self._at_rest.clear()
         elif await self._answered():
             assert self._answer is not None
             answer, self._answer = self._answer.result(), None

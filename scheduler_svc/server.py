@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
 
 import structlog
 from grpc import aio
@@ -14,7 +15,8 @@ from scheduler_svc.edge.frontend_messages import read_sequence, step_output
 from scheduler_svc.engine import Engine
 from scheduler_svc.sequence import SequenceKey
 from scheduler_svc.step import Output
-from shared.errors import UnavailableError
+from scheduler_svc.trials import Trials
+from shared.errors import InternalError, UnavailableError
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 
@@ -25,6 +27,8 @@ _MAX_UNREAD = 1 << 18
 # What one turn of the event loop may do.
 _OUTPUTS_AT_ONCE = 4096
 _ABORTS_AT_ONCE = 64
+# With a status that says when to retry, a frontend knows that this process has not died.
+_AT_ONCE = 0.0
 
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
@@ -37,11 +41,17 @@ class Connection:
     def __init__(self) -> None:
         self._outputs: list[Output] = []
         self._serving = self._told = True  # what is, and what the frontend knows
+        self._trials: list[scheduler_pb2.Trial] = []
         self._news = asyncio.Event()
         self.overflow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def set_serving(self, serving: bool) -> None:
         self._serving = serving
+        self._news.set()
+
+    def tell(self, requests: Seq[int], hold: bool) -> None:
+        """Sends a Trial."""
+        self._trials.append(scheduler_pb2.Trial(requests=requests, hold=hold))
         self._news.set()
 
     def add(self, output: Output) -> None:
@@ -63,6 +73,9 @@ class Connection:
                 self._told = self._serving
                 state = scheduler_pb2.EngineState(serving=self._told)
                 await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
+            trials, self._trials = self._trials, []
+            for trial in trials:
+                await context.write(scheduler_pb2.SchedulerMessage(trial=trial))
             if self._outputs:
                 outputs = self._outputs[:_OUTPUTS_AT_ONCE]
                 del self._outputs[:_OUTPUTS_AT_ONCE]
@@ -77,16 +90,24 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
+        self._trials: Trials | None = None
+        self._failed = False
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
         self._serving = True
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count()
 
-    def set_engine(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
-        """Starts answering frontends, whose streams wait until then."""
-        self._engine, self._info = engine, info
+    async def run(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
+        """Answers frontends, whose streams wait until then, and tries their suspects. Runs until
+        cancelled."""
+        self._engine, self._info, self._trials = engine, info, Trials(engine)
         self._ready.set()
+        await self._trials.run()
+
+    def fail(self) -> None:
+        """Has streams end as if the process had died: it does, for want of an engine."""
+        self._failed = True
 
     def set_serving(self, serving: bool) -> None:
         """Tells all frontends whether requests wait for workers."""
@@ -106,37 +127,46 @@ class SchedulerServicer(SchedulerServiceServicer):
         request_iterator: AsyncIterator[scheduler_pb2.FrontendMessage],
         context: Context,
     ) -> None:
-        engine = await self._started_engine()
-        await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
+        engine, trials = await self._started_engine()
         number = next(self._numbers)
-        connection = self._connections[number] = Connection()
+        connection = Connection()
+        await trials.join(number, connection.tell)
+        self._connections[number] = connection
         connection.set_serving(self._serving)
-        reader = asyncio.create_task(_read(number, request_iterator, engine))
-        writer = asyncio.create_task(connection.write_to(context))
+        tasks: list[asyncio.Task[None]] = []
         log.info("frontend connected", connection=number)
         try:
-            ends = (reader, writer, connection.overflow)
+            await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
+            reader = asyncio.create_task(_read(number, request_iterator, engine, trials))
+            tasks += reader, asyncio.create_task(connection.write_to(context))
+            ends = (*tasks, connection.overflow)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if self._failed:
+                raise InternalError("internal error") from None
+            raise UnavailableError("this scheduler is stopping", _AT_ONCE) from None
         finally:
             del self._connections[number]
+            trials.leave(number)
             more = True
             while more:
                 more = engine.abort_connection(number, _ABORTS_AT_ONCE)
                 await asyncio.sleep(0)  # others' steps go on
             log.info("frontend gone", connection=number)
-            reader.cancel()
-            writer.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if connection.overflow.done():
             # It keeps what it has, and submits the rest again once it reads this.
-            raise UnavailableError(f"more than {_MAX_UNREAD} outputs were not read: connect again")
+            message = f"more than {_MAX_UNREAD} outputs were not read: connect again"
+            raise UnavailableError(message, _AT_ONCE)
         if not reader.cancelled():
             reader.result()
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object
     ) -> scheduler_pb2.GetLoadResponse:
-        engine = await self._started_engine()
+        engine, _ = await self._started_engine()
         scheduler, blocks, now = engine.scheduler, engine.scheduler.blocks, engine.clock()
         return scheduler_pb2.GetLoadResponse(
             waiting=scheduler.num_waiting,
@@ -153,14 +183,18 @@ class SchedulerServicer(SchedulerServiceServicer):
             **dataclasses.asdict(scheduler.stats),
         )
 
-    async def _started_engine(self) -> Engine:
+    async def _started_engine(self) -> tuple[Engine, Trials]:
         await self._ready.wait()
         assert self._engine is not None
-        return self._engine
+        assert self._trials is not None
+        return self._engine, self._trials
 
 
 async def _read(
-    number: int, messages: AsyncIterator[scheduler_pb2.FrontendMessage], engine: Engine
+    number: int,
+    messages: AsyncIterator[scheduler_pb2.FrontendMessage],
+    engine: Engine,
+    trials: Trials,
 ) -> None:
     """Handles a frontend's messages until it sends no more."""
     async for message in messages:
@@ -169,3 +203,8 @@ async def _read(
             engine.submit(seq, message.submit.n or 1)
         elif message.HasField("abort"):
             engine.abort(SequenceKey(number, message.abort.request))
+            trials.hear(number, {}, [message.abort.request])
+        elif message.HasField("suspects"):
+            news = message.suspects
+            losses = {each.request: each.losses for each in news.suspects}
+            trials.hear(number, losses, news.cleared, holding=news.holding)

@@ -1,4 +1,5 @@
-"""A stack whose workers cannot run a certain step; see `faulty_worker/sitecustomize.py`."""
+"""Stacks whose workers cannot run a certain step, or whose schedulers die of certain requests; see
+`faulty_worker/sitecustomize.py` and `faulty_scheduler/sitecustomize.py`."""
 
 from __future__ import annotations
 
@@ -27,6 +28,13 @@ def faulty_environment(fault: str) -> dict[str, str]:
     """The variables for faulty workers; `fault` is the value of WORKER_FAULT."""
     path = f"{Path(__file__).parent / 'faulty_worker'}:{ROOT}"
     return {"PYTHONPATH": path, "WORKER_FAULT": fault}
+
+
+def deadly_environment(deaths: Path) -> dict[str, str]:
+    """The variables for schedulers that die of some requests, which `faulty_scheduler` lists;
+    `deaths` is a file that gets longer with each."""
+    path = f"{Path(__file__).parent / 'faulty_scheduler'}:{ROOT}"
+    return {"PYTHONPATH": path, "SCHEDULER_FAULT": str(deaths)}
 
 
 @contextmanager

@@ -1,14 +1,26 @@
-"""A request that kills the worker every time it is computed ends alone."""
+"""A request that kills a worker or the scheduler every time ends alone."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.faults.faulty import faulty_stack, request
-from tests.faults.streams import assert_undamaged, open_streams, undisturbed
+from tests.faults.faulty import deadly_environment, faulty_stack, request
+from tests.faults.faulty_scheduler.sitecustomize import TOKEN
+from tests.faults.streams import OpenStreams, assert_undamaged, open_streams, undisturbed
+from tests.stack import running_stack
 
 pytestmark = pytest.mark.timeout(900)
+
+
+def assert_internal_error(streams: OpenStreams, name: str) -> None:
+    streams.wait_until(lambda: name not in streams.open)
+    error = streams.errors[name]
+    assert isinstance(error, grpc.Call)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == "internal error"
 
 
 def test_a_poisoned_request_ends_and_the_others_go_on() -> None:
@@ -19,12 +31,28 @@ def test_a_poisoned_request_ends_and_the_others_go_on() -> None:
         with open_streams(stack.address, healthy) as streams:
             streams.wait_for_tokens(20, *healthy)
             with open_streams(stack.address, poisoned) as dying:
-                dying.wait_until(lambda: not dying.open)
-                error = dying.errors["poisoned"]
-                assert isinstance(error, grpc.Call)
-                assert error.code() is grpc.StatusCode.INTERNAL
-                assert error.details() == "internal error"
+                assert_internal_error(dying, "poisoned")
             assert_undamaged(streams.wait_ended(), expected)
+        assert_undamaged(undisturbed(stack.address, healthy), expected)
+        stack.wait_serving()
+        stack.wait_idle()
+
+
+def test_a_request_that_kills_the_scheduler_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    """Schedulers that are killed at the same time, for no reason that lies in a request, neither
+    hide it nor cost another its answer."""
+    deaths = tmp_path / "deaths"
+    healthy = {f"{n}": request(n) for n in range(10, 18)}
+    with running_stack(deadly_environment(deaths), frontends=2, kv_blocks=512) as stack:
+        expected = undisturbed(stack.address, healthy)
+        with open_streams(stack.address, healthy) as streams:
+            streams.wait_for_tokens(20, *healthy)
+            with open_streams(stack.address, {"deadly": request(TOKEN)}) as dying:
+                stack.wait_replaced("scheduler", 0, stack.kill("scheduler"))
+                stack.kill("scheduler")
+                assert_internal_error(dying, "deadly")
+            assert_undamaged(streams.wait_ended(), expected)
+        assert deaths.stat().st_size <= 3 + 4  # of nine requests
         assert_undamaged(undisturbed(stack.address, healthy), expected)
         stack.wait_serving()
         stack.wait_idle()

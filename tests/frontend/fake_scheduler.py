@@ -73,6 +73,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.ready.set()
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
+        self.suspects: asyncio.Queue[pb.Suspects] = asyncio.Queue()
         self._connection: Connection | None = None
         self._server: aio.Server | None = None
 
@@ -157,6 +158,9 @@ class FakeScheduler(SchedulerServiceServicer):
             if message.HasField("abort"):
                 connection.live.pop(message.abort.request, None)
                 self.aborts.put_nowait(message.abort.request)
+                continue
+            if message.HasField("suspects"):
+                self.suspects.put_nowait(message.suspects)
                 continue
             submit = message.submit
             prompt = np.frombuffer(submit.prompt_ids, "<i4").tolist()

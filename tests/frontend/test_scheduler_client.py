@@ -479,3 +479,30 @@ async def test_not_ready_while_the_engine_waits_for_workers(
         scheduler.connection.outbox.put_nowait(state)
         assert await connected.readiness.get() is serving
         assert await rest(submit_one(connected.client, request()))  # accepted all the same
+
+
+async def test_everything_is_withdrawn_while_another_request_is_tried(
+    connected: Connected, scheduler: FakeScheduler
+) -> None:
+    scheduler.automatic = False
+    before = submit_one(connected.client, request(max_tokens=2))
+    await scheduler.submits.get()
+    tell(scheduler, hold=True)
+    assert (await scheduler.suspects.get()).holding
+    assert await connected.readiness.get() is False
+    during = submit_one(connected.client, request(max_tokens=1))
+    gone = submit_one(connected.client, request())
+    connected.client.close(gone)
+    tell(scheduler)
+    assert await connected.readiness.get() is True
+    again = [await scheduler.submits.get() for _ in range(2)]
+    assert [each.request for each in again] == [before.number, during.number]
+    for _ in range(2):
+        scheduler.step()
+    assert await rest(before) == [11, 12]
+    assert await rest(during) == [11]
+
+
+def tell(scheduler: FakeScheduler, *requests: int, hold: bool = False) -> None:
+    trial = pb.SchedulerMessage(trial=pb.Trial(requests=requests, hold=hold))
+    scheduler.connection.outbox.put_nowait(trial)

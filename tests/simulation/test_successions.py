@@ -1,0 +1,130 @@
+"""Requests that kill schedulers, in many simulated worlds."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from math import ceil, log2
+from random import Random
+from typing import Any
+
+import pytest
+
+from frontend.scheduler_client import SchedulerClient
+from frontend.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
+from frontend.token_stream import TokenStream
+from shared.errors import InternalError
+from tests.oracle import completion
+from tests.simulation import virtual_time
+from tests.simulation.successions import (
+    DEADLY,
+    DEADLY_TOKEN,
+    READ,
+    STEP,
+    TOKEN,
+    WORKERS,
+    World,
+    ends,
+    submit,
+)
+
+_SEEDS = 60
+_MAX_S = 2000.0  # of virtual time
+
+
+def seeds() -> range:
+    first = secrets.randbits(32)
+    print(f"seeds from {first} on")
+    return range(first, first + _SEEDS)
+
+
+def bound(num_requests: int) -> int:
+    """The schedulers that one culprit among so many requests costs at most."""
+    return max(MIN_LOSSES + ceil(log2(num_requests)), 2 + MIN_LOSSES_ALONE)
+
+
+async def play(
+    rng: Random, prompts: list[list[int]], *, frontends: int, window_s: float = 0.0, kills: int = 0
+) -> tuple[int, int]:
+    """Submits requests at random times, kills and restarts schedulers at others, and checks every
+    end. Returns how many schedulers died of requests, and how many innocents were convicted."""
+    world = World(rng, frontends)
+    loop = asyncio.get_running_loop()
+    for _ in range(kills):
+        loop.call_later(rng.uniform(0, window_s + 3), rng.choice([world.kill, world.restart]))
+
+    async def one(prompt: list[int]) -> tuple[list[int], TokenStream, bool]:
+        client: SchedulerClient = rng.choice(world.clients)
+        await asyncio.sleep(rng.uniform(0, window_s))
+        stream = await submit(client, prompt, max_tokens=rng.choice([1, 8, 20]))
+        leaves = prompt[0] not in DEADLY and rng.random() < 0.1
+        if leaves:
+            await asyncio.sleep(rng.uniform(0, 5))
+            client.close(stream)
+        else:
+            await ends(client, stream)
+        return prompt, stream, leaves
+
+    async with asyncio.timeout(_MAX_S):
+        found = await asyncio.gather(*map(one, prompts))
+    await world.close()
+    wronged = 0
+    for prompt, stream, leaves in found:
+        if prompt[0] in (*DEADLY, WORKERS) and not leaves:
+            if prompt[0] == TOKEN and stream.request.sampling.max_tokens < DEADLY_TOKEN:
+                continue
+            assert isinstance(stream.error, InternalError), prompt
+        elif not leaves:
+            wronged += stream.error is not None
+        expected = completion(prompt, stream.request.sampling.max_tokens)
+        assert list(stream.tokens) == expected[: len(stream.tokens)]
+        assert leaves or stream.error or list(stream.tokens) == expected
+    return world.deaths, wronged
+
+
+def run(rng: Random, prompts: list[list[int]], **options: Any) -> tuple[int, int]:
+    return virtual_time.run(play(rng, prompts, frontends=rng.randint(1, 3), **options))
+
+
+def innocents(count: int) -> list[list[int]]:
+    return [[7, number] for number in range(count)]
+
+
+@pytest.mark.parametrize(("kind", "extra"), [(READ, 0), (STEP, 0), (TOKEN, DEADLY_TOKEN)])
+def test_one_culprit_costs_a_logarithm_of_schedulers(kind: int, extra: int) -> None:
+    """`extra`: tokens on their way may be lost with a scheduler, and come from the next."""
+    for seed in seeds():
+        rng = Random(seed)
+        prompts = [*innocents(rng.choice([0, 1, 2, 7, 30])), [kind, 1]]
+        deaths, wronged = run(rng, prompts)
+        assert not wronged, seed
+        assert deaths <= bound(len(prompts)) + extra, seed
+
+
+def test_many_culprits_cost_as_often_as_much() -> None:
+    for seed in seeds():
+        rng = Random(seed)
+        count = rng.randint(2, 4)
+        prompts = innocents(20) + [[rng.choice((READ, STEP)), i] for i in range(count)]
+        deaths, wronged = run(rng, prompts)
+        assert not wronged, seed
+        assert deaths <= count * bound(len(prompts)), seed
+
+
+def test_requests_that_kill_anything_at_any_time_end_alone() -> None:
+    """Those that kill workers are among them, and a scheduler that one request is not to blame
+    for; one such death is too few to convict anything that was tried then."""
+    for seed in seeds():
+        rng = Random(seed)
+        kinds = [rng.choice((*DEADLY, WORKERS)) for _ in range(rng.randint(1, 5))]
+        prompts = innocents(rng.choice([3, 20])) + [[kind, i] for i, kind in enumerate(kinds)]
+        _, wronged = run(rng, prompts, window_s=rng.choice([0.5, 5.0]), kills=1)
+        assert not wronged, seed
+
+
+def test_schedulers_that_die_of_nothing_convict_nothing() -> None:
+    for seed in seeds():
+        rng = Random(seed)
+        deaths, wronged = run(rng, innocents(20), window_s=5.0, kills=rng.randint(5, 15))
+        assert not deaths
+        assert not wronged, seed
