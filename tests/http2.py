@@ -81,6 +81,7 @@ class RawConnection:
         self._reader = reader
         self._writer = writer
         self._next_stream = 1
+        self._reading: asyncio.Task[None] | None = None
         self.received: Counter[str] = Counter()
         self.received_bytes = 0
 
@@ -106,8 +107,24 @@ class RawConnection:
         headers = call_headers(self._authority, path, metadata)
         return stream, frame(HEADERS, headers, flags, stream)
 
-    async def read(self) -> None:
-        """Reads frames until the server closes."""
+    def start_reading(self) -> None:
+        """Reads what the server sends, in the background."""
+        self._reading = asyncio.create_task(self._read())
+
+    async def ended(self) -> None:
+        """Waits until the server closes; it must be being read."""
+        assert self._reading is not None
+        await asyncio.shield(self._reading)
+
+    async def leave(self) -> None:
+        """Resets the connection, without a farewell."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._writer.transport.abort()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+    async def _read(self) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = await self._reader.readexactly(_HEADER_BYTES)
@@ -137,17 +154,14 @@ async def raw_connection(
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     connection = RawConnection(address, reader, writer)
-    reading = asyncio.ensure_future(connection.read()) if reads else None
+    if reads:
+        connection.start_reading()
     try:
         if preface:
             await connection.send(PREFACE, *_window_frames(window))
         yield connection
     finally:
-        if reading is not None:
-            reading.cancel()
-        writer.transport.abort()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+        await connection.leave()
 
 
 def _window_frames(window: int | None) -> list[bytes]:

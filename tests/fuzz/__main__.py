@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from frontend.event_loop import EventLoop
+from tests.fuzz.corpus import save_case
 from tests.fuzz.run import SERVICES, fuzz_service
 
 
@@ -41,6 +42,8 @@ async def _fuzz(services: Sequence[str], count: int, seed: int) -> int:
         print(f"  {tally.summary()}", flush=True)
         for problem in tally.problems:
             print(f"  {problem}")
+        for what, case in tally.harmful:
+            print(f"  kept in {save_case(service, case, what)}")
         num_problems += len(tally.problems)
     print(f"{num_problems} problems")
     return 1 if num_problems else 0
