@@ -149,8 +149,8 @@ class Stream:
 
 
 async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends the corpus, then `count` messages on many streams. A valid frontend is served alongside,
-    and must get what it gets alone; nothing may be left in the end."""
+    """Sends the corpus, then `count` messages on many streams. A valid frontend is served
+    alongside, and must get what it gets alone; nothing may be left in the end."""
     tally = Tally()
     rng = random.Random(seed)
     messages = draw_messages(pb.FrontendMessage, EXAMPLES, count, seed)

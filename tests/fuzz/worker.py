@@ -95,8 +95,8 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
 
 
 async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends `count` messages, most of them steps, and the corpus. After every few, a valid step must
-    get the same tokens as at first."""
+    """Sends `count` messages, most of them steps, and the corpus. After every few, a valid step
+    must get the same tokens as at first."""
     tally = Tally()
     messages = _messages(count, seed)
     await target.configure()
