@@ -70,20 +70,23 @@ def message(body: bytes) -> bytes:
 class RawConnection:
     """A connection on which any frame can be sent.
 
-    `received` counts the frames that came, by kind, and `received_bytes` those of their payloads.
-    SETTINGS and PING are acknowledged, as the server closes the connection otherwise.
+    `received` counts the frames that came, by kind. SETTINGS and PING are acknowledged, as the
+    server closes the connection otherwise.
     """
 
     def __init__(
-        self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        address: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        received: Counter[str],
     ) -> None:
         self._authority = address
         self._reader = reader
         self._writer = writer
         self._next_stream = 1
         self._reading: asyncio.Task[None] | None = None
-        self.received: Counter[str] = Counter()
-        self.received_bytes = 0
+        self.received = received
 
     @property
     def closed(self) -> bool:
@@ -94,6 +97,8 @@ class RawConnection:
 
         Blocks while the server does not read.
         """
+        if self.closed:
+            return
         with suppress(ConnectionError):
             self._writer.write(b"".join(frames))
             await self._writer.drain()
@@ -131,14 +136,18 @@ class RawConnection:
                 payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
                 kind, flags = head[3], head[4]
                 self.received[_NAMES.get(kind, "other")] += 1
-                self.received_bytes += len(payload)
                 if kind in (SETTINGS, PING) and not flags & ACK:
                     await self.send(frame(kind, payload if kind == PING else b"", ACK))
 
 
 @asynccontextmanager
 async def raw_connection(
-    address: str, *, window: int | None = None, reads: bool = True, preface: bool = True
+    address: str,
+    *,
+    window: int | None = None,
+    reads: bool = True,
+    preface: bool = True,
+    received: Counter[str] | None = None,
 ) -> AsyncIterator[RawConnection]:
     """Connects to `host:port` or `unix:path`, and leaves without a farewell.
 
@@ -147,13 +156,15 @@ async def raw_connection(
             more than the protocol's 65,535; None: these.
         reads: whether what the server sends is read, in the background.
         preface: whether the connection begins as HTTP/2 asks for.
+        received: counts the frames that came; may be shared.
     """
     if address.startswith("unix:"):
         reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
     else:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    connection = RawConnection(address, reader, writer)
+    received = Counter() if received is None else received
+    connection = RawConnection(address, reader, writer, received)
     if reads:
         connection.start_reading()
     try:

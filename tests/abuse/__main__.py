@@ -17,7 +17,7 @@ _WIDTH = 210  # of the table, in columns
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.abuse")
     parser.add_argument("--attack", nargs="+", choices=[*ATTACKS], help="all by default")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each window")
     parser.add_argument("--rounds", type=int, default=3, help="of each attack")
     parser.add_argument("--anonymous", action="store_true", help="the stack asks for no tokens")
     parser.add_argument(

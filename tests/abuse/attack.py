@@ -74,13 +74,7 @@ class Target:
                 await send()
                 await asyncio.sleep(0)  # a send that never waits leaves the loop to others, too
 
-        tasks = [asyncio.ensure_future(again()) for _ in range(at_once)]
-        await asyncio.wait(tasks, timeout=max(0.0, self.left_s))
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception) and not isinstance(result, OSError):
-                raise result
+        await self._run([asyncio.create_task(again()) for _ in range(at_once)])
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[aio.Channel]:
@@ -151,12 +145,11 @@ class Target:
     async def raw(self, **how: Any) -> AsyncIterator[RawConnection]:
         """A connection for frames by hand, whose answers are counted at its end; `how`: as for
         `raw_connection`."""
-        async with raw_connection(self.address, **how) as connection:
+        async with raw_connection(self.address, received=self.loot.answers, **how) as connection:
             self.loot.sent["connections"] += 1
             try:
                 yield connection
             finally:
-                self.loot.answers.update(connection.received)
                 self.loot.answers["connections closed"] += connection.closed
 
     async def hold_connections(
@@ -175,11 +168,17 @@ class Target:
             finally:
                 await held.__aexit__(None, None, None)
 
-        tasks = [asyncio.ensure_future(one()) for _ in range(count)]
-        await self.hold()
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
+        await self._run([asyncio.create_task(one()) for _ in range(count)])
+
+    async def _run(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Runs tasks until the attack is over; connections that fail are counted."""
+        try:
+            await self.hold()
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
             if isinstance(result, OSError):
                 self.loot.answers[type(result).__name__] += 1
             elif isinstance(result, Exception):

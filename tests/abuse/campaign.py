@@ -50,7 +50,7 @@ def run_campaign(
             report_attack(attack.name)
             result = Result(attack.name, attack.about, bool(attack.kills))
             for _ in range(rounds):
-                result.rounds.append(_play(rig, attack, seconds))
+                result.rounds.append(play_round(rig, attack, seconds))
                 if result.rounds[-1].attack.stuck:  # it does not recover: the next needs another
                     open_rig.close()
                     rig = open_rig.enter_context(running_rig(anonymous=anonymous))
@@ -59,7 +59,8 @@ def run_campaign(
     return report
 
 
-def _play(rig: Rig, attack: Attack, seconds: float) -> Round:
+def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
+    """Plays an attack for `seconds` between windows without it."""
     directory = rig.stack.directory
     began_at, used = time.monotonic(), cpu_s(directory)
     none = _window(rig, seconds)

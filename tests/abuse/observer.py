@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import suppress
 
 import grpc
 from grpc import aio
@@ -61,6 +62,7 @@ class Observer:
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
         self._chunks = [0] * STREAMS
+        self._progress = asyncio.Event()  # a stream got a chunk
         self._expected: list[list[int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,13 +85,16 @@ class Observer:
 
     async def end(self) -> dict[str, object]:
         """Waits for one more chunk of each stream: pauses that began in the window belong to it."""
-        before, deadline = list(self._chunks), time.monotonic() + _STUCK_S
+        before = list(self._chunks)
 
         def waiting() -> int:
             return sum(now == old for now, old in zip(self._chunks, before, strict=True))
 
-        while waiting() and time.monotonic() < deadline:
-            await asyncio.sleep(_CHECK_EVERY_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STUCK_S):
+                while waiting():
+                    self._progress.clear()
+                    await self._progress.wait()
         return to_json(self._recorder.end(stuck=waiting()))
 
     async def _answer(self, number: int) -> list[int]:
@@ -111,6 +116,7 @@ class Observer:
                     now = time.monotonic()
                     self._recorder.token(now - last, len(chunk.token_ids), first=first)
                     self._chunks[number] += 1
+                    self._progress.set()
                     last, first = now, False
                     tokens += chunk.token_ids
             except aio.AioRpcError as error:

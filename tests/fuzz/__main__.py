@@ -1,4 +1,5 @@
-"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages."""
+"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages,
+and as many to a stack whose processes are killed in between."""
 
 from __future__ import annotations
 

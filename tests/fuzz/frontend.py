@@ -108,7 +108,7 @@ async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
     requests run alongside and must get what they get alone; nothing may be left in the end."""
     tally = Tally()
     expected = await stack.completion()
-    cases = [*_cases(count, seed), *load_cases("frontend")]
+    cases = [*draw_cases(count, seed), *load_cases("frontend")]
 
     async def send() -> None:
         while cases:
@@ -124,7 +124,7 @@ async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
     return tally
 
 
-def _cases(count: int, seed: int) -> list[Case]:
+def draw_cases(count: int, seed: int) -> list[Case]:
     """Draws cases of one message, in random order."""
     few = count // 12
     cases: list[Case] = []

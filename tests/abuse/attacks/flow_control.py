@@ -12,6 +12,11 @@ from tests.http2 import RawConnection
 
 _STREAMS = 100  # on a connection; the server allows more
 _GENERATE = f"/{SERVICE}/GenerateStream"
+# In chunks as wide as can be.
+LONG_COMPLETION = pb.GenerateRequest(
+    token_ids=pb.TokenIds(ids=[5, 6, 7]),
+    sampling=pb.SamplingParams(ignore_eos=True, logprobs=20, max_tokens=1_500),
+).SerializeToString()
 _PIECE = bytes(http2.MAX_FRAME)
 
 
@@ -27,13 +32,6 @@ async def _open(
     target.loot.sent["streams"] += count
     await connection.send(*frames)
     return streams
-
-
-def _long_completion() -> bytes:
-    """A request for the longest completion, in chunks as wide as can be."""
-    sampling = pb.SamplingParams(ignore_eos=True, logprobs=20, max_tokens=1_500)
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=sampling)
-    return http2.message(request.SerializeToString())
 
 
 @attack(kills="worker")
@@ -53,7 +51,7 @@ async def shut_windows(target: Target) -> None:
     """Long completions with a window of 0: what is not read has to be kept by someone."""
 
     async def start(connection: RawConnection) -> None:
-        await _open(target, connection, _GENERATE, _long_completion(), 8)
+        await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
 
     await target.begin()
     await target.hold_connections(4, start, window=0)
@@ -64,7 +62,7 @@ async def unread_sockets(target: Target) -> None:
     """Long completions with the largest window, on sockets that are never read."""
 
     async def start(connection: RawConnection) -> None:
-        await _open(target, connection, _GENERATE, _long_completion(), 8)
+        await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
 
     await target.begin()
     await target.hold_connections(4, start, window=http2.LARGEST_WINDOW, reads=False)
@@ -75,7 +73,7 @@ async def tiny_windows(target: Target) -> None:
     """Long completions read byte by byte: a frame of 9 bytes and more for each byte of window."""
 
     async def start(connection: RawConnection) -> None:
-        streams = await _open(target, connection, _GENERATE, _long_completion(), 8)
+        streams = await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
         one = struct.pack(">I", 1)
         updates = [http2.frame(http2.WINDOW_UPDATE, one, stream=stream) for stream in streams]
         while target.left_s > 0 and not connection.closed:
