@@ -24,6 +24,7 @@ class Figures:
     gap_worst_ms: float = 0.0
     first_p50_ms: float = 0.0  # from a request to its first chunk
     first_worst_ms: float = 0.0
+    structured_worst_ms: float = 0.0  # the same of requests with a schema that is new
     health_ms: dict[str, float] = field(default_factory=dict)  # slowest answer, by service
     connect_ms: float = 0.0  # slowest new connection with an answer of health
     no_connection: int = 0
@@ -33,13 +34,12 @@ class Figures:
     wrong: int = 0  # honest streams with other tokens than undisturbed
     stuck: int = 0  # honest streams without a chunk since, long after the end
 
-    def harm(self) -> list[str]:
-        """Names whatever no attack may cause, however slow it makes the honest."""
-        harm = [f"{count} × {status}" for status, count in self.errors.items()]
-        for name in ("wrong", "stuck", "lies", "no_connection"):
-            if count := getattr(self, name):
-                harm.append(f"{count} {name.replace('_', ' ')}")
-        return harm
+    def harm(self) -> Counter[str]:
+        """Counts whatever no attack may cause, however slow it makes the honest."""
+        names = ("wrong", "stuck", "lies", "no_connection")
+        return +Counter(
+            {name.replace("_", " "): getattr(self, name) for name in names} | self.errors
+        )
 
 
 class Recorder:
@@ -53,6 +53,7 @@ class Recorder:
         self._began_at = time.monotonic()
         self._gaps: list[float] = []
         self._firsts: list[float] = []
+        self._structured: list[float] = []
         self._health: dict[str, list[float]] = {}
         self._connects: list[float] = []
         self._errors: Counter[str] = Counter()
@@ -63,6 +64,10 @@ class Recorder:
         self._last_token_at = time.monotonic()
         self._figures.tokens += count
         (self._firsts if first else self._gaps).append(waited_s)
+
+    def structured(self, waited_s: float) -> None:
+        """Notes the first chunk of a request with a schema, besides `token`."""
+        self._structured.append(waited_s)
 
     def error(self, status: str) -> None:
         self._errors[status] += 1
@@ -97,6 +102,7 @@ class Recorder:
         figures.gaps = len(self._gaps)
         figures.gap_p50_ms, figures.gap_p99_ms, figures.gap_worst_ms = _quantiles(self._gaps)
         figures.first_p50_ms, _, figures.first_worst_ms = _quantiles(self._firsts)
+        _, _, figures.structured_worst_ms = _quantiles(self._structured)
         figures.health_ms = {name: _quantiles(each)[2] for name, each in self._health.items()}
         figures.connect_ms = _quantiles(self._connects)[2]
         figures.errors = dict(self._errors)

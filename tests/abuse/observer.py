@@ -1,7 +1,7 @@
 """`python -m tests.abuse.observer`: a process of honest clients, which time what they get.
 
-Sixteen streams of a plain gRPC client, one request after another, each with one right answer; a
-health check every 10 ms on a connection of its own to the frontend and to the scheduler, which
+Sixteen streams of a plain gRPC client, one request after another, each with one right answer, two
+of them with structured output; a health check every 10 ms on a connection of its own to the frontend and to the scheduler, which
 shows how long an event loop stalls; and now and then a new connection. It says READY once it knows
 the answers. `begin` begins a window; `end` is answered by its figures.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -26,6 +27,16 @@ from tests.abuse.figures import Recorder, to_json
 STREAMS = 16
 _TOKENS = 48  # so few that each stream asks for several completions in a window
 _SEEDED = 4  # of every that many, one; the others are greedy
+_STRUCTURED = 2  # streams
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["fox", "hen"]},
+        "legs": {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 20},
+    },
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
 _CHECK_EVERY_S = 0.01
 _CONNECT_EVERY_S = 0.2
 _TIMEOUT_S = 60.0
@@ -35,13 +46,21 @@ _AGAIN_AFTER_S = 0.05  # of an error
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
-def honest_request(number: int) -> pb.GenerateRequest:
-    """The request of stream `number`, with one right answer."""
-    sampling = pb.SamplingParams(max_tokens=_TOKENS, ignore_eos=True, temperature=0)
+def is_structured(number: int) -> bool:
+    return number >= STREAMS - _STRUCTURED
+
+
+def honest_request(number: int, times: int) -> pb.GenerateRequest:
+    """The request of stream `number`, with one right answer however many `times` it was made. If it
+    has a schema, that has to be compiled each time: it has another title."""
+    sampling = pb.SamplingParams(max_tokens=_TOKENS, temperature=0)
+    if is_structured(number):
+        schema = json.dumps(_SCHEMA | {"title": f"{number} {times}"})
+        sampling.structured_output.json_schema = schema
+    else:
+        sampling.ignore_eos = True
     if number % _SEEDED == 0:
-        sampling = pb.SamplingParams(
-            max_tokens=_TOKENS, ignore_eos=True, temperature=1, seed=number
-        )
+        sampling.temperature, sampling.seed = 1, number
     prompt = pb.TokenIds(ids=[(31 * number + 7 * i * i) % 1500 + 3 for i in range(24)])
     return pb.GenerateRequest(token_ids=prompt, sampling=sampling)
 
@@ -100,21 +119,23 @@ class Observer:
     async def _answer(self, number: int) -> list[int]:
         tokens: list[int] = []
         call = self._stub.GenerateStream(
-            honest_request(number), metadata=self._metadata, timeout=_TIMEOUT_S
+            honest_request(number, times=0), metadata=self._metadata, timeout=_TIMEOUT_S
         )
         async for chunk in call:
             tokens += chunk.token_ids
         return tokens
 
     async def _stream(self, number: int) -> None:
-        request = honest_request(number)
-        while True:
+        for times in itertools.count(1):
+            request = honest_request(number, times)
             last, first, tokens = time.monotonic(), True, list[int]()
             call = self._stub.GenerateStream(request, metadata=self._metadata, timeout=_TIMEOUT_S)
             try:
                 async for chunk in call:
                     now = time.monotonic()
                     self._recorder.token(now - last, len(chunk.token_ids), first=first)
+                    if first and is_structured(number):
+                        self._recorder.structured(now - last)
                     self._chunks[number] += 1
                     self._progress.set()
                     last, first = now, False

@@ -16,8 +16,7 @@ from rich.table import Table
 from tests.abuse.figures import Figures
 
 _REFUSED = "RESOURCE_EXHAUSTED"
-_SHOWN = 4  # kinds of answers
-_SERVICES = ("frontend", "scheduler_svc")
+_SHOWN = 5  # kinds of answers
 
 
 @dataclass
@@ -70,15 +69,11 @@ class Result:
         because there are no tokens, may be refused."""
         harm: Counter[str] = Counter()
         for each in self.rounds:
-            errors = dict(each.attack.errors)
-            if anonymous:
-                errors.pop(_REFUSED, None)
-            harm.update(errors)
-            for name in ("wrong", "stuck", "lies", "no_connection"):
-                harm[name.replace("_", " ")] += getattr(each.attack, name)
+            harm += each.attack.harm() + Counter(each.died)
             if not self.kills:
                 harm["not serving"] += each.attack.not_serving
-            harm.update(each.died)
+        if anonymous:
+            del harm[_REFUSED]
         return [f"{count} × {what}" for what, count in harm.items() if count]
 
 
@@ -114,22 +109,12 @@ class Report:
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     def render(self, factor: float | None) -> RenderableType:
-        """A table of medians over rounds, except for worst gaps, stalls and peaks."""
-        table = Table(
-            "attack",
-            "p99 gap ms\nnone, control, attack",
-            "factor\n(alone)",
-            "worst gap ms\nnone, attack",
-            "first token ms\nnone, attack",
-            "health ms, at worst\nfrontend, scheduler, new",
-            "CPU cores\nattacker + extra",
-            "MB before, peak, after\nfrontend / scheduler",
-            "it sent",
-            "it got",
-            "harm",
-        )
+        """A table: medians over rounds of p99 gaps and CPU, else the worst of all rounds."""
+        table = Table(*_COLUMNS, "harm")
         for each in self.results:
-            table.add_row(*_row(each, anonymous=self.anonymous))
+            harm = each.harm(anonymous=self.anonymous)
+            figures = [column(each) for column in _COLUMNS.values()]
+            table.add_row(*figures, "\n".join(harm) or "none")
         failures = self.failures(factor)
         total = (
             f"{len(self.results)} attacks in {self.seconds_in_all:.0f} s, {len(failures)} failures"
@@ -137,45 +122,69 @@ class Report:
         return Group(table, total, *failures)
 
 
-def _row(result: Result, *, anonymous: bool) -> list[str]:
+# Each with its figures, as text.
+_COLUMNS: dict[str, Callable[[Result], str]] = {
+    "attack": lambda result: result.name,
+    "p99 gap ms\nnone, control, attack": lambda result: _figures(
+        result.median(lambda each: each.none.gap_p99_ms),
+        result.median(lambda each: each.control.gap_p99_ms),
+        result.median(lambda each: each.attack.gap_p99_ms),
+    ),
+    "factor\n(alone)": lambda result: (
+        f"{result.p99_factor:.2f}\n({result.median(lambda each: each.p99_factor_alone):.2f})"
+    ),
+    "worst gap ms\nnone, attack": lambda result: _worst(result, lambda w: w.gap_worst_ms),
+    "first token ms\nnone, attack\n(with a schema)": lambda result: (
+        f"{_worst(result, lambda w: w.first_worst_ms)}\n"
+        f"({_worst(result, lambda w: w.structured_worst_ms)})"
+    ),
+    "health ms, at worst\nfrontend, scheduler, new\n(control)": lambda result: (
+        f"{_health([each.attack for each in result.rounds])}\n"
+        f"({_health([each.control for each in result.rounds])})"
+    ),
+    "CPU cores\nattacker + extra": lambda result: (
+        f"{result.median(lambda each: each.attackers_cores):.2f} + "
+        f"{result.median(lambda each: each.extra_cores):.2f}"
+    ),
+    "MB before, peak, after": lambda result: _memory(result.rounds),
+    "it sent": lambda result: _loot(result.rounds, "sent"),
+    "it got": lambda result: _loot(result.rounds, "answers"),
+}
+
+
+def _worst(result: Result, figure: Callable[[Figures], float]) -> str:
+    """The worst of all rounds, undisturbed and under attack."""
     rounds = result.rounds
-    worst = max(rounds, key=lambda each: each.attack.gap_worst_ms)
-    windows = [each.attack for each in rounds]
-    health = [max(w.health_ms.get(s, 0.0) for w in windows) for s in ("frontend", "scheduler")]
-    sent, answers = Counter[str](), Counter[str]()
-    for each in rounds:
-        sent.update(each.loot["sent"])
-        answers.update(each.loot["answers"])
-    got = [f"{count:,} {kind}" for kind, count in answers.most_common(_SHOWN) if count]
-    if tokens := sum(each.loot["tokens"] for each in rounds):
-        got.append(f"{tokens:,} tokens")
-    return [
-        result.name,
-        _figures(
-            result.median(lambda r: r.none.gap_p99_ms),
-            result.median(lambda r: r.control.gap_p99_ms),
-            result.median(lambda r: r.attack.gap_p99_ms),
-        ),
-        f"{result.p99_factor:.2f}\n({result.median(lambda r: r.p99_factor_alone):.2f})",
-        _figures(worst.none.gap_worst_ms, worst.attack.gap_worst_ms),
-        _figures(
-            result.median(lambda r: r.none.first_p50_ms),
-            result.median(lambda r: r.attack.first_p50_ms),
-        ),
-        _figures(*health, max(w.connect_ms for w in windows)),
-        f"{result.median(lambda r: r.attackers_cores):.2f} + "
-        f"{result.median(lambda r: r.extra_cores):.2f}",
-        "\n".join(_memory(rounds, service) for service in _SERVICES),
-        "\n".join(f"{count:,} {kind}" for kind, count in sent.items()),
-        "\n".join(got) or "nothing",
-        "\n".join(result.harm(anonymous=anonymous)) or "none",
-    ]
+    return _figures(
+        max(figure(each.none) for each in rounds), max(figure(each.attack) for each in rounds)
+    )
 
 
-def _memory(rounds: list[Round], service: str) -> str:
-    peak = max(each.memory_peak_mb.get(service, 0.0) for each in rounds)
+def _health(windows: list[Figures]) -> str:
+    services = ("frontend", "scheduler")
+    slowest = [max(w.health_ms.get(service, 0.0) for w in windows) for service in services]
+    return _figures(*slowest, max(w.connect_ms for w in windows))
+
+
+def _memory(rounds: list[Round]) -> str:
     before, after = rounds[0].memory_before_mb, rounds[-1].memory_after_mb
-    return _figures(before.get(service, 0.0), peak, after.get(service, 0.0))
+    names = sorted({name for each in rounds for name in each.memory_peak_mb} | before.keys())
+    lines = []
+    for name in names:
+        peak = max(each.memory_peak_mb.get(name, 0.0) for each in rounds)
+        if not name.startswith("deploy"):
+            lines.append(f"{name} {_figures(before.get(name, 0.0), peak, after.get(name, 0.0))}")
+    return "\n".join(lines)
+
+
+def _loot(rounds: list[Round], kind: str) -> str:
+    counts: Counter[str] = Counter()
+    for each in rounds:
+        counts.update(each.loot[kind])
+        if kind == "answers":
+            counts["tokens"] += each.loot["tokens"]
+    shown = [f"{count:,} {what}" for what, count in (+counts).most_common(_SHOWN)]
+    return "\n".join(shown) or "nothing"
 
 
 def _figures(*values: float) -> str:
