@@ -36,10 +36,10 @@ class Figures:
 
     def harm(self) -> Counter[str]:
         """Counts whatever no attack may cause, however slow it makes the honest."""
-        names = ("wrong", "stuck", "lies", "no_connection")
-        return +Counter(
-            {name.replace("_", " "): getattr(self, name) for name in names} | self.errors
-        )
+        harm = Counter(self.errors)
+        for name in ("wrong", "stuck", "lies", "no_connection"):
+            harm[name.replace("_", " ")] += getattr(self, name)
+        return +harm
 
 
 class Recorder:

@@ -1,9 +1,10 @@
 """`python -m tests.abuse.observer`: a process of honest clients, which time what they get.
 
 Sixteen streams of a plain gRPC client, one request after another, each with one right answer, two
-of them with structured output; a health check every 10 ms on a connection of its own to the frontend and to the scheduler, which
-shows how long an event loop stalls; and now and then a new connection. It says READY once it knows
-the answers. `begin` begins a window; `end` is answered by its figures.
+of them with structured output; a health check every 10 ms on a connection of its own to the
+frontend and to the scheduler, which shows how long an event loop stalls; and now and then a new
+connection. It says READY once it knows the answers. `begin` begins a window; `end` is answered by
+its figures.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ ENOUGH: dict[str, Callable[[Loot], bool]] = {
     "tiny-windows": lambda loot: loot.answers["DATA"] > 100,
     "slow-messages": lambda loot: loot.sent["bytes"] > 1 << 20,
     "unread-watches": lambda loot: loot.sent["streams"] >= 1_000,
-    "many-biases": lambda loot: loot.answers["INVALID_ARGUMENT"] > 0,
     "deep-nesting": lambda loot: loot.answers["INVALID_ARGUMENT"] > 1,
     "metadata": lambda loot: loot.answers["OK"] > 10,
     "first-priority": lambda loot: loot.tokens > 100,

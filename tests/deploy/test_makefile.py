@@ -114,7 +114,7 @@ def test_tests_run_without_xdist() -> None:
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
-        "help setup up down restart ps logs top chat bench gpu-check test simulate chaos check "
-        "protos"
+        "help setup up down restart ps logs top chat bench gpu-check test simulate chaos abuse "
+        "check protos"
     )
     assert targets == [*expected.split(), "clean"]
