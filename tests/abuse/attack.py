@@ -13,7 +13,7 @@ from typing import Any
 from grpc import aio
 
 from shared.pb import frontend_pb2 as pb
-from tests.http2 import RawConnection, raw_connection
+from tests.http2_frames import RawConnection, raw_connection
 
 SERVICE = "nanovllm.v1.InferenceService"
 HEALTH = "/grpc.health.v1.Health"

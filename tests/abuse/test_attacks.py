@@ -73,7 +73,8 @@ async def test_an_attack_harms_no_honest_stream(rig: Rig, name: str) -> None:
     print(loot)
     figures = await asyncio.to_thread(rig.end)
     assert figures.tokens
-    assert not figures.harm(), figures
+    assert not figures.errors
+    assert figures.wrong == figures.stuck == 0
 
 
 def test_a_round_is_measured(rig: Rig, tmp_path: Path) -> None:
@@ -90,7 +91,6 @@ def test_a_round_is_measured(rig: Rig, tmp_path: Path) -> None:
     report.save(tmp_path / "report.json")
     (saved,) = json.loads((tmp_path / "report.json").read_text())["results"]
     assert saved["p99_factor"] == pytest.approx(found.attack.gap_p99_ms / found.control.gap_p99_ms)
-    assert saved["harm"] == []
     Console(file=io.StringIO()).print(report.render(2.0))
 
 

@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, suppress
 import grpc
 from grpc import aio
 
-from tests import http2
+from tests import http2_frames as http2
 from tests.fuzz.tally import DEADLINE_S, Tally, unary
-from tests.http2 import PREFACE, RawConnection, frame, raw_connection
+from tests.http2_frames import PREFACE, RawConnection, frame, raw_connection
 
 _PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
 _STALLED = 40  # connections at a time

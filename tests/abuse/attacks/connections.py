@@ -6,9 +6,9 @@ import asyncio
 import struct
 from collections.abc import Callable
 
-from tests import http2
+from tests import http2_frames as http2
 from tests.abuse.attack import SERVICE, Target, attack
-from tests.http2 import RawConnection
+from tests.http2_frames import RawConnection
 
 _SILENT = 1_500  # more than the descriptors that a shell gives by default, 1,024
 _AT_ONCE = 4  # connections of a flood
