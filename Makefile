@@ -26,7 +26,7 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos gpu-check test check lock clean \
+.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos abuse gpu-check test check lock clean \
 	check-style check-types check-imports check-stubs
 
 help:  ## this list
@@ -93,6 +93,9 @@ simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SE
 
 chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, OUT)
 	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED OUT)
+
+abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
+	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
 check: check-style check-types check-imports check-stubs  ## linter, formatter, types, import rule, and whether shared/pb is up to date
 

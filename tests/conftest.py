@@ -69,7 +69,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 # With `--dist loadgroup` these run one after another, alongside the others: they harm stacks of
 # processes, and have time limits of their own.
-_HARMED = [Path(__file__).parent / name for name in ("chaos", "faults", "fuzz")]
+_HARMED = [Path(__file__).parent / name for name in ("abuse", "chaos", "faults", "fuzz")]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -50,7 +50,7 @@ def test_variables_may_come_from_the_environment_except_the_shells_own_host() ->
 
 def test_out_must_be_given_to_make(tmp_path: Path) -> None:
     """Some shells export an OUT, which may be any directory."""
-    for target in ("gpu-check", "bench", "chaos"):
+    for target in ("gpu-check", "bench", "chaos", "abuse"):
         assert "--out" not in last_command(target, OUT=str(tmp_path))
         assert last_command(target, "OUT=a b", OUT=str(tmp_path))[-2:] == ["--out", "a b"]
 
@@ -75,6 +75,12 @@ def test_chaos() -> None:
     words = last_command("chaos", "FAULTS=200", "SEED=4", "OUT=a.json")
     expected = ["-m", "tests.chaos", "--faults", "200", "--seed", "4", "--out", "a.json"]
     assert words[1:] == expected
+
+
+def test_abuse() -> None:
+    words = last_command("abuse", "ATTACK=half-sent no-token", "CHECK=2", "ARGS=--rounds 1")
+    expected = ["--attack", "half-sent", "no-token", "--check", "2", "--rounds", "1"]
+    assert words[1:] == ["-m", "tests.abuse", *expected]
 
 
 def test_restart() -> None:
@@ -108,7 +114,7 @@ def test_tests_run_without_xdist() -> None:
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
-        "help setup up down restart ps logs top chat bench gpu-check test simulate chaos check "
-        "protos lock"
+        "help setup up down restart ps logs top chat bench gpu-check test simulate chaos abuse "
+        "check protos lock"
     )
     assert targets == [*expected.split(), "clean"]

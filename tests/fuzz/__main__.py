@@ -1,4 +1,5 @@
-"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages."""
+"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages,
+and as many to a stack whose processes are killed in between."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from frontend.event_loop import EventLoop
+from tests.fuzz.corpus import save_case
 from tests.fuzz.run import SERVICES, fuzz_service
 
 
@@ -41,6 +43,8 @@ async def _fuzz(services: Sequence[str], count: int, seed: int) -> int:
         print(f"  {tally.summary()}", flush=True)
         for problem in tally.problems:
             print(f"  {problem}")
+        for what, case in tally.harmful:
+            print(f"  kept in {save_case(service, case, what)}")
         num_problems += len(tally.problems)
     print(f"{num_problems} problems")
     return 1 if num_problems else 0

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +24,7 @@ from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.frontend.conftest import DEMO, free_port
+from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest, unary
 from tests.fuzz.values import CANARY, draw_messages
 from worker_svc.settings import WorkerSettings
@@ -102,18 +104,18 @@ async def _serving(channel: aio.Channel, service: str) -> None:
 
 
 async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
-    """Sends `count` messages, nearly a fifth of them to the small methods. Valid requests run
-    alongside and must get what they get alone; nothing may be left in the end."""
+    """Sends the corpus and `count` messages, nearly a fifth of them to the small methods. Valid
+    requests run alongside and must get what they get alone; nothing may be left in the end."""
     tally = Tally()
     expected = await stack.completion()
-    messages = _messages(count, seed)
+    cases = [*draw_cases(count, seed), *load_cases("frontend")]
 
     async def send() -> None:
-        while messages:
-            method, message = messages.pop()
-            await _send(stack, tally, method, message)
-            if len(messages) % 50 == 0 and await stack.completion() != expected:
-                tally.problem("a valid request got other tokens", message)
+        while cases:
+            case = cases.pop()
+            await send_case(stack.channel, tally, case)
+            if len(cases) % 50 == 0 and await stack.completion() != expected:
+                tally.problem("a valid request got other tokens", case)
 
     await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
     if await stack.completion() != expected:
@@ -122,10 +124,10 @@ async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
     return tally
 
 
-def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
-    """Draws pairs of method and message, in random order."""
+def draw_cases(count: int, seed: int) -> list[Case]:
+    """Draws cases of one message, in random order."""
     few = count // 12
-    messages: list[tuple[str, bytes]] = []
+    cases: list[Case] = []
     shares = [
         ("Tokenize", pb.TokenizeRequest, TOKENIZE, few),
         ("Detokenize", pb.DetokenizeRequest, DETOKENIZE, few),
@@ -136,24 +138,26 @@ def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
     shares.append(("Generate", pb.GenerateRequest, GENERATE, left - left // 2))
     for i, (method, kind, examples, number) in enumerate(shares):
         drawn = draw_messages(kind, examples, number, seed + i * count)
-        messages += [(method, message) for message in drawn]
-    random.Random(seed).shuffle(messages)
-    return messages
+        cases += [Case(method, (message,)) for message in drawn]
+    random.Random(seed).shuffle(cases)
+    return cases
 
 
-async def _send(stack: Stack, tally: Tally, method: str, message: bytes) -> None:
-    name = f"/{SERVICE}/{method}"
-    try:
-        if method == "GenerateStream":
-            call = stack.channel.unary_stream(name)(message, timeout=DEADLINE_S)
-            async for _ in call:
-                pass
+async def send_case(channel: aio.Channel, tally: Tally, case: Case, **options: Any) -> None:
+    """Sends a case's messages, each in a call of its own."""
+    name = f"/{SERVICE}/{case.method}"
+    for message in case.messages:
+        try:
+            if case.method == "GenerateStream":
+                call = channel.unary_stream(name)(message, timeout=DEADLINE_S, **options)
+                async for _ in call:
+                    pass
+            else:
+                await unary(channel, name, message, **options)
+        except aio.AioRpcError as error:
+            tally.status(case, error)
         else:
-            await unary(stack.channel, name, message)
-    except aio.AioRpcError as error:
-        tally.status(message, error)
-    else:
-        tally.status(message, None)
+            tally.status(case, None)
 
 
 def _request(**fields: object) -> pb.GenerateRequest:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 
 _EDGES = (0, 1, -1, 2, -2, 255, 1 << 16, (1 << 31) - 1, -(1 << 31))
+_MANY_BYTES = 100_000  # less than what services of a campaign accept
 _NAN, _INF = 0x7FC00000, 0x7F800000  # the bits of these as float32
 
 
@@ -105,6 +106,20 @@ def _unknown_field(message: bytes, rng: random.Random) -> bytes:
     return message + key + value
 
 
+def _many_fields(message: bytes, rng: random.Random) -> bytes:
+    """Appends the same small field as often as fits: one that is known and repeated, or unknown."""
+    key = _varint(rng.randint(1, 22) << 3 | rng.choice((0, 2)))
+    entry = key + rng.choice((b"\x00", b"\x01a", b"\x02\x0a\x00") if key[0] & 7 else (b"\x01",))
+    return message + entry * (rng.choice((1_000, 10_000, _MANY_BYTES)) // len(entry))
+
+
+def _many_groups(message: bytes, rng: random.Random) -> bytes:
+    """Appends groups, which only old versions of protobuf still write: empty ones, or nested."""
+    number, depth = rng.choice((1, 4, 15)), rng.choice((1, 20, 99))
+    group = _varint(number << 3 | 3) * depth + _varint(number << 3 | 4) * depth
+    return message + group * (rng.choice((1_000, 10_000)) // len(group))
+
+
 def _invalid_utf8(message: bytes, rng: random.Random) -> bytes:
     number = rng.randint(1, 9)
     return message + _varint(number << 3 | 2) + b"\x03\xff\xfe\xc0"
@@ -140,6 +155,8 @@ _MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
     _repeat,
     _insert,
     _unknown_field,
+    _many_fields,
+    _many_groups,
     _invalid_utf8,
     _nested_groups,
     _overlong_length,

@@ -1,17 +1,17 @@
-"""Fuzzes one service: its messages, then the layers below them."""
+"""Fuzzes one service, its messages, then the layers below them, or a stack of processes."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.fuzz import frontend, scheduler, transport, worker
+from tests.fuzz import frontend, processes, scheduler, transport, worker
 from tests.fuzz.tally import Tally
 
 
 async def fuzz_service(service: str, directory: Path, count: int, seed: int) -> Tally:
-    """Starts the service in this process, with sockets in `directory`, and sends it `count` hostile
-    messages."""
+    """Starts the service in this process, with sockets in `directory`, or `processes` of their own,
+    and sends `count` hostile messages."""
     return await SERVICES[service](directory, count, seed)
 
 
@@ -44,4 +44,5 @@ SERVICES: dict[str, Callable[[Path, int, int], Awaitable[Tally]]] = {
     "frontend": _frontend,
     "scheduler": _scheduler,
     "worker": _worker,
+    "processes": processes.fuzz,
 }

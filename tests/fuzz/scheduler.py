@@ -26,6 +26,7 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.reading import decode_message
 from tests.fake_worker import VOCAB_SIZE, FakeWorker, completion, start_worker
 from tests.frontend.conftest import DEMO
+from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.scheduler_messages import EXAMPLES, TOKENS, abort, submit
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
 from tests.fuzz.values import draw_messages
@@ -136,8 +137,8 @@ class Stream:
         self._call.cancel()
         self._tally.status(self.shown(), error)
 
-    def shown(self) -> str:
-        return " ".join(message.hex() for message in self._sent)
+    def shown(self) -> Case:
+        return Case("Connect", tuple(self._sent))
 
     def _count(self, finished: pb.Finished) -> None:
         name = pb.FinishCause.Name(finished.cause).removeprefix("FINISH_CAUSE_")
@@ -148,8 +149,8 @@ class Stream:
 
 
 async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends `count` messages on many streams. A valid frontend is served alongside, and must get
-    what it gets alone; nothing may be left in the end."""
+    """Sends the corpus, then `count` messages on many streams. A valid frontend is served
+    alongside, and must get what it gets alone; nothing may be left in the end."""
     tally = Tally()
     rng = random.Random(seed)
     messages = draw_messages(pb.FrontendMessage, EXAMPLES, count, seed)
@@ -161,6 +162,8 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
             few = [messages.pop() for _ in range(min(len(messages), rng.randint(1, 5)))]
             await _converse(target, tally, few, half_close=rng.random() < 0.5)
 
+    for case in load_cases("scheduler"):
+        await _converse(target, tally, list(case.messages), half_close=True)
     await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
     await _hostile_sequences(target, tally)
     over.set()

@@ -13,6 +13,7 @@ import grpc
 from grpc import aio
 
 from shared.pb.scheduler_pb2 import GetLoadResponse
+from tests.fuzz.corpus import Case
 from tests.fuzz.values import CANARY
 
 DEADLINE_S = 60.0  # per call; a service that has not answered by then hangs
@@ -38,10 +39,12 @@ _SHOWN = 300  # characters of a harmful message
 
 @dataclass
 class Tally:
-    """Counts answers by kind, and keeps a line for each that must not be given."""
+    """Counts answers by kind, and keeps a line for each that must not be given; `harmful` are the
+    cases that got these, if it was one case each, with what it did."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    harmful: list[tuple[str, Case]] = field(default_factory=list)
 
     def status(self, sent: object, error: aio.AioRpcError | None) -> None:
         """Records that a call that sent `sent` ended well, or with `error`."""
@@ -64,6 +67,8 @@ class Tally:
             self.problem(f"internal text {found.group()!r} in {text!r}", sent)
 
     def problem(self, what: str, sent: object) -> None:
+        if isinstance(sent, Case):
+            self.harmful.append((what, sent))
         shown = sent.hex() if isinstance(sent, bytes) else str(sent)
         self.problems.append(f"{what}\n    after {shown[:_SHOWN]}")
 

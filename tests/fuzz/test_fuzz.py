@@ -12,7 +12,7 @@ from tests.fuzz.run import SERVICES, fuzz_service
 
 pytestmark = pytest.mark.timeout(600)  # a call that hangs is found sooner, by its deadline
 
-MESSAGES = {"frontend": 150, "scheduler": 200, "worker": 200}
+MESSAGES = {"frontend": 150, "scheduler": 200, "worker": 200, "processes": 80}
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -1,22 +1,23 @@
 """Hostility below the level of messages, the same for every service: methods, metadata,
-compression, and bytes that are not HTTP/2."""
+compression, readers and writers that stall, and bytes that are not HTTP/2."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import struct
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 
 import grpc
 from grpc import aio
 
+from tests import http2_frames as http2
 from tests.fuzz.tally import DEADLINE_S, Tally, unary
+from tests.http2_frames import PREFACE, RawConnection, frame, raw_connection
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
-_DATA, _HEADERS, _RST, _SETTINGS, _PING, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
+_STALLED = 40  # connections at a time
+_WATCH = "/grpc.health.v1.Health/Watch"
 
 
 async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally) -> None:
@@ -39,6 +40,7 @@ async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally)
         ) as channel:
             for size in (0, 1 << 10, 1 << 18, 1 << 24, 1 << 26):
                 await _send(channel, name, bytes(size), tally)
+    await _stall(address, name, tally, rng)
     for garbage in _garbage(rng):
         await _throw(address, garbage)
         tally.counts["garbage"] += 1
@@ -111,60 +113,108 @@ async def _cancel_at_once(channel: aio.Channel, name: str) -> None:
 
 
 def _garbage(rng: random.Random) -> Iterator[bytes]:
-    settings = _frame(_SETTINGS, b"")
+    settings = frame(http2.SETTINGS, b"")
     yield b""
     yield rng.randbytes(10_000)
     yield b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     yield bytes.fromhex("16030100a5010000a10303") + rng.randbytes(160)  # TLS's first bytes
-    yield _PREFACE + rng.randbytes(5_000)
-    yield _PREFACE[:10]
-    yield _PREFACE + settings + _frame(_HEADERS, rng.randbytes(200), flags=4, stream=1)
-    yield _PREFACE + settings + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"  # longer than allowed
-    yield _PREFACE + settings + _frame(_DATA, b"x" * 100, stream=5)  # a stream never opened
-    yield _PREFACE + settings * 5_000
-    yield _PREFACE + settings + _frame(_PING, bytes(8)) * 5_000
-    yield _PREFACE + settings + _frame(_RST, bytes(4), stream=1) * 1_000
-    yield _PREFACE + settings + _frame(_WINDOW, b"\x7f\xff\xff\xff") * 3
-    headers = _frame(_HEADERS, b"\x00\x01a\x01b" * 100, stream=1)
+    yield PREFACE + rng.randbytes(5_000)
+    yield PREFACE[:10]
+    yield PREFACE + settings + frame(http2.HEADERS, rng.randbytes(200), flags=4, stream=1)
+    yield PREFACE + settings + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"  # longer than allowed
+    yield PREFACE + settings + frame(http2.DATA, b"x" * 100, stream=5)  # a stream never opened
+    yield PREFACE + settings * 5_000
+    yield PREFACE + settings + frame(http2.PING, bytes(8)) * 5_000
+    yield PREFACE + settings + frame(http2.RST_STREAM, bytes(4), stream=1) * 1_000
+    yield PREFACE + settings + frame(http2.WINDOW_UPDATE, b"\x7f\xff\xff\xff") * 3
+    headers = frame(http2.HEADERS, b"\x00\x01a\x01b" * 100, stream=1)
     yield (
-        _PREFACE
+        PREFACE
         + settings
         + headers
-        + _frame(_CONTINUATION, b"\x00\x01a\x01b" * 100, stream=1) * 500
+        + frame(http2.CONTINUATION, b"\x00\x01a\x01b" * 100, stream=1) * 500
     )
     for _ in range(20):
         kind, flags = rng.randrange(256), rng.randrange(256)
-        yield _PREFACE + settings + _frame(kind, rng.randbytes(rng.randrange(64)), flags, stream=1)
-
-
-def _frame(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
-    """Encodes an HTTP/2 frame: RFC 9113, 4.1."""
-    head = struct.pack(">IBBI", len(payload), kind, flags, stream)
-    return head[1:] + payload
+        yield PREFACE + settings + frame(kind, rng.randbytes(rng.randrange(64)), flags, stream=1)
 
 
 async def _throw(address: str, garbage: bytes) -> None:
-    async with _connection(address) as (reader, writer):
-        with suppress(ConnectionError, TimeoutError):
-            writer.write(garbage)
-            await writer.drain()
+    async with raw_connection(address, preface=False) as connection:
+        await connection.send(garbage)
+        with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
-                while await reader.read(1 << 16):
-                    pass
+                await connection.ended()
 
 
-@asynccontextmanager
-async def _connection(
-    address: str,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    if address.startswith("unix:"):
-        reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    else:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+async def _stall(address: str, name: str, tally: Tally, rng: random.Random) -> None:
+    """Opens connections that stop in the middle of something; others must be answered meanwhile,
+    and after they have gone, in any order."""
+    windows = (None, 0, 0, 1, 9, http2.LARGEST_WINDOW)
+    leaving = [AsyncExitStack() for _ in range(_STALLED)]
     try:
-        yield reader, writer
+        for stack in leaving:
+            way = rng.choice(_WAYS_TO_STALL)
+            opened = raw_connection(
+                address,
+                window=rng.choice(windows),
+                reads=rng.random() < 0.5,
+                preface=rng.random() < 0.9,
+            )
+            await way(await stack.enter_async_context(opened), name, rng)
+            tally.counts["stalled"] += 1
+        await _answers(address, name, tally)
+        rng.shuffle(leaving)
+        for stack in leaving[: _STALLED // 2]:
+            await stack.aclose()
+        await _answers(address, name, tally)
     finally:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+        for stack in leaving:
+            await stack.aclose()
+
+
+async def _answers(address: str, name: str, tally: Tally) -> None:
+    async with aio.insecure_channel(
+        address, options=[("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        for _ in range(3):
+            await _send(channel, name, b"", tally)
+
+
+async def _silent(connection: RawConnection, name: str, rng: random.Random) -> None:
+    pass
+
+
+async def _call(connection: RawConnection, name: str, rng: random.Random) -> None:
+    """Makes calls and watches health; whether the answers are read is up to the connection."""
+    for path in rng.choices((name, _WATCH), k=rng.randint(1, 20)):
+        stream, headers = connection.call(path)
+        body = frame(http2.DATA, http2.message(b""), http2.END_STREAM, stream)
+        await connection.send(headers, body)
+
+
+async def _half_a_message(connection: RawConnection, name: str, rng: random.Random) -> None:
+    """Leaves messages unfinished: without their end, after their length, before the half-close."""
+    whole = http2.message(rng.randbytes(200))
+    for _ in range(rng.randint(1, 20)):
+        stream, headers = connection.call(name)
+        part = whole[: rng.choice((0, 3, 5, 100, len(whole)))]
+        await connection.send(headers, frame(http2.DATA, part, stream=stream))
+        if rng.random() < 0.3:
+            await connection.send(frame(http2.RST_STREAM, bytes(4), stream=stream))
+
+
+async def _half_a_frame(connection: RawConnection, name: str, rng: random.Random) -> None:
+    """Stops in the middle of a frame."""
+    _, headers = connection.call(name)
+    await connection.send(headers[: rng.randint(1, len(headers) - 1)])
+
+
+async def _endless_headers(connection: RawConnection, name: str, rng: random.Random) -> None:
+    """Sends headers without their end."""
+    headers = http2.call_headers("a", name)
+    more = frame(http2.CONTINUATION, http2.literal("a", "b"), stream=1)
+    await connection.send(frame(http2.HEADERS, headers, stream=1), more * rng.randint(0, 9))
+
+
+_WAYS_TO_STALL = (_silent, _call, _call, _half_a_message, _half_a_frame, _endless_headers)

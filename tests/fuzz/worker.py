@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import worker_svc.__main__ as worker_main
 from shared.pb import worker_pb2 as pb
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.tally import DEADLINE_S, Tally, unary
 from tests.fuzz.values import draw_messages
 from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
@@ -94,8 +95,8 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
 
 
 async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends `count` messages, most of them steps. After every few, a valid step must get the same
-    tokens as at first."""
+    """Sends `count` messages, most of them steps, and the corpus. After every few, a valid step
+    must get the same tokens as at first."""
     tally = Tally()
     messages = _messages(count, seed)
     await target.configure()
@@ -105,6 +106,9 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
         await _send(target, tally, few)
         if await _valid_step(target) != expected:
             tally.problem("a valid step got other tokens", few[-1][1])
+        await target.configure()
+    for case in load_cases("worker"):
+        await _send(target, tally, [(case.method, message) for message in case.messages])
         await target.configure()
     await _hostile_sequences(target, tally)
     await target.configure()
@@ -146,11 +150,11 @@ async def _send(target: Target, tally: Tally, messages: Sequence[tuple[str, byte
         call = call or target.execute()
         try:
             if await _step(target, call, target.due(message), tally):
-                tally.status(message, None)
+                tally.status(Case(method, (message,)), None)
                 continue
-            tally.problem("the stream ended without a reason", message)
+            tally.problem("the stream ended without a reason", Case(method, (message,)))
         except aio.AioRpcError as error:
-            tally.status(message, error)
+            tally.status(Case(method, (message,)), error)
         call = None
     if call is not None:
         call.cancel()
@@ -162,9 +166,9 @@ async def _send_unary(target: Target, tally: Tally, method: str, message: bytes)
         message += pb.ConfigureRequest(epoch=target.epoch + 1).SerializeToString()
     try:
         await unary(target.channel, f"/{SERVICE}/{method}", message)
-        tally.status(f"{method} {message.hex()}", None)
+        tally.status(Case(method, (message,)), None)
     except aio.AioRpcError as error:
-        tally.status(f"{method} {message.hex()}", error)
+        tally.status(Case(method, (message,)), error)
 
 
 async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list[int] | None:

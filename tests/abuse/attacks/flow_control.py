@@ -1,0 +1,122 @@
+"""HTTP/2's windows against the server: readers that do not read, writers that do not finish."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+from shared.pb import frontend_pb2 as pb
+from tests import http2_frames as http2
+from tests.abuse.attack import HEALTH, SERVICE, Target, attack
+from tests.http2_frames import RawConnection
+
+_STREAMS = 100  # on a connection; the server allows more
+_GENERATE = f"/{SERVICE}/GenerateStream"
+# In chunks as wide as can be.
+LONG_COMPLETION = pb.GenerateRequest(
+    token_ids=pb.TokenIds(ids=[5, 6, 7]),
+    sampling=pb.SamplingParams(ignore_eos=True, logprobs=20, max_tokens=1_500),
+).SerializeToString()
+_PIECE = bytes(http2.MAX_FRAME)
+
+
+async def _open(
+    target: Target, connection: RawConnection, path: str, body: bytes, count: int
+) -> list[int]:
+    """Opens `count` calls with one message each; returns their streams."""
+    streams, frames = [], []
+    for _ in range(count):
+        stream, headers = connection.call(path, target.metadata)
+        frames += [headers, http2.frame(http2.DATA, body, http2.END_STREAM, stream)]
+        streams.append(stream)
+    target.loot.sent["streams"] += count
+    await connection.send(*frames)
+    return streams
+
+
+@attack(kills="worker")
+async def unread_watches(target: Target) -> None:
+    """Health watches with a window of 0, while a worker dies: news that cannot be delivered."""
+
+    async def watch(connection: RawConnection) -> None:
+        for body in (http2.message(b""), http2.message(b"\x0a\x1c" + SERVICE.encode())):
+            await _open(target, connection, f"{HEALTH}/Watch", body, _STREAMS)
+
+    await target.begin()
+    await target.hold_connections(20, watch, window=0)
+
+
+@attack()
+async def shut_windows(target: Target) -> None:
+    """Long completions with a window of 0: what is not read has to be kept by someone."""
+
+    async def start(connection: RawConnection) -> None:
+        await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
+
+    await target.begin()
+    await target.hold_connections(4, start, window=0)
+
+
+@attack()
+async def unread_sockets(target: Target) -> None:
+    """Long completions with the largest window, on sockets that are never read."""
+
+    async def start(connection: RawConnection) -> None:
+        await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
+
+    await target.begin()
+    await target.hold_connections(4, start, window=http2.LARGEST_WINDOW, reads=False)
+
+
+@attack()
+async def tiny_windows(target: Target) -> None:
+    """Long completions read byte by byte: a frame of 9 bytes and more for each byte of window."""
+
+    async def start(connection: RawConnection) -> None:
+        streams = await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
+        one = struct.pack(">I", 1)
+        updates = [http2.frame(http2.WINDOW_UPDATE, one, stream=stream) for stream in streams]
+        while target.left_s > 0 and not connection.closed:
+            await connection.send(*updates * 8)
+            target.loot.sent["window updates"] += len(updates) * 8
+            await asyncio.sleep(0.005)
+
+    await target.begin()
+    await target.hold_connections(4, start, window=1)
+
+
+@attack()
+async def half_sent(target: Target) -> None:
+    """4,000 streams on one connection, each with half a message, and never the rest."""
+
+    async def start(connection: RawConnection) -> None:
+        half = http2.message(bytes(2_000))[:1_000]
+        for _ in range(4_000):
+            stream, headers = connection.call(_GENERATE, target.metadata)
+            await connection.send(headers, http2.frame(http2.DATA, half, stream=stream))
+            target.loot.sent["streams"] += 1
+
+    await target.begin()
+    await target.hold_connections(1, start)
+
+
+@attack()
+async def slow_messages(target: Target) -> None:
+    """Messages that claim to be 60 MiB on 64 streams, each sent a few KiB at a time."""
+
+    async def start(connection: RawConnection) -> None:
+        claim = struct.pack(">BI", 0, 60 << 20)
+        streams = []
+        for _ in range(64):
+            stream, headers = connection.call(_GENERATE, target.metadata)
+            await connection.send(headers, http2.frame(http2.DATA, claim, stream=stream))
+            streams.append(stream)
+        target.loot.sent["streams"] += len(streams)
+        while target.left_s > 0 and not connection.closed:
+            for stream in streams:
+                await connection.send(http2.frame(http2.DATA, _PIECE, stream=stream))
+                target.loot.sent["bytes"] += len(_PIECE)
+            await asyncio.sleep(0.01)
+
+    await target.begin()
+    await target.hold_connections(4, start)

@@ -1,0 +1,143 @@
+"""Plays attacks on a stack, one after another, and measures what honest clients see of each.
+
+A round of an attack is four windows, close to each other because the machine is noisy: undisturbed;
+the attack; a *control*, in which processes that have nothing to do with the stack burn as much CPU
+as the attacker and the stack's own extra work did; and one that burns only the attacker's part.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from tests.abuse.attack import Attack
+from tests.abuse.child import Child
+from tests.abuse.figures import Figures
+from tests.abuse.observer import STREAMS
+from tests.abuse.report import Report, Result, Round
+from tests.abuse.rig import Rig, running_rig
+from tests.abuse.usage import MemoryPeaks, cpu_s, memory_mb
+from tests.stack import wait_for
+
+_SETTLE_S = 10.0  # until the stack has only the honest streams again; if not, that is no problem
+_MAX_BURNERS = 8
+_MIN_EXTRA = 0.05  # cores; less is not worth a control of its own
+
+
+def run_campaign(
+    attacks: list[Attack],
+    seconds: float,
+    rounds: int,
+    *,
+    anonymous: bool,
+    report_attack: Callable[[str], None],
+) -> Report:
+    """Plays each attack `rounds` times for `seconds`.
+
+    Args:
+        anonymous: whether the stack asks for no tokens, so that honest clients and attacker, on one
+            host, are one client to it.
+        report_attack: told of each attack before it begins.
+    """
+    report, started = Report(seconds, rounds, anonymous), time.monotonic()
+    with ExitStack() as open_rig:
+        rig = open_rig.enter_context(running_rig(anonymous=anonymous))
+        for attack in attacks:
+            report_attack(attack.name)
+            result = Result(attack.name, attack.about, bool(attack.kills))
+            for _ in range(rounds):
+                result.rounds.append(play_round(rig, attack, seconds))
+                if result.rounds[-1].attack.stuck:  # it does not recover: the next needs another
+                    open_rig.close()
+                    rig = open_rig.enter_context(running_rig(anonymous=anonymous))
+            report.results.append(result)
+    report.seconds_in_all = time.monotonic() - started
+    return report
+
+
+def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
+    """Plays an attack for `seconds` between windows without it."""
+    directory = rig.stack.directory
+    began_at, used = time.monotonic(), cpu_s(directory)
+    none = _window(rig, seconds)
+    usual = _cores(used, cpu_s(directory), time.monotonic() - began_at)
+    pids, before_mb = rig.stack.pids(), memory_mb(directory)
+    options = ["--address", rig.stack.address, "--seconds", str(seconds)]
+    options += ["--token", rig.attackers_token] if rig.attackers_token else []
+    with Child("tests.abuse.attacker", attack.name, *options) as attacker:
+        attacker.expect("READY")
+        rig.begin()
+        used = cpu_s(directory)
+        with MemoryPeaks(directory) as memory:
+            attacker.say("go")
+            _kill(rig, attack, seconds)
+            loot: dict[str, Any] = attacker.answer()
+        busy = _cores(used, cpu_s(directory), loot["seconds"])
+        attacked = rig.end()
+    _settle(rig)
+    extra = sum((busy - usual).values())
+    cores = loot["cpu_s"] / loot["seconds"]
+    died = [f"{s}-{i} died" for (s, i), pid in rig.stack.pids().items() if pid != pids[s, i]]
+    return Round(
+        none=none,
+        attack=attacked,
+        control=_control(rig, attack, cores + extra, seconds),
+        control_alone=_control(rig, attack, cores, seconds) if extra > _MIN_EXTRA else None,
+        attackers_cores=cores,
+        extra_cores=extra,
+        memory_before_mb=dict(before_mb),
+        memory_peak_mb=memory.peaks_mb,
+        memory_after_mb=dict(memory_mb(directory)),
+        died=[] if attack.kills else died,
+        loot={name: loot[name] for name in ("answers", "sent", "tokens")},
+    )
+
+
+def _window(rig: Rig, seconds: float, attack: Attack | None = None) -> Figures:
+    """Measures for `seconds` without an attacker, but with the death that the attack includes."""
+    rig.begin()
+    began_at = time.monotonic()
+    if attack is not None:
+        _kill(rig, attack, seconds)
+    time.sleep(max(0.0, began_at + seconds - time.monotonic()))
+    return rig.end()
+
+
+def _control(rig: Rig, attack: Attack, cores: float, seconds: float) -> Figures:
+    """Measures while processes of their own burn as much as `cores` cores."""
+    processes = math.ceil(min(cores, _MAX_BURNERS))
+    with ExitStack() as burning:
+        for _ in range(processes):
+            share = min(1.0, cores / processes)
+            burning.enter_context(Child("tests.abuse.burner", str(share))).expect("READY")
+        figures = _window(rig, seconds, attack)
+    _settle(rig)
+    return figures
+
+
+def _kill(rig: Rig, attack: Attack, seconds: float) -> None:
+    """Kills what the attack needs dead, halfway through."""
+    if attack.kills:
+        time.sleep(seconds / 2)
+        rig.stack.kill(attack.kills)
+
+
+def _settle(rig: Rig) -> None:
+    """Returns once all serve and only the honest streams are left, or after a while."""
+    rig.stack.wait_serving()
+
+    def settled() -> bool:
+        load = rig.stack.load()
+        return load.waiting + load.running <= STREAMS
+
+    with suppress(TimeoutError):
+        wait_for(settled, "the attacker's requests to end", _SETTLE_S)
+
+
+def _cores(before: Counter[str], after: Counter[str], seconds: float) -> Counter[str]:
+    """The cores used by each program; those of processes that died meanwhile are lost."""
+    return Counter({name: (after[name] - before[name]) / seconds for name in after})

@@ -1,0 +1,91 @@
+"""A private stack of one frontend, with two clients by token, and honest ones at work on it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.abuse.child import Child
+from tests.abuse.figures import Figures
+from tests.stack import DEMO_MODEL, RealStack, running_stack
+
+HONEST_TOKEN = "honest-client-0123456789"
+ATTACKERS_TOKEN = "attacker-0123456789"
+# A usual limit for shells: attacks on descriptors must not need tens of thousands.
+_DESCRIPTORS = 1024
+_MAX_MODEL_LEN = 40_960  # tokens, as Qwen3's: the demo model's own 2,048 would spare the server
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A stack, and the process of its honest clients."""
+
+    stack: RealStack
+    observer: Child
+    attackers_token: str  # empty: the frontend asks for none
+
+    def begin(self) -> None:
+        """Begins a window."""
+        self.observer.say("begin")
+        self.observer.expect("BEGUN")
+
+    def end(self) -> Figures:
+        self.observer.say("end")
+        return Figures(**self.observer.answer())
+
+
+@contextmanager
+def running_rig(*, anonymous: bool) -> Iterator[Rig]:
+    """Runs a stack and its honest clients, who know the right answers when this returns."""
+    with tempfile.TemporaryDirectory(prefix="nano-abuse") as name:
+        directory = Path(name)
+        variables: dict[str, Any] = {"model": _long_model(directory), "dtype": "float32"}
+        if not anonymous:
+            variables["auth_tokens_file"] = _tokens_file(directory)
+        with _few_descriptors():
+            starting = running_stack(**variables)
+            stack = starting.__enter__()
+        try:
+            options = ["--address", stack.address, "--scheduler", stack.stack.scheduler_address]
+            options += [] if anonymous else ["--token", HONEST_TOKEN]
+            with Child("tests.abuse.observer", *options) as observer:
+                observer.expect("READY")
+                yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN)
+        finally:
+            starting.__exit__(None, None, None)
+
+
+def _tokens_file(directory: Path) -> Path:
+    """Writes the file that says who the clients are: a token per line."""
+    path = directory / "tokens"
+    path.write_text(f"{HONEST_TOKEN}\n{ATTACKERS_TOKEN}\n", encoding="utf-8")
+    path.chmod(0o600)
+    return path
+
+
+def _long_model(directory: Path) -> Path:
+    """Copies the demo model as one that takes long prompts; what it says then does not matter."""
+    copy = directory / "model"
+    shutil.copytree(DEMO_MODEL, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["max_position_embeddings"] = _MAX_MODEL_LEN
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@contextmanager
+def _few_descriptors() -> Iterator[None]:
+    """Gives processes that start in the meantime the usual limit of descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(_DESCRIPTORS, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
