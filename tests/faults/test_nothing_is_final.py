@@ -188,7 +188,13 @@ def test_the_watchdog_is_watched_like_the_others(victim: Victim, role: str) -> N
     stopped = getattr(victim, role)("watchdog-0")
     stopped.suspend()
     assert not psutil.wait_procs([stopped], timeout=60)[1]
-    wait_for(lambda: victim.fork("watchdog-0").is_running(), "another")
+
+    def another() -> bool:
+        found = supervised_processes(victim.stack.directory)[-1]
+        assert found.name == "watchdog-0"
+        return found.pid not in (None, stopped.pid) and psutil.pid_exists(found.pid)
+
+    wait_for(another, "another")
 
 
 def test_a_stopped_supervisord_is_continued(victim: Victim) -> None:
