@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-import grpc
 import psutil
 
 from deploy.errors import SupervisorGoneError
@@ -26,6 +25,7 @@ from deploy.health import CHANNEL_OPTIONS, SERVING
 from deploy.stack import Process, Stack
 from deploy.status import format_status, stack_status
 from deploy.supervisor import MARKER, supervised_processes
+from shared.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -112,7 +112,8 @@ class RealStack:
 
     def load(self) -> GetLoadResponse:
         """The load as the scheduler reports it; waits if the scheduler is starting."""
-        with grpc.insecure_channel(self.stack.scheduler_address, options=CHANNEL_OPTIONS) as one:
+        address, tls = self.stack.scheduler_address, self.stack.internal_tls
+        with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as one:
             stub = SchedulerServiceStub(one)
             return stub.GetLoad(GetLoadRequest(), timeout=WAIT_S, wait_for_ready=True)
 

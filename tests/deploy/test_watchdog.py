@@ -1,56 +1,91 @@
-"""A worker whose process is stopped is replaced; one that is merely loading is left alone."""
+"""The watchdog, and a process in supervisord's place."""
 
 from __future__ import annotations
 
-import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.stack import wait_for
-
-from .conftest import Launcher
-from .test_commands import named
-
-pytestmark = pytest.mark.timeout(200)
-HANG = {"NANO_HANG_TIMEOUT_S": "1"}
-
-
-def test_a_stopped_worker_is_replaced(launcher: Launcher, port: int) -> None:
-    up = launcher("up", "--port", port, "--tp", 2, **HANG)
-    assert up.returncode == 0, up.stderr
-    before = launcher.members(port)
-    stopped = next(p for p in before if p.cmdline()[-3:] == ["worker_svc", "--rank", "1"])
-    stopped.send_signal(signal.SIGSTOP)
-    assert not psutil.wait_procs([stopped], timeout=60)[1]
-
-    def serving() -> bool:
-        return bool(launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4)
-
-    wait_for(serving, "all processes to serve")
-    gone = {p.pid for p in before} - {p.pid for p in launcher.members(port)}
-    assert gone == {stopped.pid}  # and no other
-    log = launcher.directory / ".run" / str(port) / "watchdog-0.log"
-    assert f'"pid": {stopped.pid}' in log.read_text()
+from deploy.errors import SupervisorSilentError
+from deploy.plan import Layout, plan_stack
+from deploy.stack import Stack
+from deploy.supervisor import supervised_processes
+from deploy.watchdog import Pauses, Watchdog
+from shared.heartbeat import BEATS
+from tests.stack import DEMO_MODEL, wait_for
 
 
-def test_a_worker_that_has_not_served_yet_is_left_alone_unless_it_is_stopped(
-    launcher: Launcher, port: int
+@pytest.fixture
+def stack(tmp_path: Path) -> Stack:
+    return plan_stack({"NANO_MODEL": str(DEMO_MODEL)}, Layout(), tmp_path, 1)[0]
+
+
+@pytest.fixture
+def supervisor() -> Iterator[psutil.Process]:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+@contextmanager
+def silent(directory: Path) -> Iterator[None]:
+    """Listens where supervisord would, and answers nothing."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "supervisor.sock"))
+        listener.listen(100)
+        yield
+
+
+def test_a_supervisord_that_does_not_answer_is_killed(
+    stack: Stack, supervisor: psutil.Process
 ) -> None:
-    up = launcher.start(
-        "up", "--port", port, "--services", "worker", "--tp", 1, STANDIN="silent", **HANG
-    )
+    watchdog = Watchdog(stack, supervisor, interval_s=0.01)
+    with silent(stack.directory):
+        with pytest.raises(SupervisorSilentError):
+            supervised_processes(stack.directory, timeout_s=0.01)
+        for _ in range(BEATS - 1):
+            assert watchdog.look()
+        assert supervisor.is_running()
+        watchdog.look()
+        assert not psutil.wait_procs([supervisor], timeout=30)[1]
+    assert not watchdog.look()
 
-    def watched() -> bool:
-        return any("deploy.watchdog" in p.cmdline() for p in launcher.members(port))
 
-    wait_for(watched, "the watchdog to run")
-    worker = named(launcher.members(port), "worker_svc")
-    wait_for(lambda: "SILENT" in launcher("ps", "--port", port).stdout, "the worker to be SILENT")
-    for _ in range(3):
-        assert worker.is_running()
-        launcher("ps", "--port", port)  # takes longer than the watchdog waits
-    assert worker.is_running()
-    worker.send_signal(signal.SIGSTOP)
-    assert not psutil.wait_procs([worker], timeout=60)[1]
-    up.kill()
+def test_a_supervisord_that_does_not_listen_is_left_alone(
+    stack: Stack, supervisor: psutil.Process
+) -> None:
+    """It has just begun, or somebody has removed its socket."""
+    watchdog = Watchdog(stack, supervisor, interval_s=0.01)
+    for _ in range(3 * BEATS):
+        assert watchdog.look()
+    assert supervisor.is_running()
+
+
+def test_a_stopped_supervisord_is_continued(stack: Stack, supervisor: psutil.Process) -> None:
+    supervisor.suspend()
+    wait_for(lambda: supervisor.status() == psutil.STATUS_STOPPED, "it to stop")
+    assert Watchdog(stack, supervisor, interval_s=0.01).look()
+    wait_for(lambda: supervisor.status() != psutil.STATUS_STOPPED, "it to go on")
+
+
+def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    pauses, tries = Pauses(), []
+    for _ in range(600):
+        if pauses.over("worker-0"):
+            tries.append(now)
+        now += 0.125
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert gaps[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    assert set(gaps[6:]) == {10.0}
+    assert pauses.over("worker-1")
+    now += 100
+    assert pauses.over("worker-0")

@@ -270,3 +270,12 @@ def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert fork.is_running()
         assert process.keeper.children() == [fork]
+
+
+def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:
+    """A thousand silent connections would otherwise keep everyone else out."""
+    ask = "resource.getrlimit(resource.RLIMIT_NOFILE)"
+    code = f"import resource; from shared import process; hard = {ask}[1]\n"
+    code += f"process.raise_descriptor_limit(); assert {ask} == (hard, hard) and hard > 64"
+    limited = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "-", sys.executable, "-c", code]
+    subprocess.run(limited, check=True, timeout=60)

@@ -1,0 +1,205 @@
+"""Whatever stops or hangs a process of a stack that was up: once it is put right, or by itself, the
+stack serves again. With TLS inside and outside, and tokens."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.health import SERVING
+from deploy.status import format_status, stack_status
+from deploy.supervisor import supervised_processes
+from frontend.client import LLM, TLS, SamplingParams
+from tests.certificates import Authority, Issued
+from tests.stack import RealStack, running_stack, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+TOKEN = "a-token-of-the-tests-0123456789"
+PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Victim:
+    stack: RealStack
+    tls: TLS
+    public: Authority
+    shown: Issued
+    tokens: Path
+
+    def fork(self, name: str) -> psutil.Process:
+        """The fork that serves."""
+        pids = {each.name: each.pid for each in supervised_processes(self.stack.directory)}
+        return psutil.Process(pids[name])
+
+    def keeper(self, name: str) -> psutil.Process:
+        parent = self.fork(name).parent()
+        assert parent is not None
+        return parent
+
+    def supervisord(self) -> psutil.Process:
+        parent = self.keeper("scheduler-0").parent()
+        assert parent is not None
+        return parent
+
+    def trouble(self, service: str) -> str:
+        """The line of `make ps` for the service."""
+        lines = format_status(stack_status(self.stack.stack)).splitlines()
+        return next(line for line in lines if line.startswith(service))
+
+    def health(self, service: str) -> str:
+        (status,) = (
+            each for each in stack_status(self.stack.stack) if each.process.service == service
+        )
+        return status.health
+
+    def generate(self) -> str:
+        with LLM(self.stack.address, tls=self.tls, token=TOKEN) as llm:
+            return str(llm.generate("Once upon a time", PARAMS, use_tqdm=False)[0]["text"])
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    directory = tmp_path_factory.mktemp("certificates")
+    public, within = Authority(directory, "public"), Authority(directory, "within")
+    shown = public.issue("server", "DNS:localhost", "IP:127.0.0.1")
+    internal = within.issue("internal", "DNS:localhost")
+    tokens = directory / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    with running_stack(
+        environment={"NANO_HANG_TIMEOUT_S": "2"},
+        kv_blocks=256,
+        tls_cert=shown.cert,
+        tls_key=shown.key,
+        auth_tokens_file=tokens,
+        internal_tls_cert=internal.cert,
+        internal_tls_key=internal.key,
+        internal_tls_ca=within.ca,
+    ) as stack:
+        yield Victim(stack, TLS(public.ca), public, shown, tokens)
+
+
+@contextmanager
+def certificate_without_its_key(victim: Victim) -> Iterator[str]:
+    other = victim.public.issue("other", "DNS:localhost", "IP:127.0.0.1")
+    right = Path(victim.shown.key).read_bytes()
+    shutil.copy(other.key, victim.shown.key)
+    yield "tls_cert, tls_key"
+    Path(victim.shown.key).write_bytes(right)
+
+
+@contextmanager
+def missing_tokens(victim: Victim) -> Iterator[str]:
+    moved = victim.tokens.rename(victim.tokens.with_suffix(".moved"))
+    yield "auth_tokens_file: "
+    moved.rename(victim.tokens)
+
+
+@contextmanager
+def no_descriptors(victim: Victim) -> Iterator[str]:
+    keeper = victim.keeper("frontend-0")
+    _, hard = keeper.rlimit(psutil.RLIMIT_NOFILE)
+    keeper.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
+    yield "Too many open files"
+    keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextmanager
+def few_descriptors(victim: Victim) -> Iterator[str]:
+    """Enough to fork, too few to serve."""
+    keeper = victim.keeper("frontend-0")
+    _, hard = keeper.rlimit(psutil.RLIMIT_NOFILE)
+    keeper.rlimit(psutil.RLIMIT_NOFILE, (keeper.num_fds() + 3, hard))
+    yield "starts again in"
+    keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextmanager
+def taken_address(victim: Victim) -> Iterator[str]:
+    socket = victim.stack.directory / "scheduler.sock"
+    socket.unlink()
+    socket.mkdir()
+    yield "cannot listen on "
+    socket.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("fault", "service"),
+    [
+        (certificate_without_its_key, "frontend"),
+        (missing_tokens, "frontend"),
+        (no_descriptors, "frontend"),
+        (few_descriptors, "frontend"),
+        (taken_address, "scheduler"),
+    ],
+)
+def test_what_keeps_a_successor_from_starting_is_said_and_not_final(
+    victim: Victim, fault: object, service: str
+) -> None:
+    assert callable(fault)
+    keeper = victim.keeper(f"{service}-0")
+    with fault(victim) as reason:
+        victim.fork(f"{service}-0").kill()
+        wait_for(lambda: reason in victim.trouble(service), f"ps to say {reason}")
+        assert victim.health(service) != SERVING
+    victim.stack.wait_serving()
+    assert victim.generate()
+    assert victim.keeper(f"{service}-0") == keeper
+    assert "starts again" not in victim.trouble(service)
+
+
+def test_a_keeper_whose_successor_cannot_start_is_not_final(victim: Victim) -> None:
+    with missing_tokens(victim) as reason:
+        victim.keeper("frontend-0").kill()
+        wait_for(lambda: f"soon: {reason}" in victim.trouble("frontend"), "supervisord to give up")
+    victim.stack.wait_serving()
+    assert victim.generate()
+
+
+@pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
+@pytest.mark.parametrize("role", ["fork", "keeper"])
+def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
+    victim: Victim, service: str, role: str
+) -> None:
+    expected = victim.generate()
+    found: list[str] = []
+    stream = threading.Thread(target=lambda: found.append(victim.generate()))
+    before = victim.stack.load().sampled_tokens
+    stream.start()
+    victim.stack.wait_load(lambda load: load.sampled_tokens > before + 5)
+    stopped = getattr(victim, role)(f"{service}-0")
+    stopped.suspend()
+    assert not psutil.wait_procs([stopped], timeout=60)[1]
+    stream.join()
+    assert found == [expected]
+    victim.stack.wait_serving()
+
+
+@pytest.mark.parametrize("role", ["fork", "keeper"])
+def test_the_watchdog_is_watched_like_the_others(victim: Victim, role: str) -> None:
+    stopped = getattr(victim, role)("watchdog-0")
+    stopped.suspend()
+    assert not psutil.wait_procs([stopped], timeout=60)[1]
+
+    def another() -> bool:
+        found = supervised_processes(victim.stack.directory)[-1]
+        assert found.name == "watchdog-0"
+        return found.pid not in (None, stopped.pid) and psutil.pid_exists(found.pid)
+
+    wait_for(another, "another")
+
+
+def test_a_stopped_supervisord_is_continued(victim: Victim) -> None:
+    supervisord = victim.supervisord()
+    supervisord.send_signal(signal.SIGSTOP)
+    wait_for(lambda: supervisord.status() != psutil.STATUS_STOPPED, "it to go on")
+    victim.stack.wait_serving()
+    assert victim.supervisord() == supervisord
