@@ -61,6 +61,22 @@ def test_the_same_block_after_another_prefix_is_another_block() -> None:
     assert second.num_computed_tokens == 0
 
 
+def test_names_under_a_salt_depend_on_a_key_and_not_only_on_the_seed() -> None:
+    """Of the hash without a key, inputs are known that collide under any seed."""
+
+    def names(blocks: BlockManager, salt: str) -> list[bytes]:
+        seq = Sequence((0, 1), range(8), SamplingParams(max_tokens=100), cache_salt=salt)
+        assert blocks.allocate_prompt(seq)
+        compute_all(blocks, seq)
+        return seq.block_hashes
+
+    blocks, other = BlockManager(8, BLOCK), BlockManager(8, BLOCK)
+    other._seed = blocks._seed
+    assert names(blocks, "") == names(other, "")
+    assert names(blocks, "salt") == names(blocks, "salt")
+    assert not {*names(blocks, "salt")} & {*names(other, "salt"), *names(blocks, "")}
+
+
 @pytest.mark.parametrize("computed", [3, 4, 5, 7, 8])
 def test_append_slot_takes_a_block_only_at_the_boundary(computed: int) -> None:
     blocks = BlockManager(8, BLOCK)

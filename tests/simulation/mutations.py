@@ -28,6 +28,8 @@ _UNIT = [
         "block_manager",
         "policy",
         "waiting_queue",
+        "fair_queueing",
+        "budgets",
         "held",
         "suspects",
     )

@@ -209,6 +209,24 @@ BUGS = [
         "",
     ),
     Bug(
+        "ended sequences stay in their line",
+        "scheduler.py",
+        "        self._waiting.close(seq)\n",
+        "",
+    ),
+    Bug(
+        "generated tokens are not counted as their client's",
+        "lines.py",
+        "        self.served += _OUTPUT_COST * num_tokens / self.client.weight\n",
+        "        pass\n",
+    ),
+    Bug(
+        "the resubmitted are charged again",
+        "scheduler.py",
+        "        if not seq.resubmitted:\n            self._budgets",
+        "        if True:\n            self._budgets",
+    ),
+    Bug(
         "tables have no partly filled block",
         "edge/step_encoding.py",
         "num_blocks = -(-context_lens // block_size)",

@@ -1,0 +1,150 @@
+"""Two clients with tokens, one frontend and the real scheduler, with a fake worker behind it: what
+one may do to the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from frontend.server import public_server, serve
+from frontend.settings import FrontendSettings
+from scheduler_svc import __main__ as scheduler_service
+from scheduler_svc.settings import SchedulerSettings
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.fake_worker import FakeWorker, start_worker
+from tests.frontend.conftest import DEMO, free_port
+
+ACME, WEB, SMALL = "acme-token-0123456789", "web-token-01234567890", "small-token-0123456789"
+NEW_ACME, PUBLIC = "acme-token-new-0123456789", "public-token-0123456789"
+TOKENS = f"""
+{ACME} name=acme
+{NEW_ACME} name=acme
+{WEB} name=web
+{SMALL} name=small input_tokens_per_minute=60
+{PUBLIC} name=public cache=shared
+"""
+TIMEOUT_S = 60
+
+
+@dataclass
+class Stack:
+    stub: Any
+
+    def ask(self, token: str, prompt: list[int], max_tokens: int = 3, **fields: Any) -> Any:
+        """Starts a stream."""
+        sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling, **fields)
+        metadata = (("authorization", f"Bearer {token}"),)
+        return self.stub.GenerateStream(request, metadata=metadata, timeout=TIMEOUT_S)
+
+    async def usage(self, token: str, prompt: list[int], **fields: Any) -> pb.Usage:
+        responses = [response async for response in self.ask(token, prompt, **fields)]
+        return responses[-1].usage
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    (tmp_path / "tokens").write_text(TOKENS)
+    worker = FakeWorker()
+    worker_server, worker_address = await start_worker(worker)
+    address = f"unix:{tmp_path}/s.sock"
+    scheduler_settings = SchedulerSettings(
+        scheduler_address=address,
+        worker_addresses=(worker_address,),
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        max_waiting=16,
+    )
+    settings = FrontendSettings(
+        model=str(DEMO),
+        port=free_port(),
+        scheduler_address=address,
+        drain_timeout_s=0.2,
+        auth_tokens_file=str(tmp_path / "tokens"),
+    )
+    server = public_server(settings)
+    scheduler = asyncio.create_task(scheduler_service.serve(scheduler_settings))
+    frontend = asyncio.create_task(serve(server, settings))
+    async with aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel:
+        stack = Stack(InferenceServiceStub(channel))
+        while not await _answers(stack):
+            pass
+        yield stack
+    server.stop()
+    await frontend
+    scheduler.cancel()
+    await asyncio.gather(scheduler, return_exceptions=True)
+    await worker_server.stop(None)
+    assert not worker.violations
+
+
+async def _answers(stack: Stack) -> bool:
+    try:
+        await stack.usage(WEB, [1])
+    except aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE  # noqa: PT017
+        return False
+    return True
+
+
+async def test_what_one_asked_does_not_show_in_what_another_is_told(stack: Stack) -> None:
+    prompt = list(range(1, 41))
+
+    async def cached(token: str, **fields: Any) -> int:
+        return (await stack.usage(token, prompt, **fields)).cached_prompt_tokens
+
+    assert await cached(ACME) == 0
+    assert await cached(ACME) > 0  # one's own are found
+    assert await cached(NEW_ACME) > 0  # with another token of the same client, too
+    assert await cached(WEB) == 0
+    assert await cached(WEB, cache_salt="acme:") == 0
+    assert await cached(PUBLIC) == 0
+    assert await cached(PUBLIC, cache_salt="acme:") == 0
+    assert await cached(PUBLIC, cache_salt="acme") == 0
+
+
+async def test_a_flood_does_not_keep_another_waiting_or_out(stack: Stack) -> None:
+    served: list[str] = []
+    refused: asyncio.Queue[str] = asyncio.Queue()
+
+    async def run(token: str, number: int) -> None:
+        try:
+            await stack.usage(token, [number, 1, 2], max_tokens=50)
+        except aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017
+            refused.put_nowait(token)
+        else:
+            served.append(token)
+
+    flood = [asyncio.create_task(run(ACME, number)) for number in range(40)]
+    for _ in range(20):  # there is room for 16, of which it gets half
+        assert await asyncio.wait_for(refused.get(), TIMEOUT_S) == ACME
+    before = len(served)
+    await asyncio.wait_for(run(WEB, 200), TIMEOUT_S)
+    # It came behind eight, and waited for the two that ran, and perhaps those that ended meanwhile.
+    assert served.index(WEB) - before <= 5
+    await asyncio.wait_for(asyncio.gather(*flood), TIMEOUT_S)
+
+
+async def test_who_has_spent_its_tokens_is_told_when_to_come_back(stack: Stack) -> None:
+    usage = await stack.usage(SMALL, [7] * 80)
+    assert usage.prompt_tokens == 80
+    with pytest.raises(aio.AioRpcError) as refused:
+        await stack.usage(SMALL, [7])
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "input_tokens_per_minute: 60 tokens" in str(refused.value.details())
+    trailers = dict(refused.value.trailing_metadata() or ())
+    (detail,) = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
+    retry = error_details_pb2.RetryInfo()
+    assert detail.Unpack(retry)
+    assert 0 < retry.retry_delay.ToTimedelta().total_seconds() <= 20
+    assert (await stack.usage(WEB, [7] * 80)).completion_tokens == 3
