@@ -62,6 +62,7 @@ def _start(name: str, hosts: Hosts, logs: Path) -> None:
         "NANO_KV_BLOCKS": "1024",
         "NANO_BLOCK_SIZE": "16",
         "NANO_ALLOW_PLAINTEXT": "1",
+        "NANO_ALLOW_PUBLIC_PLAINTEXT": "1",
     }
     with (logs / name).open("ab") as log:
         hosts.start(name, MODULES[name], environment, log)
