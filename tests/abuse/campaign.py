@@ -51,7 +51,7 @@ def run_campaign(
             result = Result(attack.name, attack.about, bool(attack.kills))
             for _ in range(rounds):
                 result.rounds.append(play_round(rig, attack, seconds))
-                if result.rounds[-1].attack.stuck:  # it does not recover: the next needs another
+                if result.rounds[-1].broken:  # the next needs another
                     open_rig.close()
                     rig = open_rig.enter_context(running_rig(anonymous=anonymous))
             report.results.append(result)
@@ -78,21 +78,27 @@ def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
             loot: dict[str, Any] = attacker.answer()
         busy = _cores(used, cpu_s(directory), loot["seconds"])
         attacked = rig.end()
-    _settle(rig)
+    recovers = _settle(rig)
     extra = sum((busy - usual).values())
     cores = loot["cpu_s"] / loot["seconds"]
-    died = [f"{s}-{i} died" for (s, i), pid in rig.stack.pids().items() if pid != pids[s, i]]
+    died = [f"{s}-{i} that died" for (s, i), pid in rig.stack.pids().items() if pid != pids[s, i]]
+    if attack.kills:
+        died = []
+    if not recovers:
+        died.append("stack that does not serve again")
     return Round(
         none=none,
         attack=attacked,
-        control=_control(rig, attack, cores + extra, seconds),
-        control_alone=_control(rig, attack, cores, seconds) if extra > _MIN_EXTRA else None,
+        control=_control(rig, attack, cores + extra, seconds) if recovers else none,
+        control_alone=(
+            _control(rig, attack, cores, seconds) if recovers and extra > _MIN_EXTRA else None
+        ),
         attackers_cores=cores,
         extra_cores=extra,
         memory_before_mb=dict(before_mb),
         memory_peak_mb=memory.peaks_mb,
         memory_after_mb=dict(memory_mb(directory)),
-        died=[] if attack.kills else died,
+        died=died,
         loot={name: loot[name] for name in ("answers", "sent", "tokens")},
     )
 
@@ -126,9 +132,13 @@ def _kill(rig: Rig, attack: Attack, seconds: float) -> None:
         rig.stack.kill(attack.kills)
 
 
-def _settle(rig: Rig) -> None:
-    """Returns once all serve and only the honest streams are left, or after a while."""
-    rig.stack.wait_serving()
+def _settle(rig: Rig) -> bool:
+    """Returns once all serve and only the honest streams are left, or after a while. Returns
+    whether all serve."""
+    try:
+        rig.stack.wait_serving()
+    except TimeoutError:
+        return False
 
     def settled() -> bool:
         load = rig.stack.load()
@@ -136,6 +146,7 @@ def _settle(rig: Rig) -> None:
 
     with suppress(TimeoutError):
         wait_for(settled, "the attacker's requests to end", _SETTLE_S)
+    return True
 
 
 def _cores(before: Counter[str], after: Counter[str], seconds: float) -> Counter[str]:

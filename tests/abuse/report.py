@@ -33,8 +33,13 @@ class Round:
     memory_before_mb: dict[str, float]
     memory_peak_mb: dict[str, float]
     memory_after_mb: dict[str, float]
-    died: list[str]  # processes that nobody was to kill
+    died: list[str]  # processes that nobody was to kill; the stack, if it does not serve again
     loot: dict[str, Any]
+
+    @property
+    def broken(self) -> bool:
+        """Whether the stack is no longer what it was."""
+        return bool(self.attack.stuck or self.died)
 
     @property
     def p99_factor(self) -> float:

@@ -17,7 +17,7 @@ from tests.certificates import Authority, Issued
 from tests.fuzz.corpus import Case
 from tests.fuzz.frontend import draw_cases, send_case
 from tests.fuzz.tally import DEADLINE_S, Tally
-from tests.stack import RealStack, running_stack
+from tests.stack import RealStack, running_stack, wait_for
 
 _TOKEN = "fuzz-token-0123456789"
 _OTHER_TOKEN = "other-token-0123456789"
@@ -40,9 +40,12 @@ class Target:
     def kill(self, service: str) -> None:
         self.stack.kill(service)
 
-    def replace(self, service: str) -> None:
-        """Kills a process, and waits for another in its place."""
-        self.stack.wait_replaced(service, 0, self.stack.kill(service))
+    def kill_frontend(self, setting: str) -> None:
+        """Kills the frontend, and waits until another says that it cannot start with `setting`."""
+        log = self.stack.stack.log("frontend-0")
+        size = log.stat().st_size
+        self.stack.kill("frontend")
+        wait_for(lambda: setting in log.read_text()[size:], f"a complaint about {setting}")
 
     def new_tokens(self) -> None:
         self.tokens.write_text(f"{_OTHER_TOKEN}\n{_TOKEN}\n")
@@ -60,7 +63,7 @@ class Target:
         """Kills the frontend while the file is missing; another has to try until it is back."""
         hidden = self.tokens.with_suffix(".away")
         self.tokens.rename(hidden)
-        self.replace("frontend")
+        self.kill_frontend("auth_tokens_file")
         hidden.rename(self.tokens)
 
     def killed_without_its_key(self) -> None:
@@ -68,7 +71,7 @@ class Target:
         key = Path(self.used.key)
         right = key.read_bytes()
         key.write_bytes(Path(self.authority.issue("other", "DNS:localhost").key).read_bytes())
-        self.replace("frontend")
+        self.kill_frontend("tls_key")
         key.write_bytes(right)
 
     def completion(self) -> list[int]:
