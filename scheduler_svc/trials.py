@@ -103,19 +103,19 @@ class Trials:
             group = sorted(key for key, count in suspects.items() if count == losses)
             middle = len(group) // 2
             for half in (group[:middle], group[middle:]):
-                if half:
+                if self._untried(half):
                     await self._try(half, 2.0 ** min(losses, _MAX_LOG_SECONDS))
             if not self._suspects():
                 self._release()
 
     async def _try(self, group: Seq[SequenceKey], timeout_s: float) -> None:
+        log.warning("trying requests that schedulers died with", requests=len(group))
         alone = len(group) == 1
         if alone:
             await self._isolate()
         else:
             self._release()
         group = self._untried(group)
-        log.warning("trying requests that schedulers died with", requests=len(group))
         owners = {key.connection for key in group}
         for owner in owners:
             numbers = [key.number for key in group if key.connection == owner]
