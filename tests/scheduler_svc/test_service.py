@@ -552,6 +552,19 @@ async def test_a_suspect_is_tried_alone(tmp_path: Path) -> None:
         await newcomer
 
 
+async def test_a_frontend_that_does_not_confirm_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_svc.trials._CONFIRMATION_S", 0.1)
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        owner, hung = await stack.frontend(), await stack.frontend()
+        await owner.tell_suspects({7: 2})
+        assert await owner.next_trial() == await hung.next_trial() == ([], True)
+        await owner.tell_suspects({}, holding=True)
+        assert await owner.next_trial() == ([7], True)
+        assert is_orderly(await hung.failure())
+
+
 async def test_many_suspects_are_tried_in_halves_while_the_rest_goes_on(tmp_path: Path) -> None:
     async with stack_of(tmp_path, FakeWorker()) as stack:
         first, second = await stack.frontend(), await stack.frontend()
