@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import structlog
 from grpc import aio
@@ -36,14 +37,14 @@ Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.Sched
 class Connection:
     """Buffers the outputs that one frontend has not been sent yet. Those that arrive while a
     message is being written join the next one. If the frontend falls too far behind, they are
-    dropped and `overflow` is done."""
+    dropped and it is cut off: `cut` is done, with the reason."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
         self._serving = self._told = True  # what is, and what the frontend knows
         self._trials: list[scheduler_pb2.Trial] = []
         self._news = asyncio.Event()
-        self.overflow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def set_serving(self, serving: bool) -> None:
         self._serving = serving
@@ -55,14 +56,19 @@ class Connection:
         self._news.set()
 
     def add(self, output: Output) -> None:
-        if self.overflow.done():
+        if self.cut.done():
             return
         if not self._outputs:
             self._news.set()
         self._outputs.append(output)
         if len(self._outputs) > _MAX_UNREAD:
             self._outputs.clear()
-            self.overflow.set_result(None)
+            self.cut_off(f"more than {_MAX_UNREAD} outputs were not read")
+
+    def cut_off(self, reason: str) -> None:
+        """Has the stream end. Its frontend keeps what it has, and submits the rest again."""
+        if not self.cut.done():
+            self.cut.set_result(reason)
 
     async def write_to(self, context: Context) -> None:
         """Writes messages as there is news, for ever."""
@@ -73,8 +79,8 @@ class Connection:
                 self._told = self._serving
                 state = scheduler_pb2.EngineState(serving=self._told)
                 await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
-            trials, self._trials = self._trials, []
-            for trial in trials:
+            while self._trials:
+                trial = self._trials.pop(0)
                 await context.write(scheduler_pb2.SchedulerMessage(trial=trial))
             if self._outputs:
                 outputs = self._outputs[:_OUTPUTS_AT_ONCE]
@@ -130,7 +136,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         engine, trials = await self._started_engine()
         number = next(self._numbers)
         connection = Connection()
-        await trials.join(number, connection.tell)
+        await trials.join(number, connection.tell, connection.cut_off)
         self._connections[number] = connection
         connection.set_serving(self._serving)
         tasks: list[asyncio.Task[None]] = []
@@ -139,7 +145,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
             reader = asyncio.create_task(_read(number, request_iterator, engine, trials))
             tasks += reader, asyncio.create_task(connection.write_to(context))
-            ends = (*tasks, connection.overflow)
+            ends: tuple[asyncio.Future[Any], ...] = (*tasks, connection.cut)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if self._failed:
@@ -156,10 +162,8 @@ class SchedulerServicer(SchedulerServiceServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if connection.overflow.done():
-            # It keeps what it has, and submits the rest again once it reads this.
-            message = f"more than {_MAX_UNREAD} outputs were not read: connect again"
-            raise UnavailableError(message, _AT_ONCE)
+        if connection.cut.done():
+            raise UnavailableError(f"{connection.cut.result()}: connect again", _AT_ONCE)
         if not reader.cancelled():
             reader.result()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +31,8 @@ from scheduler_svc.sequence import SequenceKey
 log = structlog.get_logger(__name__)
 
 _MAX_LOG_SECONDS = 6
+# Frontends that have not confirmed by then are cut off: the others wait for them.
+_CONFIRMATION_S = 3.0
 
 
 class Engine(Protocol):
@@ -50,6 +53,7 @@ Tell = Callable[[Seq[int], bool], None]
 @dataclass
 class _Frontend:
     tell: Tell
+    cut_off: Callable[[str], None]
     suspects: dict[int, int] = field(default_factory=dict)  # losses by request
     holding: bool = False  # it has withdrawn everything
 
@@ -64,11 +68,12 @@ class Trials:
         self._open = asyncio.Event()  # unless a suspect is tried alone
         self._open.set()
 
-    async def join(self, connection: int, tell: Tell) -> None:
-        """Takes in a frontend that has submitted nothing yet, once no suspect is tried alone."""
+    async def join(self, connection: int, tell: Tell, cut_off: Callable[[str], None]) -> None:
+        """Takes in a frontend that has submitted nothing yet, once no suspect is tried alone.
+        `cut_off` ends its stream, for a reason."""
         while not self._open.is_set():
             await self._open.wait()
-        self._frontends[connection] = _Frontend(tell)
+        self._frontends[connection] = _Frontend(tell, cut_off)
 
     def leave(self, connection: int) -> None:
         """Forgets a frontend, if it has joined, and its suspects."""
@@ -103,19 +108,19 @@ class Trials:
             group = sorted(key for key, count in suspects.items() if count == losses)
             middle = len(group) // 2
             for half in (group[:middle], group[middle:]):
-                if half:
+                if self._untried(half):
                     await self._try(half, 2.0 ** min(losses, _MAX_LOG_SECONDS))
             if not self._suspects():
                 self._release()
 
     async def _try(self, group: Seq[SequenceKey], timeout_s: float) -> None:
+        log.warning("trying requests that schedulers died with", requests=len(group))
         alone = len(group) == 1
         if alone:
             await self._isolate()
         else:
             self._release()
         group = self._untried(group)
-        log.warning("trying requests that schedulers died with", requests=len(group))
         owners = {key.connection for key in group}
         for owner in owners:
             numbers = [key.number for key in group if key.connection == owner]
@@ -138,8 +143,17 @@ class Trials:
         for frontend in self._frontends.values():
             frontend.holding = False
             frontend.tell((), True)
-        await self._until(lambda: all(each.holding for each in self._frontends.values()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CONFIRMATION_S):
+                await self._until(self._all_hold)
+        for frontend in self._frontends.values():
+            if not frontend.holding:
+                frontend.cut_off("a request to withdraw everything was not confirmed")
+        await self._until(self._all_hold)
         await self._engine.rest()
+
+    def _all_hold(self) -> bool:
+        return all(frontend.holding for frontend in self._frontends.values())
 
     def _release(self) -> None:
         if not self._open.is_set():

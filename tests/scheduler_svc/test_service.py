@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from frontend.scheduler_messages import is_orderly, suspects_message
 from scheduler_svc.__main__ import serve
 from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.settings import SchedulerSettings
@@ -41,6 +44,7 @@ class Frontend:
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
         self.states: list[bool] = []
+        self.trials: list[tuple[list[int], bool]] = []  # and whether to hold
         # By request and position: ids and values.
         self.logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
         self.prompt_logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
@@ -70,12 +74,24 @@ class Frontend:
         message = scheduler_pb2.FrontendMessage(abort=scheduler_pb2.Abort(request=request))
         await self._call.write(message)
 
+    async def tell_suspects(
+        self, losses: Mapping[int, int], cleared: Sequence[int] = (), *, holding: bool = False
+    ) -> None:
+        await self._call.write(suspects_message(losses, cleared, holding=holding))
+
+    async def next_trial(self) -> tuple[list[int], bool]:
+        while not self.trials:
+            await self.read()
+        return self.trials.pop(0)
+
     async def read(self) -> None:
         """Takes in the next message; every token must arrive in order."""
         message = await self._call.read()
         assert isinstance(message, scheduler_pb2.SchedulerMessage), await self._call.details()
         if message.HasField("engine_state"):
             self.states.append(message.engine_state.serving)
+        if message.HasField("trial"):
+            self.trials.append(([*message.trial.requests], message.trial.hold))
         output = message.step_output
         columns = (
             np.frombuffer(output.requests, "<u8").tolist(),
@@ -315,6 +331,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off(
         with pytest.raises(aio.AioRpcError) as caught:
             await stuck.read_until_finished(*range(31))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert is_orderly(caught.value)
         assert "more than 1000 outputs were not read" in str(caught.value.details())
         again = await stack.frontend()
         await again.submit(0, [5, 6, 7], generated_ids=np.array(stuck.tokens[0], "<i4").tobytes())
@@ -511,6 +528,67 @@ async def test_workers_lost_while_there_is_nothing_to_do_are_found_again(tmp_pat
         await frontend.read_until_finished(1)
         assert frontend.tokens[1] == completion([1, 2], 9)
     await server.stop(None)
+
+
+async def test_a_suspect_is_tried_alone(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        owner, other = await stack.frontend(), await stack.frontend()
+        await other.submit(1, [1, 2], 100)
+        await owner.tell_suspects({7: 2})
+        assert await owner.next_trial() == await other.next_trial() == ([], True)
+        newcomer = asyncio.create_task(stack.frontend())
+        await owner.tell_suspects({}, holding=True)
+        assert not owner.trials
+        await other.tell_suspects({}, holding=True)
+        assert await owner.next_trial() == ([7], True)
+        load = await stack.load()
+        assert load.running == load.waiting == 0
+        await owner.submit(7, [3, 4], 9, resubmitted=True)
+        await owner.read_until_finished(7)
+        assert owner.tokens[7] == completion([3, 4], 9)
+        assert not newcomer.done()
+        await owner.tell_suspects({}, cleared=[7])
+        assert await owner.next_trial() == await other.next_trial() == ([], False)
+        await newcomer
+
+
+async def test_a_frontend_that_does_not_confirm_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_svc.trials._CONFIRMATION_S", 0.1)
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        owner, hung = await stack.frontend(), await stack.frontend()
+        await owner.tell_suspects({7: 2})
+        assert await owner.next_trial() == await hung.next_trial() == ([], True)
+        await owner.tell_suspects({}, holding=True)
+        assert await owner.next_trial() == ([7], True)
+        assert is_orderly(await hung.failure())
+
+
+async def test_many_suspects_are_tried_in_halves_while_the_rest_goes_on(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        first, second = await stack.frontend(), await stack.frontend()
+        await second.tell_suspects({1: 2})
+        assert await second.next_trial() == ([], True)
+        await first.tell_suspects({n: 3 if n < 8 else 2 for n in range(12)}, holding=True)
+        await second.tell_suspects({}, cleared=[1], holding=True)
+        assert await first.next_trial() == ([], True)
+        for half in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11]):
+            while (trial := await first.next_trial()) == ([], False):
+                pass
+            assert trial == (half, False)
+            await second.submit(half[0], [1], 3)
+            await second.read_until_finished(half[0])
+            for number in half[1:]:
+                await first.tell_suspects({}, cleared=[number])
+            await first.abort(half[0])
+
+
+async def test_a_stream_that_is_ended_in_order_says_so(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert is_orderly(await frontend.failure())
 
 
 async def test_refusals_name_the_reason(tmp_path: Path) -> None:
