@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,12 @@ class Generation:
         await first.stream.waiter.wait(self._has_news())
         if self._prompt_logprobs is not None and not self._has_news():
             return []  # woken for tokens, which wait for the prompt's log-probabilities
-        deltas = [(each, each.next_delta()) for each in self._open if each.has_news()]
+        deltas = []
+        for each in self._open:
+            if each.has_news():
+                if deltas and self.request.sampling.stop:
+                    await asyncio.sleep(0)  # the search may take a quarter of a millisecond a token
+                deltas.append((each, each.next_delta()))
         for each, _ in deltas:
             if each.ending is not None:
                 # After a stop string this frees the blocks before the client reads on.

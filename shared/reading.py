@@ -48,6 +48,7 @@ class MessageReader(aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, memory: MessageMemory) -> None:
         self._max_message_bytes = max_message_bytes
         self._memory = memory
+        self._handlers: dict[str, Any] = {}  # by method
 
     async def intercept_service(
         self,
@@ -57,6 +58,13 @@ class MessageReader(aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler  # an unknown method
+        method = handler_call_details.method
+        if method not in self._handlers:
+            self._handlers[method] = self._reading(handler)
+        return self._handlers[method]
+
+    def _reading(self, handler: Any) -> Any:
+        """A handler like `handler` that reads its messages here."""
         of_one = handler.unary_unary or handler.unary_stream
         of_many = handler.stream_unary or handler.stream_stream
         parse = handler.request_deserializer
@@ -88,8 +96,8 @@ class MessageReader(aio.ServerInterceptor):
 
     async def _read(self, context: Context, parse: Parse) -> Any:
         """Reads the one message of a call, and has the call hold its memory."""
-        host = Caller(host_of(context.peer()), MAX_BYTES_PER_CALLER)
-        data, hold = await self._memory.receive(CALLER.get() or host, lambda: _one(context))
+        caller = CALLER.get() or Caller(host_of(context.peer()), MAX_BYTES_PER_CALLER)
+        data, hold = await self._memory.receive(caller, lambda: _one(context))
         _HOLD.set(hold)
         descriptor = _descriptor(data, parse, self._max_message_bytes)
         if descriptor is not None:

@@ -12,6 +12,7 @@ import pytest
 from grpc import aio
 
 from frontend import responses, scheduler_client, structured_output
+from frontend.completion import CompletionBuilder
 from frontend.generation import Generation
 from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
 from frontend.validation import MAX_TOKENIZED
@@ -143,6 +144,26 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
         assert reader.stream.logprobs is not None
         assert reader.stream.logprobs.of(500, 1) == []
         assert not reader.stream.logprobs._rows
+
+
+async def test_stop_strings_are_looked_for_in_one_completion_at_a_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await accept_long_sequences(service)
+    service.scheduler.automatic = False
+    length = scheduler_pb2.FINISH_CAUSE_LENGTH
+    with counting_turns() as turns:
+        count(monkeypatch, CompletionBuilder, "feed", turns, lambda _, ids: len(ids))
+        message = request(n=16, max_tokens=300, stop=["never"] * 16)
+        call = asyncio.ensure_future(service.collect(message))
+        first = (await service.scheduler.submits.get()).request
+        service.scheduler.send(
+            [(first + i, offset, 300) for i in range(16) for offset in range(300)],
+            [scheduler_pb2.Finished(request=first + i, cause=length) for i in range(16)],
+        )
+        chunks = await call
+    assert sum(len(chunk.token_ids) for chunk in chunks) == turns.total == 16 * 300
+    assert turns.max <= 128
 
 
 async def test_of_the_logprobs_that_nobody_reads_the_most_are_dropped(
