@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 CANNOT_START = 2  # exit status for settings or a model that cannot work: retrying is useless
 _TRIES = 3  # forks to try before giving up, once one was ready
+_COMPANION_RETRY_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -45,6 +47,7 @@ def run_service(
     serve: Callable[[Settings, Ready], Coroutine[Any, Any, None]],
     start_errors: tuple[type[Exception], ...] = (),
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    companion: Callable[[Callable[[], None]], None] | None = None,
     **bound: object,
 ) -> int:
     """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
@@ -53,6 +56,9 @@ def run_service(
         name: of the service, added to its log lines, as is `bound`.
         serve: calls `ready`, once, when it is serving.
         start_errors: raised by `serve`, besides OSError, if it cannot start; logged as one line.
+        companion: runs in a fork of its own, forked before the first that serves, which it
+            outlives; another takes its place when it ends. It gets a function to call to show that
+            it is alive.
 
     Returns:
         The exit status.
@@ -60,6 +66,9 @@ def run_service(
     configure_logging(settings, name, **bound)
     if settings.exit_with_parent:
         end_with_parent()
+
+    if companion is not None:
+        _fork_companion(companion)
 
     expected: tuple[type[Exception], ...] = (OSError, *start_errors)
 
@@ -72,6 +81,26 @@ def run_service(
             sys.exit(CANNOT_START)
 
     return serve_with_successors(run)
+
+
+def _fork_companion(companion: Callable[[Callable[[], None]], None]) -> None:
+    """Keeps `companion` running in a fork of a fork of this process, until this process ends."""
+    parent = os.getpid()
+    gc.freeze()
+    if os.fork():
+        return
+    end_with_parent(parent)
+    while True:
+        keeper = os.getpid()
+        pid = os.fork()
+        if not pid:
+            end_with_parent(keeper)
+            companion(lambda: None)
+            os._exit(0)
+        _, wait_status = os.waitpid(pid, 0)
+        status = os.waitstatus_to_exitcode(wait_status)
+        log.error("a companion died, and a fork takes its place", pid=pid, exit_status=status)
+        time.sleep(_COMPANION_RETRY_S)
 
 
 def serve_with_successors(serve: Callable[[Ready], None]) -> int:
