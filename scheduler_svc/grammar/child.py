@@ -29,6 +29,9 @@ OUT_OF_MEMORY = 3  # exit status
 
 _PR_SET_NO_NEW_PRIVS = 38
 _MAX_DESCRIPTORS = 16
+# Past so much processor time for a mask, others go first, of this process and every other.
+_HEAVY_CPU_S = 0.05
+_NICE = 10
 # Answers are sent together, unless the first of them has waited this long for the others.
 _SEND_AFTER_S = 0.005
 _SEND_BYTES = 64 << 10
@@ -119,11 +122,14 @@ def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: Compil
         for number in closed:
             matchers.pop(number, None)
         masks: dict[bytes, int] = {}  # those of this batch, by the index of the first that has it
-        answers, first_at = bytearray(), time.monotonic()
+        answers, first_at, used_before = bytearray(), time.monotonic(), time.process_time()
         for index, row in enumerate(rows):
             with _cpu_limit(MASK_CPU_S + TOKEN_CPU_S * len(row.tokens)):
                 answers += _answer(matchers, grammar, row, masks, index)
-            now = time.monotonic()
+            now, used = time.monotonic(), time.process_time()
+            if used - used_before > _HEAVY_CPU_S and not os.nice(0):
+                os.nice(_NICE)
+            used_before = used
             if (
                 request == Request.CAREFUL_BATCH
                 or len(answers) > _SEND_BYTES
