@@ -25,8 +25,6 @@ from scheduler_svc.grammar.limits import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES
 from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
 from scheduler_svc.grammar.wire import Answer, Request
 
-OUT_OF_MEMORY = 3  # exit status
-
 _PR_SET_NO_NEW_PRIVS = 38
 _MAX_DESCRIPTORS = 16
 # Past so much processor time for a mask, others go first, of this process and every other.
@@ -48,10 +46,10 @@ def serve(scheduler: socket.socket, compilers: Compilers) -> None:
             if grammar is not None:
                 _compute_masks(scheduler, requests, grammar)
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+            os._exit(wire.OUT_OF_MEMORY)
         except RuntimeError as error:
             if is_out_of_memory(error):
-                os._exit(OUT_OF_MEMORY)
+                os._exit(wire.OUT_OF_MEMORY)
             raise
 
 

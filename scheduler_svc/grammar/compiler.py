@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from xgrammar import Grammar, GrammarCompiler, TokenizerInfo, VocabType
 
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
 from scheduler_svc.grammar.schema import patterns, schema_problem
-from scheduler_svc.grammar.vocabulary import read_vocabulary
 from scheduler_svc.sampling import GrammarKind
 
 # Consecutive whitespace within a JSON text: enough to indent, too little to go on for ever.
@@ -36,13 +34,11 @@ class Compilers:
     json: GrammarCompiler
 
 
-def make_compilers(model: Path) -> Compilers:
-    """Reads the vocabulary of `model`, the directory of tokenizer.json and config.json.
-
-    Raises:
-        VocabularyError: a file is missing or unreadable.
+def make_compilers(vocabulary: list[bytes]) -> Compilers:
     """
-    vocabulary = read_vocabulary(model)
+    Args:
+        vocabulary: the bytes of each token.
+    """
     control = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
     of_json = [b"" if control.search(token) else token for token in vocabulary]
     return Compilers(_make_compiler(vocabulary), _make_compiler(of_json))

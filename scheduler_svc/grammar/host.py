@@ -16,8 +16,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -31,9 +31,6 @@ from scheduler_svc.grammar.host_link import (
     VOCABULARY,
     HostLink,
 )
-
-if TYPE_CHECKING:
-    from scheduler_svc.grammar.compiler import Compilers
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +52,7 @@ class _Host:
         self._link = link
         self._model = model
         self._beat = beat
-        self._compilers: Compilers | None = None
+        self._serve: Callable[[socket.socket], None] | None = None  # a grammar, once loaded
         self._reports: dict[int, socket.socket] = {}  # of the processes that live, by pid
 
     def run(self) -> None:
@@ -72,7 +69,7 @@ class _Host:
                 self._reap()
             if self._link.host in readable:
                 self._take_demand()
-            if self._compilers is not None:
+            if self._serve is not None:
                 self._beat()
 
     def _take_demand(self) -> None:
@@ -96,15 +93,18 @@ class _Host:
                 each.close()
 
     def _load(self) -> None:
-        if self._compilers is not None:
+        if self._serve is not None:
             return
         self._link.set_state(os.getpid(), loading=True)
         try:
-            from scheduler_svc.grammar import child
+            from scheduler_svc.grammar.vocabulary import read_vocabulary
+
+            vocabulary = read_vocabulary(self._model)
+
+            from scheduler_svc.grammar.child import serve
             from scheduler_svc.grammar.compiler import make_compilers
 
-            assert child  # for the forks
-            self._compilers = make_compilers(self._model)
+            self._serve = partial(serve, compilers=make_compilers(vocabulary))
         finally:
             self._link.set_state(os.getpid(), loading=False)
         gc.collect()
@@ -127,7 +127,7 @@ class _Host:
                 signal.signal(number, signal.SIG_DFL)
             from scheduler_svc.grammar import child
 
-            assert self._compilers is not None
+            assert self._serve is not None
             child.serve(scheduler, self._compilers)
             status = 0
         except BaseException:

@@ -19,7 +19,6 @@ from scheduler_svc.sampling import GrammarKind
 # A process that has not used up its processor time may be stopped, or get no processor.
 ANSWER_S = 20.0
 _REPORT_S = 5.0
-_OUT_OF_MEMORY = 3  # its exit status
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # A mask; None if the completion is complete and nothing can follow; or why the sequence must end.
@@ -140,6 +139,6 @@ class GrammarProcess:
                 line = await self._report.readline()
         word, _, value = line.decode().partition(" ")
         status = int(value) if word == ENDED else -signal.SIGKILL
-        if status in (-signal.SIGPROF, _OUT_OF_MEMORY):
+        if status in (-signal.SIGPROF, wire.OUT_OF_MEMORY):
             return Death.AT_LIMIT
         return Death.KILLED if -status in _FROM_OUTSIDE else Death.CRASHED

@@ -20,6 +20,7 @@ import numpy as np
 
 from scheduler_svc.sampling import GrammarKind
 
+OUT_OF_MEMORY = 3  # the exit status of a process that could not get any more
 HEADER = struct.Struct("<IB")
 _SIZE = struct.Struct("<Q")
 _INDEX = struct.Struct("<I")

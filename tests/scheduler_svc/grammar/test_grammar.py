@@ -63,7 +63,7 @@ Compile = Callable[[GrammarKind, str, Iterable[int]], Begin]
 
 @pytest.fixture(scope="module")
 def compilers() -> Compilers:
-    return make_compilers(DEMO)
+    return make_compilers(VOCABULARY)
 
 
 @pytest.fixture
@@ -164,7 +164,9 @@ def test_a_replay_from_any_prefix_gives_the_same_mask(name: str, compile: Compil
 def test_ids_that_spell_nothing_are_never_allowed(vocab_size: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
-    compiled = compile_grammar(make_compilers(tmp_path), GrammarKind.REGEX, "(.|\n)*")
+    compiled = compile_grammar(
+        make_compilers(read_vocabulary(tmp_path)), GrammarKind.REGEX, "(.|\n)*"
+    )
     mask = Matcher(compiled, {IM_END, vocab_size}).mask()
     assert len(mask) == 4 * ((vocab_size + 31) // 32)
     tokens = allowed(mask)

@@ -115,7 +115,7 @@ async def soon(work: Awaitable[Result]) -> Result:
 
 
 async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Grammars) -> None:
-    compilers = make_compilers(DEMO)
+    compilers = make_compilers(VOCABULARY)
     for kind, text in TEXTS:
         compiled = await grammars.compile(kind, text, ENDS)
         completions = [Completion(compiled) for _ in range(5)]
