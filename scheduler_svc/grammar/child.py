@@ -14,8 +14,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import BinaryIO
 
 from scheduler_svc.grammar import wire
@@ -83,14 +82,10 @@ def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, value))
 
 
-@contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Has the kernel kill this process (SIGPROF) once it has used that much processor time."""
+def _limit_cpu(seconds: float) -> None:
+    """Has the kernel kill this process (SIGPROF) once it has used that much more processor time;
+    for 0, no more."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _compile(
@@ -101,11 +96,12 @@ def _compile(
         return None
     kind, text = wire.read_compile_request(contents)
     try:
-        with _cpu_limit(COMPILE_CPU_S):
-            grammar = compile_grammar(compilers, kind, text)
+        _limit_cpu(COMPILE_CPU_S)
+        grammar = compile_grammar(compilers, kind, text)
     except GrammarError as error:
         scheduler.sendall(wire.frame(Answer.ERROR, error.reason.encode()))
         return None
+    _limit_cpu(0)
     scheduler.sendall(wire.compiled_answer(_private_bytes()))
     return grammar
 
@@ -122,8 +118,8 @@ def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: Compil
         masks: dict[bytes, int] = {}  # those of this batch, by the index of the first that has it
         answers, first_at, used_before = bytearray(), time.monotonic(), time.process_time()
         for index, row in enumerate(rows):
-            with _cpu_limit(MASK_CPU_S + TOKEN_CPU_S * len(row.tokens)):
-                answers += _answer(matchers, grammar, row, masks, index)
+            _limit_cpu(MASK_CPU_S + TOKEN_CPU_S * len(row.tokens))
+            answers += _answer(matchers, grammar, row, masks, index)
             now, used = time.monotonic(), time.process_time()
             if used - used_before > _HEAVY_CPU_S and not os.nice(0):
                 os.nice(_NICE)
@@ -135,6 +131,7 @@ def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: Compil
             ):
                 scheduler.sendall(answers)
                 answers, first_at = bytearray(), now
+        _limit_cpu(0)
         scheduler.sendall(answers)
 
 

@@ -13,7 +13,6 @@ import select
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -63,11 +62,12 @@ class _Host:
         signal.set_wakeup_fd(waking)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only those with a handler
         while True:
-            readable, _, _ = select.select([self._link.host, woken], [], [], _BEAT_S)
+            host = self._link.host.fileno()
+            readable, _, _ = select.select([host, woken], [], [], _BEAT_S)
             if woken in readable:
                 os.read(woken, 4096)
                 self._reap()
-            if self._link.host in readable:
+            if host in readable:
                 self._take_demand()
             if self._serve is not None:
                 self._beat()
@@ -125,13 +125,9 @@ class _Host:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            from scheduler_svc.grammar import child
-
             assert self._serve is not None
-            child.serve(scheduler, self._compilers)
+            self._serve(scheduler)
             status = 0
-        except BaseException:
-            traceback.print_exc()
         finally:
             os._exit(status)
 

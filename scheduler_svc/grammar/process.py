@@ -19,6 +19,7 @@ from scheduler_svc.sampling import GrammarKind
 # A process that has not used up its processor time may be stopped, or get no processor.
 ANSWER_S = 20.0
 _REPORT_S = 5.0
+_READ_BYTES = 1 << 20
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # A mask; None if the completion is complete and nothing can follow; or why the sequence must end.
@@ -38,6 +39,8 @@ class GrammarProcess:
         self._report = forked.report
         self._reporting = forked.reporting
         self._kind = GrammarKind.JSON
+        self._received = b""
+        self._num_read = 0  # of these
 
     @classmethod
     async def start(cls, host: HostClient) -> GrammarProcess:
@@ -115,21 +118,33 @@ class GrammarProcess:
         self._writer.write(data)
 
     async def _read(self, timeout_s: float) -> tuple[int, bytes]:
+        """The next answer's type and contents."""
+        while True:
+            received, first = self._received, self._num_read + wire.HEADER.size
+            if first <= len(received):
+                size, answer = wire.HEADER.unpack_from(received, self._num_read)
+                if first + size <= len(received):
+                    self._num_read = first + size
+                    return answer, received[first : self._num_read]
+            more = await self._receive(timeout_s)
+            self._received, self._num_read = received[self._num_read :] + more, 0
+
+    async def _receive(self, timeout_s: float) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                header = await self._reader.readexactly(wire.HEADER.size)
-                size, answer = wire.HEADER.unpack(header)
-                return answer, await self._reader.readexactly(size)
+                if more := await self._reader.read(_READ_BYTES):
+                    return more
         except TimeoutError:
             self.close()
             raise ProcessDiedError(Death.SILENT) from None
-        except (OSError, asyncio.IncompleteReadError):
-            death = await self._death()
-            self.close()
-            raise ProcessDiedError(death) from None
+        except OSError:
+            pass
         except BaseException:  # cancelled: the answer would be taken for the next one's
             self.close()
             raise
+        death = await self._death()
+        self.close()
+        raise ProcessDiedError(death)
 
     async def _death(self) -> Death:
         """How it died, by the host's report. There is none if the host died, too."""

@@ -32,7 +32,7 @@ def maps(pid: int, library: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("whom", ["grammars", "host", "host and grammars", "scheduler"])
+@pytest.mark.parametrize("whom", ["grammars", "host and grammars", "scheduler"])
 def test_killed_mid_decode(victim: Victim, whom: str) -> None:
     stack = victim.stack
     scheduler = stack.pid("scheduler")
