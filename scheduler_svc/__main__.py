@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 from scheduler_svc.admission import Limits
@@ -11,7 +12,9 @@ from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.edge.worker_client import WorkerClient
 from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.engine import Engine
-from scheduler_svc.grammar.compiler import Grammars
+from scheduler_svc.grammar.grammars import Grammars
+from scheduler_svc.grammar.host import run_host
+from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
 from scheduler_svc.settings import SchedulerSettings
@@ -23,8 +26,11 @@ from shared.roles import Callers
 from shared.server import Server
 
 
-async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None:
+async def serve(settings: SchedulerSettings, ready: Ready | None = None, *, link: HostLink) -> None:
     """Serves until a signal arrives.
+
+    Args:
+        link: to the grammar host, which runs beside this.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.
@@ -37,7 +43,7 @@ async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None
     servicer = SchedulerServicer()
     add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.scheduler_address)
-    engine = asyncio.create_task(_run_engine(settings, server, servicer))
+    engine = asyncio.create_task(_run_engine(settings, server, servicer, link))
 
     def on_failed(_: object) -> None:  # it only ends by failing
         servicer.fail()
@@ -53,7 +59,7 @@ async def serve(settings: SchedulerSettings, ready: Ready | None = None) -> None
 
 
 async def _run_engine(
-    settings: SchedulerSettings, server: Server, servicer: SchedulerServicer
+    settings: SchedulerSettings, server: Server, servicer: SchedulerServicer, link: HostLink
 ) -> None:
     workers = WorkerClient(
         settings.worker_addresses,
@@ -83,13 +89,12 @@ async def _run_engine(
             vocab_size=group.vocab_size,
         )
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
-        grammars = Grammars(Path(settings.model))
         engine = Engine(
             scheduler,
             workers,
             servicer.emit,
             sync=settings.sync,
-            grammars=grammars,
+            grammars=Grammars(link),
             on_serving=on_serving,
         )
         info = scheduler_pb2.EngineInfo(
@@ -109,7 +114,14 @@ async def _run_engine(
 
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
-    return run_service("scheduler", settings, serve, (WorkerMismatchError,))
+    link = HostLink.create()
+    return run_service(
+        "scheduler",
+        settings,
+        partial(serve, link=link),
+        (WorkerMismatchError,),
+        companion=partial(run_host, link, Path(settings.model)),
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from scheduler_svc.grammar.compiler import Grammars
 from scheduler_svc.grammar.constraints import Constraints
+from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.load import Load
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status

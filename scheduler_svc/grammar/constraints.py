@@ -1,7 +1,7 @@
 """Structured output: sequences whose every token waits for a mask.
 
 A grammar is compiled before its sequence is queued. After each token the sequence is held while
-another thread computes the mask of the next one; steps go on without it.
+the grammar's process computes the mask of the next one; steps go on without it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import structlog
 
-from scheduler_svc.grammar.compiler import Grammars
-from scheduler_svc.grammar.matcher import GrammarError, GrammarsBusyError, Matcher
+from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
+from scheduler_svc.grammar.grammar import CompiledGrammar, Grammar, Matcher
+from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.sampling import GrammarKind
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
@@ -25,7 +26,7 @@ from scheduler_svc.step import End, Output
 
 log = structlog.get_logger(__name__)
 
-# When all places to compile are taken, which may last for any length of time.
+# When all places to compile are taken: half the processor time that a compilation may need.
 _RETRY_AFTER_S = 5.0
 
 
@@ -77,14 +78,15 @@ class Constraints:
                 task.cancel()
 
     def advance(self, outputs: Seq[Output]) -> None:
-        """Advances the matchers by a step's tokens and has the next masks computed."""
-        grown = [
-            output.seq
-            for output in outputs
-            if output.seq.params.grammar and output.token is not None and output.end is None
-        ]
-        if grown:
-            task = asyncio.create_task(self._guarded(partial(self._advance, grown), grown))
+        """Has the masks computed that follow a step's tokens. Each grammar's sequences go on as
+        soon as its own process has answered."""
+        grown: dict[Grammar, list[Sequence]] = {}
+        for output in outputs:
+            seq = output.seq
+            if seq.params.grammar and output.token is not None and output.end is None:
+                grown.setdefault(self._matchers[seq].grammar, []).append(seq)
+        for seqs in grown.values():
+            task = asyncio.create_task(self._guarded(partial(self._advance, seqs), seqs))
             self._masking.add(task)
             task.add_done_callback(self._masking.discard)
 
@@ -108,48 +110,41 @@ class Constraints:
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
-        kind = GrammarKind(grammar.kind)
-        compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids)
-        matcher = self._matchers[seq] = Matcher(compiled, seq.tokens[seq.num_prompt_tokens :])
-        if matcher.finished:  # resubmitted with all its tokens
-            end = End(seq.finish_cause() or FinishCause.EOS)
-            self._engine.emit([Output(seq, end=end)])
-            return
+        kind, client = GrammarKind(grammar.kind), seq.key.connection
+        compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
+        self._match(seq, compiled)
         (mask,) = await self._masks([seq])
         if seq.status is not Status.FINISHED:
             self._engine.queue(seq, n)
         scheduler = self._engine.scheduler
         for follower in scheduler.followers(seq):
-            self._matchers[follower] = Matcher(compiled)
+            self._match(follower, compiled)
             scheduler.release(follower, mask)
         scheduler.release(seq, mask)
 
+    def _match(self, seq: Sequence, compiled: CompiledGrammar) -> None:
+        self._matchers[seq] = Matcher(compiled, seq.tokens, seq.num_prompt_tokens)
+
     async def _advance(self, grown: list[Sequence]) -> None:
-        scheduler = self._engine.scheduler
-        going_on = []
-        for seq in grown:
-            if seq.status is Status.FINISHED:
-                continue
-            matcher = self._matchers[seq]
-            matcher.accept(seq.tokens[-1])
-            if not matcher.finished:
-                going_on.append(seq)
-            else:  # of a model without end tokens
-                self._engine.emit(scheduler.end(seq, FinishCause.EOS))
-        for seq, mask in zip(going_on, await self._masks(going_on), strict=True):
-            scheduler.release(seq, mask)
-        self._engine.wake()
+        going_on = [seq for seq in grown if seq.status is not Status.FINISHED]
+        if going_on:
+            for seq, mask in zip(going_on, await self._masks(going_on), strict=True):
+                self._engine.scheduler.release(seq, mask)
+            self._engine.wake()
 
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
         """The next token's mask per sequence; None if it has ended."""
         matchers = [self._matchers[seq] for seq in seqs]
         masks: list[bytes | None] = []
-        for seq, mask in zip(seqs, await self._grammars.masks(matchers), strict=True):
-            if isinstance(mask, GrammarError):
-                self._end(seq, FinishCause.INVALID, str(mask))
-                masks.append(None)
-            else:
-                masks.append(without_early_end(seq, mask))
+        for seq, outcome in zip(seqs, await self._grammars.masks(matchers), strict=True):
+            if isinstance(outcome, bytes):
+                masks.append(without_early_end(seq, outcome))
+                continue
+            masks.append(None)
+            if isinstance(outcome, GrammarError):
+                self._end(seq, FinishCause.INVALID, str(outcome))
+            else:  # of a model without end tokens, or resubmitted with all its tokens
+                self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
         return masks
 
     async def _guarded(self, work: Callable[[], Awaitable[None]], seqs: list[Sequence]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
 
-class VocabularyError(Exception):
-    """The model's tokenizer cannot be used; the message names the file and the reason."""
+from scheduler_svc.grammar.errors import VocabularyError
 
 
 def read_vocabulary(model: Path) -> list[bytes]:
@@ -17,8 +17,6 @@ def read_vocabulary(model: Path) -> list[bytes]:
     Raises:
         VocabularyError: a file is missing or unreadable.
     """
-    from tokenizers import Tokenizer
-
     config, path = model / "config.json", model / "tokenizer.json"
     try:
         vocab_size = json.loads(config.read_text(encoding="utf-8"))["vocab_size"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from array import array
+from collections.abc import AsyncIterator, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -16,8 +17,8 @@ from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.edge.step_encoding import encode_step, read_answer
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar import constraints
-from scheduler_svc.grammar.compiler import Grammars
-from scheduler_svc.grammar.matcher import GrammarError, GrammarsBusyError
+from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
+from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence
@@ -33,26 +34,22 @@ END = 999
 class OddTokens:
     """Stands in for a matcher: every token is odd, and END follows after `most` of them."""
 
-    def __init__(self, compiled: FakeGrammars, generated_ids: Iterable[int] = ()) -> None:
-        self.accepted: list[int] = []
-        self.finished = False
-        self.grammars = compiled
-        compiled.matchers.append(self)
-        for token in generated_ids:
-            self.accept(token)
+    def __init__(self, compiled: FakeGrammars, tokens: array[int], start: int) -> None:
+        self.grammar = compiled
+        self._tokens = tokens
+        self._start = start
 
-    def accept(self, token: int) -> None:
-        if not token % 2:
-            raise GrammarError(GrammarKind.REGEX, f"token {token} does not match")
-        self.accepted.append(token)
-        over = len(self.accepted) == self.grammars.most and not self.grammars.has_ends
-        self.finished = over or token == END
-
-    def mask(self) -> bytes | GrammarError:
-        if self.grammars.dead_end_after == len(self.accepted):
+    def outcome(self) -> bytes | GrammarError | None:
+        generated = self._tokens[self._start :]
+        if even := [token for token in generated if not token % 2]:
+            return GrammarError(GrammarKind.REGEX, f"token {even[0]} does not match")
+        grammar = self.grammar
+        if END in generated or (len(generated) == grammar.most and not grammar.has_ends):
+            return None
+        if grammar.dead_end_after == len(generated):
             return GrammarError(GrammarKind.REGEX, "none can follow")
         allowed = np.zeros(1024, np.uint8)
-        if len(self.accepted) < self.grammars.most:
+        if len(generated) < grammar.most:
             allowed[1:END:2] = 1
         else:
             allowed[END] = 1
@@ -64,7 +61,6 @@ class FakeGrammars:
         self.most = most
         self.has_ends = True
         self.dead_end_after = dead_end_after
-        self.matchers: list[OddTokens] = []
         self.compiled = asyncio.Event()
         self.compiled.set()
         self.filled = asyncio.Event()
@@ -72,7 +68,9 @@ class FakeGrammars:
         self.filling = asyncio.Event()
         self.error: Exception | None = None
 
-    async def compile(self, kind: int, text: str, ends: Iterable[int]) -> FakeGrammars:
+    async def compile(
+        self, kind: int, text: str, ends: Iterable[int], client: Hashable
+    ) -> FakeGrammars:
         assert (kind, text) == (GrammarKind.REGEX, "odd")
         self.has_ends = END in ends
         await self.compiled.wait()
@@ -80,10 +78,10 @@ class FakeGrammars:
             raise self.error
         return self
 
-    async def masks(self, matchers: Seq[OddTokens]) -> list[bytes | GrammarError]:
+    async def masks(self, matchers: Seq[OddTokens]) -> list[bytes | GrammarError | None]:
         self.filling.set()
         await self.filled.wait()
-        return [matcher.mask() for matcher in matchers]
+        return [matcher.outcome() for matcher in matchers]
 
     def close(self) -> None:
         pass

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
 import shutil
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +15,17 @@ import jsonschema
 import numpy as np
 import pytest
 
-from scheduler_svc.grammar import compiler as grammar_compiler
-from scheduler_svc.grammar.compiler import MAX_JSON_WHITESPACE, MAX_TEXT_BYTES, Grammars
-from scheduler_svc.grammar.matcher import (
-    CompiledGrammar,
-    GrammarError,
-    GrammarKind,
-    GrammarsBusyError,
-    Matcher,
+from scheduler_svc.grammar.compiler import (
+    MAX_JSON_WHITESPACE,
+    Compilers,
+    compile_grammar,
+    make_compilers,
 )
+from scheduler_svc.grammar.errors import GrammarError
+from scheduler_svc.grammar.matcher import Matcher
 from scheduler_svc.grammar.schema import schema_problem
-from scheduler_svc.grammar.vocabulary import VocabularyError, read_vocabulary
+from scheduler_svc.grammar.vocabulary import read_vocabulary
+from scheduler_svc.sampling import GrammarKind
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 VOCABULARY = read_vocabulary(DEMO)
@@ -61,11 +57,19 @@ PERSON = {
 }
 
 
+Begin = Callable[..., Matcher]
+Compile = Callable[[GrammarKind, str, Iterable[int]], Begin]
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Compilers:
+    return make_compilers(VOCABULARY)
+
+
 @pytest.fixture
-async def grammars() -> AsyncIterator[Grammars]:
-    grammars = Grammars(DEMO)
-    yield grammars
-    grammars.close()
+def compile(compilers: Compilers) -> Compile:
+    """Returns a function that opens matchers, which may be given tokens."""
+    return lambda kind, text, ends: partial(Matcher, compile_grammar(compilers, kind, text), ends)
 
 
 def allowed(mask: bytes) -> list[int]:
@@ -85,9 +89,9 @@ def text_of(tokens: Iterable[int]) -> str:
 CLOSERS = frozenset(spell('"', "}", "]", ",", ":", "0"))
 
 
-def walk(compiled: CompiledGrammar, rng: random.Random) -> list[int]:
+def walk(begin: Begin, rng: random.Random) -> list[int]:
     """Picks allowed tokens at random until the end, with a bias towards those that close."""
-    matcher, tokens = Matcher(compiled), list[int]()
+    matcher, tokens = begin(), list[int]()
     while not matcher.finished:
         choice = allowed(matcher.mask())
         closing = [token for token in choice if token in CLOSERS or token in ENDS]
@@ -131,50 +135,39 @@ KINDS: dict[str, tuple[GrammarKind, str, Callable[[str], Any]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_whatever_is_allowed_matches(name: str, grammars: Grammars) -> None:
+def test_whatever_is_allowed_matches(name: str, compile: Compile) -> None:
     kind, text, matches = KINDS[name]
-    compiled = await grammars.compile(kind, text, ENDS)
+    begin = compile(kind, text, ENDS)
     for seed in range(25):
-        tokens = walk(compiled, random.Random(seed))
+        tokens = walk(begin, random.Random(seed))
         assert tokens[-1] == IM_END
         assert not SPECIAL.intersection(tokens[:-1]), f"seed {seed}"
         assert matches(text_of(tokens[:-1])), f"seed {seed}: {text_of(tokens)!r}"
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_a_replay_from_any_prefix_gives_the_same_mask(name: str, grammars: Grammars) -> None:
+def test_a_replay_from_any_prefix_gives_the_same_mask(name: str, compile: Compile) -> None:
     kind, text, _ = KINDS[name]
-    compiled = await grammars.compile(kind, text, ENDS)
+    begin = compile(kind, text, ENDS)
     for seed in range(3):
-        tokens = walk(compiled, random.Random(seed))[:60]
-        matcher = Matcher(compiled)
+        tokens = walk(begin, random.Random(seed))[:60]
+        matcher = begin()
         for i, token in enumerate(tokens):
-            replayed = Matcher(compiled, tokens[:i])
+            replayed = begin(tokens[:i])
             assert replayed.mask() == matcher.mask(), f"seed {seed}, after {i}"
             assert not replayed.finished
             matcher.accept(token)
-        assert Matcher(compiled, tokens).finished == matcher.finished
-
-
-async def test_the_masks_of_a_step_are_those_of_its_sequences(grammars: Grammars) -> None:
-    assert await grammars.masks([]) == []
-    matchers = []
-    for seed in range(40):
-        kind, text, _ = KINDS[random.Random(seed).choice(list(KINDS))]
-        compiled = await grammars.compile(kind, text, ENDS)
-        tokens = walk(compiled, random.Random(seed))
-        matchers.append(Matcher(compiled, tokens[: len(tokens) // 2]))
-    assert await grammars.masks(matchers) == [matcher.mask() for matcher in matchers]
+        assert begin(tokens).finished == matcher.finished
 
 
 @pytest.mark.parametrize("vocab_size", [1536, 1537, 1600, 1601])
-async def test_ids_that_spell_nothing_are_never_allowed(vocab_size: int, tmp_path: Path) -> None:
+def test_ids_that_spell_nothing_are_never_allowed(vocab_size: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
-    grammars = Grammars(tmp_path)
-    compiled = await grammars.compile(GrammarKind.REGEX, "(.|\n)*", {IM_END, vocab_size})
-    mask = Matcher(compiled).mask()
-    grammars.close()
+    compiled = compile_grammar(
+        make_compilers(read_vocabulary(tmp_path)), GrammarKind.REGEX, "(.|\n)*"
+    )
+    mask = Matcher(compiled, {IM_END, vocab_size}).mask()
     assert len(mask) == 4 * ((vocab_size + 31) // 32)
     tokens = allowed(mask)
     assert {1533, 1534}.isdisjoint(tokens)  # they would read as text
@@ -182,9 +175,9 @@ async def test_ids_that_spell_nothing_are_never_allowed(vocab_size: int, tmp_pat
     assert len(tokens) > 1000
 
 
-async def test_only_an_end_token_may_follow_what_is_complete(grammars: Grammars) -> None:
-    compiled = await grammars.compile(GrammarKind.REGEX, "ab?", {IM_END, 1533})
-    matcher = Matcher(compiled, spell("a"))
+def test_only_an_end_token_may_follow_what_is_complete(compile: Compile) -> None:
+    begin = compile(GrammarKind.REGEX, "ab?", {IM_END, 1533})
+    matcher = begin(spell("a"))
     assert allowed(matcher.mask()) == sorted([*spell("b"), 1533, IM_END])
     matcher.accept(*spell("b"))
     assert allowed(matcher.mask()) == [1533, IM_END]
@@ -193,10 +186,10 @@ async def test_only_an_end_token_may_follow_what_is_complete(grammars: Grammars)
     assert matcher.finished
 
 
-async def test_an_end_token_that_spells_something_is_not_allowed_before(grammars: Grammars) -> None:
+def test_an_end_token_that_spells_something_is_not_allowed_before(compile: Compile) -> None:
     (dot,) = spell(".")
-    compiled = await grammars.compile(GrammarKind.REGEX, r"[a.]{2}", {dot})
-    matcher = Matcher(compiled)
+    begin = compile(GrammarKind.REGEX, r"[a.]{2}", {dot})
+    matcher = begin()
     assert dot not in allowed(matcher.mask())
     for token in spell("a", "a"):
         matcher.accept(token)
@@ -205,41 +198,37 @@ async def test_an_end_token_that_spells_something_is_not_allowed_before(grammars
     assert matcher.finished
 
 
-async def test_without_end_tokens_it_ends_when_nothing_more_can_follow(grammars: Grammars) -> None:
-    compiled = await grammars.compile(GrammarKind.REGEX, "ab?", ())
-    matcher = Matcher(compiled, spell("a"))
+def test_without_end_tokens_it_ends_when_nothing_more_can_follow(compile: Compile) -> None:
+    begin = compile(GrammarKind.REGEX, "ab?", ())
+    matcher = begin(spell("a"))
     assert not matcher.finished
     assert allowed(matcher.mask()) == spell("b")
     matcher.accept(*spell("b"))
     assert matcher.finished
-    assert Matcher(await grammars.compile(GrammarKind.REGEX, "", ())).finished
+    assert compile(GrammarKind.REGEX, "", ())().finished
 
 
-async def test_tokens_that_do_not_match_are_refused(grammars: Grammars) -> None:
-    compiled = await grammars.compile(GrammarKind.REGEX, "ab", ENDS)
+def test_tokens_that_do_not_match_are_refused(compile: Compile) -> None:
+    begin = compile(GrammarKind.REGEX, "ab", ENDS)
     for wrong in ([*spell("a", "a")], [*spell("a", "b"), IM_END, IM_END], [*spell("a"), IM_END]):
         with pytest.raises(GrammarError, match=r"structured_output\.regex: token \d+ at index"):
-            Matcher(compiled, wrong)
+            begin(wrong)
 
 
-async def test_a_dead_end_is_an_error_of_its_own_sequence_only(grammars: Grammars) -> None:
+def test_a_dead_end_is_an_error(compile: Compile) -> None:
     """`b` cannot follow `a`: it is an end token, and the grammar is not complete before it."""
-    compiled = await grammars.compile(GrammarKind.REGEX, "ab|c", spell("b"))
-    dead, alive = Matcher(compiled, spell("a")), Matcher(compiled)
-    error, mask = await grammars.masks([dead, alive])
-    assert isinstance(error, GrammarError)
-    assert str(error) == (
+    dead = compile(GrammarKind.REGEX, "ab|c", spell("b"))(spell("a"))
+    with pytest.raises(GrammarError) as caught:
+        dead.mask()
+    assert str(caught.value) == (
         "sampling.structured_output.regex: after 1 tokens of the completion none can follow"
     )
-    assert mask == alive.mask()
-    with pytest.raises(GrammarError, match="none can follow"):
-        dead.mask()
 
 
 @pytest.mark.parametrize("kind", [GrammarKind.JSON, GrammarKind.JSON_SCHEMA])
-async def test_whitespace_in_json_comes_to_an_end(kind: GrammarKind, grammars: Grammars) -> None:
-    compiled = await grammars.compile(kind, json.dumps(PERSON), ENDS)
-    matcher = Matcher(compiled, spell("{"))
+def test_whitespace_in_json_comes_to_an_end(kind: GrammarKind, compile: Compile) -> None:
+    begin = compile(kind, json.dumps(PERSON), ENDS)
+    matcher = begin(spell("{"))
     spaces = spell(" ") * MAX_JSON_WHITESPACE
     for token in spaces:
         matcher.accept(token)
@@ -279,23 +268,21 @@ BAD = [
     (GrammarKind.EBNF, "root ::= x", 'Rule "x" is not defined'),
     (GrammarKind.EBNF, 'root ::= "a', "grammar: EBNF lexer error at line 1, column 12"),
     (GrammarKind.EBNF, "root ::= root", "grammar: after 0 tokens"),
-    (GrammarKind.REGEX, "a" * (MAX_TEXT_BYTES + 1), f"is longer than {MAX_TEXT_BYTES} bytes"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=lambda value: str(value)[:20])
-async def test_what_cannot_be_compiled_is_refused_in_a_line(
-    kind: GrammarKind, text: str, reason: str, grammars: Grammars
+def test_what_cannot_be_compiled_is_refused_in_a_line(
+    kind: GrammarKind, text: str, reason: str, compile: Compile
 ) -> None:
-    for _ in range(2):  # the error is not mistaken for a compiled grammar
-        with pytest.raises(GrammarError) as caught:
-            await grammars.compile(kind, text, ENDS)
-        message = str(caught.value)
-        assert message.startswith("sampling.structured_output.")
-        assert reason in message
-        assert "\n" not in message
-        assert "cpp" not in message
-        assert len(message) < 300
+    with pytest.raises(GrammarError) as caught:
+        compile(kind, text, ENDS)
+    message = str(caught.value)
+    assert message.startswith("sampling.structured_output.")
+    assert reason in message
+    assert "\n" not in message
+    assert "cpp" not in message
+    assert len(message) < 300
 
 
 ENFORCED: list[dict[str, Any]] = [
@@ -337,12 +324,10 @@ ENFORCED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", ENFORCED, ids=json.dumps)
-async def test_a_schema_that_is_accepted_is_enforced(
-    schema: dict[str, Any], grammars: Grammars
-) -> None:
-    compiled = await grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps(schema), ENDS)
+def test_a_schema_that_is_accepted_is_enforced(schema: dict[str, Any], compile: Compile) -> None:
+    begin = compile(GrammarKind.JSON_SCHEMA, json.dumps(schema), ENDS)
     for seed in range(20):
-        text = text_of(walk(compiled, random.Random(seed))[:-1])
+        text = text_of(walk(begin, random.Random(seed))[:-1])
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
@@ -381,146 +366,6 @@ def test_a_schema_that_would_not_be_enforced_is_refused(schema: dict[str, Any], 
     assert any(f"'{keyword}'" in problem for keyword in schema)
 
 
-async def test_a_grammar_is_compiled_once(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[str] = []
-    compile = grammar_compiler._compile
-
-    def counted(compiler: Any, kind: GrammarKind, text: str) -> Any:
-        compiled.append(text)
-        return compile(compiler, kind, text)
-
-    monkeypatch.setattr(grammar_compiler, "_compile", counted)
-    regex = GrammarKind.REGEX
-    found = await asyncio.gather(*(grammars.compile(regex, "a", {i}) for i in range(5)))
-    again = await grammars.compile(regex, "a", {1})
-    assert compiled == ["a"]
-    assert all(one.xgrammar is again.xgrammar for one in found)
-    assert [set(one.end_token_ids) for one in found] == [{i} for i in range(5)]
-    await grammars.compile(GrammarKind.EBNF, 'root ::= "a"', ENDS)
-    assert len(compiled) == 2
-
-
-async def test_the_least_recently_used_grammar_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "_size", lambda *_: 10)
-    grammars = Grammars(DEMO, max_cache_bytes=25)
-    first = {text: await grammars.compile(GrammarKind.REGEX, text, ENDS) for text in "ab"}
-    await grammars.compile(GrammarKind.REGEX, "a", ENDS)
-    await grammars.compile(GrammarKind.REGEX, "c", ENDS)  # drops b
-    kept = await grammars.compile(GrammarKind.REGEX, "a", ENDS)
-    made = await grammars.compile(GrammarKind.REGEX, "b", ENDS)
-    grammars.close()
-    assert kept.xgrammar is first["a"].xgrammar
-    assert made.xgrammar is not first["b"].xgrammar
-
-
-async def test_a_compilation_that_takes_too_long_is_given_up_and_its_result_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compilers = await asyncio.to_thread(grammar_compiler._make_compilers, DEMO)
-    compile, go = grammar_compiler._compile, threading.Event()
-
-    def slow(*args: Any) -> Any:
-        go.wait()
-        return compile(*args)
-
-    monkeypatch.setattr(grammar_compiler, "_make_compilers", lambda _: compilers)
-    monkeypatch.setattr(grammar_compiler, "_compile", slow)
-    grammars = Grammars(DEMO, timeout_s=0.05)
-    with pytest.raises(GrammarError, match=r"regex: cannot be compiled within 0\.05 seconds"):
-        await grammars.compile(GrammarKind.REGEX, "a", ENDS)
-    (task,) = grammars._compiling.values()
-    go.set()
-    await task
-    found = await grammars.compile(GrammarKind.REGEX, "a", ENDS)
-    grammars.close()
-    assert found.xgrammar is task.result()
-
-
-async def test_the_time_that_loading_takes_is_not_the_grammars(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make = grammar_compiler._make_compilers
-
-    def slow(model: Path) -> Any:
-        time.sleep(3)
-        return make(model)
-
-    monkeypatch.setattr(grammar_compiler, "_make_compilers", slow)
-    grammars = Grammars(DEMO, timeout_s=2.5)
-    assert await grammars.compile(GrammarKind.REGEX, "a", ENDS)
-    grammars.close()
-
-
-async def test_two_are_compiled_at_once(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compile, together = grammar_compiler._compile, threading.Barrier(2)
-    lock, running, most = threading.Lock(), 0, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        together.wait()  # six, in pairs
-        compiled = compile(*args)
-        with lock:
-            running -= 1
-        return compiled
-
-    monkeypatch.setattr(grammar_compiler, "_compile", counted)
-    await asyncio.gather(*(grammars.compile(GrammarKind.REGEX, text, ENDS) for text in "abcdef"))
-    assert most == 2
-
-
-async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> None:
-    first = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
-    second = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
-    await asyncio.sleep(0)
-    first.cancel()
-    assert (await second).kind is GrammarKind.JSON
-    assert first.cancelled()
-
-
-async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compilers = await asyncio.to_thread(grammar_compiler._make_compilers, DEMO)
-    compile, go, compiled = grammar_compiler._compile, threading.Event(), []
-
-    def slow(compilers: Any, kind: GrammarKind, text: str) -> Any:
-        compiled.append(text)
-        go.wait()
-        return compile(compilers, kind, text)
-
-    monkeypatch.setattr(grammar_compiler, "_make_compilers", lambda _: compilers)
-    monkeypatch.setattr(grammar_compiler, "_compile", slow)
-    grammars = Grammars(DEMO, timeout_s=0.2)
-    regex = GrammarKind.REGEX
-    both = [asyncio.ensure_future(grammars.compile(regex, text, ENDS)) for text in "ab"]
-    gone = [asyncio.ensure_future(grammars.compile(regex, text, ENDS)) for text in "cdc"]
-    for task in both:
-        with pytest.raises(GrammarError, match="cannot be compiled within"):
-            await task
-    for task in gone:
-        with pytest.raises(GrammarsBusyError, match="other grammars"):
-            await task
-    go.set()
-    monkeypatch.setattr(grammars, "_timeout_s", 30.0)
-    await grammars.compile(regex, "e", ENDS)
-    grammars.close()
-    assert sorted(compiled) == ["a", "b", "e"]
-
-
-async def test_a_model_without_a_tokenizer_says_so_each_time(tmp_path: Path) -> None:
-    grammars = Grammars(tmp_path)
-    for missing in ("config.json", "tokenizer.json"):
-        with pytest.raises(VocabularyError, match=missing):
-            await grammars.compile(GrammarKind.REGEX, "a", ENDS)
-        (tmp_path / "config.json").write_text('{"vocab_size": 10}')
-    grammars.close()
-
-
 def test_the_vocabulary_is_what_the_tokenizer_decodes() -> None:
     from tokenizers import Tokenizer
 
@@ -528,13 +373,3 @@ def test_the_vocabulary_is_what_the_tokenizer_decodes() -> None:
     for token, spelled in enumerate(VOCABULARY):
         decoded = tokenizer.decode([token], skip_special_tokens=True)
         assert spelled.decode(errors="replace") == decoded
-
-
-def test_nothing_is_imported_before_a_grammar_is_asked_for() -> None:
-    code = (
-        "import sys; from pathlib import Path; from scheduler_svc.grammar.compiler import Grammars;"
-        "Grammars(Path('nowhere'));"
-        "print([name for name in ('torch', 'xgrammar', 'tokenizers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,0 +1,175 @@
+"""A grammar's own process: compiles one grammar, then computes the masks of all its matchers.
+
+It is a fork of the grammar host, with xgrammar and the vocabulary loaded, and holds nothing but a
+socket to the scheduler: whatever a grammar does to it, nobody else notices. When the scheduler
+closes the socket, or dies, it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import socket
+import time
+from contextlib import suppress
+from typing import BinaryIO
+
+from scheduler_svc.grammar import wire
+from scheduler_svc.grammar.compiler import Compilers, compile_grammar, is_out_of_memory
+from scheduler_svc.grammar.errors import GrammarError
+from scheduler_svc.grammar.limits import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, TOKEN_CPU_S
+from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
+from scheduler_svc.grammar.wire import Answer, Request
+
+_PR_SET_NO_NEW_PRIVS = 38
+_MAX_DESCRIPTORS = 16
+# Past so much processor time for a mask, others go first, of this process and every other.
+_HEAVY_CPU_S = 0.05
+_NICE = 10
+# Answers are sent together, unless the first of them has waited this long for the others.
+_SEND_AFTER_S = 0.005
+_SEND_BYTES = 64 << 10
+
+
+def serve(scheduler: socket.socket, compilers: Compilers) -> None:
+    """Serves until the scheduler closes the socket."""
+    _be_alone(scheduler.fileno())
+    _set_limits()
+    requests = scheduler.makefile("rb")
+    with suppress(BrokenPipeError, ConnectionResetError):
+        try:
+            grammar = _compile(scheduler, requests, compilers)
+            if grammar is not None:
+                _compute_masks(scheduler, requests, grammar)
+        except MemoryError:
+            os._exit(wire.OUT_OF_MEMORY)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                os._exit(wire.OUT_OF_MEMORY)
+            raise
+
+
+def _be_alone(descriptor: int) -> None:
+    """Closes everything of the host's but one descriptor. xgrammar's warnings, which a client can
+    have as many of as it likes, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _set_limits() -> None:
+    gc.disable()  # there are no circles to find, and it would touch, and copy, the host's memory
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # the first to go when the machine runs out: it can be replaced
+    with open("/proc/self/statm") as file:
+        present = int(file.read().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, present + MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS)
+    _limit(resource.RLIMIT_NPROC, 0)  # no process or thread of its own; root is exempt
+    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def _limit(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Has the kernel kill this process (SIGPROF) once it has used that much more processor time;
+    for 0, no more."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _compile(
+    scheduler: socket.socket, requests: BinaryIO, compilers: Compilers
+) -> CompiledGrammar | None:
+    _, contents = _read(requests)
+    if not contents:
+        return None
+    kind, text = wire.read_compile_request(contents)
+    try:
+        _limit_cpu(COMPILE_CPU_S)
+        grammar = compile_grammar(compilers, kind, text)
+    except GrammarError as error:
+        scheduler.sendall(wire.frame(Answer.ERROR, error.reason.encode()))
+        return None
+    _limit_cpu(0)
+    scheduler.sendall(wire.compiled_answer(_private_bytes()))
+    return grammar
+
+
+def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: CompiledGrammar) -> None:
+    matchers: dict[int, Matcher] = {}
+    while True:
+        request, contents = _read(requests)
+        if not contents:
+            return
+        closed, rows = wire.read_batch_request(contents)
+        for number in closed:
+            matchers.pop(number, None)
+        masks: dict[bytes, int] = {}  # those of this batch, by the index of the first that has it
+        answers, first_at, used_before = bytearray(), time.monotonic(), time.process_time()
+        for index, row in enumerate(rows):
+            _limit_cpu(MASK_CPU_S + TOKEN_CPU_S * len(row.tokens))
+            answers += _answer(matchers, grammar, row, masks, index)
+            now, used = time.monotonic(), time.process_time()
+            if used - used_before > _HEAVY_CPU_S and not os.nice(0):
+                os.nice(_NICE)
+            used_before = used
+            if (
+                request == Request.CAREFUL_BATCH
+                or len(answers) > _SEND_BYTES
+                or now - first_at > _SEND_AFTER_S
+            ):
+                scheduler.sendall(answers)
+                answers, first_at = bytearray(), now
+        _limit_cpu(0)
+        scheduler.sendall(answers)
+
+
+def _answer(
+    matchers: dict[int, Matcher],
+    grammar: CompiledGrammar,
+    row: wire.Row,
+    masks: dict[bytes, int],
+    index: int,
+) -> bytes:
+    try:
+        if row.end_token_ids is not None:
+            matchers[row.matcher] = Matcher(grammar, row.end_token_ids)
+        matcher = matchers[row.matcher]
+        for token in row.tokens:
+            matcher.accept(token)
+        if matcher.finished:
+            return wire.frame(Answer.COMPLETE)
+        mask = matcher.mask()
+    except GrammarError as error:
+        return wire.frame(Answer.ERROR, error.reason.encode())
+    if (same := masks.setdefault(mask, index)) != index:
+        return wire.same_mask(same)
+    return wire.frame(Answer.MASK, mask)
+
+
+def _read(requests: BinaryIO) -> tuple[int, bytes]:
+    """The next request's type and contents, which are empty once the scheduler is gone."""
+    header = requests.read(wire.HEADER.size)
+    if len(header) < wire.HEADER.size:
+        return 0, b""
+    size, kind = wire.HEADER.unpack(header)
+    contents = requests.read(size)
+    return kind, contents if len(contents) == size else b""
+
+
+def _private_bytes() -> int:
+    """The memory that no other process shares."""
+    with open("/proc/self/smaps_rollup") as file:
+        sizes = dict(line.split(":", 1) for line in file.read().splitlines()[1:])
+    return sum(int(sizes[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) << 10

@@ -1,0 +1,60 @@
+"""Errors of structured output. Those about a grammar carry messages for the client."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from scheduler_svc.sampling import GrammarKind
+
+_FIELDS = {
+    GrammarKind.JSON_SCHEMA: "json_schema",
+    GrammarKind.REGEX: "regex",
+    GrammarKind.EBNF: "grammar",
+    GrammarKind.JSON: "json_object",
+}
+
+
+class GrammarError(Exception):
+    """A grammar cannot be used, or does not allow a token. The message names the field."""
+
+    def __init__(self, kind: GrammarKind, reason: str) -> None:
+        super().__init__(f"sampling.structured_output.{_FIELDS[kind]}: {reason}")
+        self.reason = reason
+
+
+class GuiltyGrammarError(GrammarError):
+    """A grammar exceeded the limits of its process, or crashed it, and would do so again."""
+
+
+class GrammarsBusyError(Exception):
+    """Too many grammars are in use or being compiled; nothing is wrong with this one."""
+
+
+class VocabularyError(Exception):
+    """The model's tokenizer cannot be used; the message names the file and the reason."""
+
+
+class HostLostError(Exception):
+    """The grammar host died before it answered; another is on its way."""
+
+
+class Death(Enum):
+    """How a grammar's process ended; the value continues a sentence about the grammar."""
+
+    AT_LIMIT = "needs more processor time or memory than it may have"
+    CRASHED = "makes the grammar library crash"
+    KILLED = "its process was killed"
+    SILENT = "its process did not answer"
+
+    @property
+    def can_be_its_fault(self) -> bool:
+        """Whether what the process was doing can be the reason."""
+        return self in (Death.AT_LIMIT, Death.CRASHED)
+
+
+class ProcessDiedError(Exception):
+    """A grammar's process ended while it had work, or was killed because it did not answer."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__(death.value)
+        self.death = death

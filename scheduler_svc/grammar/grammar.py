@@ -1,0 +1,193 @@
+"""A grammar in use: its process, and another in its place when that dies.
+
+A matcher's state is a function of its completion's tokens, which are here: a new process is told
+all of them, and the completions go on as if nothing had happened. Whose fault it was shows at the
+next process, which sends each answer before it begins the next: it dies at the same place, or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import count
+from weakref import finalize
+
+import structlog
+
+from scheduler_svc.grammar.errors import (
+    Death,
+    GrammarError,
+    GrammarsBusyError,
+    GuiltyGrammarError,
+    HostLostError,
+    ProcessDiedError,
+)
+from scheduler_svc.grammar.host_client import HostClient
+from scheduler_svc.grammar.limits import COMPILE_LIMITS, MASK_LIMITS
+from scheduler_svc.grammar.process import GrammarProcess, Outcome
+from scheduler_svc.grammar.wire import Row
+from scheduler_svc.sampling import GrammarKind
+
+log = structlog.get_logger(__name__)
+
+_COMPILE_TRIES = 2  # unless it exceeds a limit
+# A matcher at whose mask the process dies is convicted by this much evidence: two deaths that can
+# be its fault, or four that cannot. (Machines that run out of memory kill, and so do people.)
+_CONVICTED = 4
+_REPLACEMENT_TRIES = 5  # that are killed
+_REPLACEMENT_S = 60.0  # for one to compile: many may be at it
+_RETRY_S = 0.2
+
+
+class Grammar:
+    """A grammar's process, and what is needed to replace it.
+
+    `num_bytes` is its memory when it was compiled. `replacing` bounds the compilations that deaths
+    lead to, of all grammars together.
+    """
+
+    def __init__(
+        self, kind: GrammarKind, text: str, host: HostClient, replacing: asyncio.Semaphore
+    ) -> None:
+        self.kind = kind
+        self.text = text
+        self.num_bytes = 0
+        self.process: GrammarProcess | None = None
+        self._host = host
+        self._replacing = replacing
+        self._numbers = count()  # of matchers
+        self._dropped: list[int] = []  # which the process has not been told yet
+        self._turn = asyncio.Lock()
+
+    async def start(self, timeout_s: float) -> None:
+        """Compiles the grammar in a new process.
+
+        Raises:
+            GuiltyGrammarError: compiling it exceeds a limit, or crashes the process each time.
+            GrammarError: it cannot be compiled, or not within `timeout_s`.
+            GrammarsBusyError: the process was killed each time.
+            VocabularyError: the model's tokenizer cannot be used.
+            HostLostError: there is no host.
+        """
+        for tries_left in reversed(range(_COMPILE_TRIES)):
+            try:
+                self.process = await GrammarProcess.start(self._host)
+                self.num_bytes = await self.process.compile(self.kind, self.text, timeout_s)
+                return
+            except ProcessDiedError as error:
+                log.warning("a grammar's process died compiling", reason=str(error))
+                match error.death:
+                    case Death.AT_LIMIT:
+                        raise GuiltyGrammarError(self.kind, COMPILE_LIMITS) from error
+                    case Death.SILENT:
+                        reason = f"cannot be compiled within {timeout_s:g} seconds"
+                        raise GrammarError(self.kind, reason) from error
+                    case Death.CRASHED if not tries_left:
+                        raise GuiltyGrammarError(self.kind, str(error)) from error
+                    case Death.KILLED if not tries_left:
+                        raise GrammarsBusyError(str(error)) from error
+            except BaseException:
+                self.close()
+                raise
+
+    def number_of(self, matcher: Matcher) -> int:
+        """A number for a new matcher, which the process is to forget once nothing refers to it."""
+        number = next(self._numbers)
+        finalize(matcher, self._dropped.append, number).atexit = False
+        return number
+
+    async def masks(self, matchers: Seq[Matcher]) -> list[Outcome]:
+        """Tells matchers of this grammar their completions' new tokens, and returns an outcome for
+        each. If the process dies, a new one takes over.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled any more.
+            GrammarsBusyError: every process for it is killed.
+            VocabularyError: the model's tokenizer cannot be used any more.
+        """
+        # A request cut short would leave the process with an answer that nobody reads.
+        return await asyncio.shield(asyncio.ensure_future(self._masks(matchers)))
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self.process is not None:
+            self.process.close()
+
+    async def _masks(self, matchers: Seq[Matcher]) -> list[Outcome]:
+        async with self._turn:
+            outcomes: list[Outcome] = []
+            suspect, evidence, careful = -1, 0, len(matchers) == 1
+            while len(outcomes) < len(matchers):
+                process = await self._live_process()
+                rows = [matcher.row(process) for matcher in matchers[len(outcomes) :]]
+                dropped, self._dropped[:] = self._dropped[:], []
+                try:
+                    async for outcome in process.masks(rows, dropped, careful=careful):
+                        outcomes.append(outcome)
+                except ProcessDiedError as error:
+                    log.warning("a grammar's process died", pid=process.pid, reason=str(error))
+                    if len(outcomes) != suspect:
+                        suspect, evidence = len(outcomes), 0
+                    if not error.death.can_be_its_fault:
+                        evidence += 1
+                    elif careful:  # else it may have been at another's, this one's not yet sent
+                        evidence += 2
+                    if evidence >= _CONVICTED:
+                        at_limit = error.death is Death.AT_LIMIT
+                        reason = MASK_LIMITS if at_limit else str(error)
+                        outcomes.append(GrammarError(self.kind, reason))
+                    careful = True
+            return outcomes
+
+    async def _live_process(self) -> GrammarProcess:
+        killed = 0
+        while self.process is None or not self.process.is_usable:
+            async with self._replacing:
+                try:
+                    await self.start(_REPLACEMENT_S)
+                except HostLostError:  # its successor is on its way
+                    await asyncio.sleep(_RETRY_S)
+                except GrammarsBusyError:
+                    killed += 1
+                    if killed == _REPLACEMENT_TRIES:
+                        raise
+        return self.process
+
+
+class CompiledGrammar:
+    """A use of a grammar, which keeps its process as long as this or a matcher of it lives."""
+
+    __slots__ = ("__weakref__", "end_token_ids", "grammar")
+
+    def __init__(self, grammar: Grammar, end_token_ids: Iterable[int]) -> None:
+        self.grammar = grammar
+        self.end_token_ids = sorted(end_token_ids)
+
+
+class Matcher:
+    """A completion's place in its grammar: tokens[start:], which the sequence appends to, and how
+    many of them the process knows."""
+
+    __slots__ = ("__weakref__", "_num_told", "_number", "_process", "_start", "_tokens", "_use")
+
+    def __init__(self, compiled: CompiledGrammar, tokens: array[int], start: int) -> None:
+        self._use = compiled
+        self._tokens = tokens
+        self._start = start
+        self._number = compiled.grammar.number_of(self)
+        self._process: GrammarProcess | None = None  # that has the matcher
+        self._num_told = 0
+
+    @property
+    def grammar(self) -> Grammar:
+        return self._use.grammar
+
+    def row(self, process: GrammarProcess) -> Row:
+        """The request for the next mask, with the tokens that `process` has not been told yet."""
+        is_open = process is self._process
+        first = self._start + (self._num_told if is_open else 0)
+        self._process, self._num_told = process, len(self._tokens) - self._start
+        ends = None if is_open else self._use.end_token_ids
+        return Row(self._number, ends, self._tokens[first:])

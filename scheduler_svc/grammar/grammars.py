@@ -1,0 +1,220 @@
+"""The grammars that requests bring, each in a process of its own.
+
+text ──▶ waits for room and a place ──▶ is compiled ──▶ in use ◀──▶ idle ──▶ evicted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from weakref import finalize
+
+from scheduler_svc.grammar.errors import (
+    GrammarError,
+    GrammarsBusyError,
+    GuiltyGrammarError,
+    HostLostError,
+)
+from scheduler_svc.grammar.grammar import CompiledGrammar, Grammar, Matcher
+from scheduler_svc.grammar.host_client import HostClient
+from scheduler_svc.grammar.host_link import HostLink
+from scheduler_svc.grammar.limits import (
+    GUILTY_S,
+    MAX_BYTES,
+    MAX_COMPILING,
+    MAX_GUILTY,
+    MAX_PROCESSES,
+    MAX_TEXT_BYTES,
+)
+from scheduler_svc.grammar.places import Places
+from scheduler_svc.grammar.process import Outcome
+from scheduler_svc.sampling import GrammarKind
+
+Key = tuple[GrammarKind, str]
+
+
+class _Entry:
+    """A grammar in the cache, and its compilation."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.num_uses = 0  # with those that wait for it
+        self.started = asyncio.Event()
+        self.compilation: asyncio.Task[None] | None = None
+
+    @property
+    def is_evictable(self) -> bool:
+        assert self.compilation is not None
+        return not self.num_uses and self.compilation.done()
+
+
+class Grammars:
+    """Compiles the grammars that requests bring, and computes the masks of their tokens. Use it
+    from one event loop only."""
+
+    def __init__(
+        self,
+        link: HostLink,
+        *,
+        timeout_s: float = 30.0,
+        max_processes: int = MAX_PROCESSES,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """Asks the host for nothing yet.
+
+        Args:
+            timeout_s: for a compilation, and for the wait before it, but not for the host's start.
+            max_processes: at most so many grammars at a time.
+            max_bytes: the memory of compiled grammars beyond which none is compiled any more.
+        """
+        self._host = HostClient(link)
+        self._timeout_s = timeout_s
+        self._max_processes = max_processes
+        self._max_bytes = max_bytes
+        self._loading: asyncio.Task[None] | None = None
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # least recently used first
+        self._places = Places(MAX_COMPILING, self._has_room)
+        self._replacing = asyncio.Semaphore(MAX_COMPILING)
+        self._guilty: OrderedDict[bytes, tuple[float, GuiltyGrammarError]] = OrderedDict()
+
+    async def compile(
+        self, kind: GrammarKind, text: str, end_token_ids: Iterable[int], client: Hashable = None
+    ) -> CompiledGrammar:
+        """Compiles the grammar in `text`, or waits for it if that is already under way.
+
+        Args:
+            client: those who ask for grammars take turns.
+
+        Raises:
+            GrammarError: it cannot be compiled, or not within the limits.
+            GrammarsBusyError: there was no room or no place for it within `timeout_s`.
+            VocabularyError: the model's tokenizer cannot be used.
+        """
+        if len(text.encode()) > MAX_TEXT_BYTES:
+            raise GrammarError(kind, f"is longer than {MAX_TEXT_BYTES} bytes")
+        key = kind, "" if kind is GrammarKind.JSON else text
+        self._refuse_guilty(key)
+        # Outside the time limit: a slow start is not the grammar's fault, and after a restart the
+        # first to wait is a request that was accepted long ago.
+        await self._loaded()
+        entry = self._entry(key, client)
+        entry.num_uses += 1
+        try:
+            await self._compiled(entry)
+        except BaseException:
+            self._drop_use(key, entry)
+            raise
+        compiled = CompiledGrammar(entry.grammar, end_token_ids)
+        finalize(compiled, self._drop_use, key, entry).atexit = False
+        return compiled
+
+    async def masks(self, matchers: Seq[Matcher]) -> list[Outcome]:
+        """The outcome of each of one grammar's matchers, see `Grammar.masks`."""
+        return await matchers[0].grammar.masks(matchers)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        if self._loading is not None:
+            self._loading.cancel()
+        for entry in self._entries.values():
+            if entry.compilation is not None:
+                entry.compilation.cancel()
+            entry.grammar.close()
+
+    async def _loaded(self) -> None:
+        if self._loading is None or (self._loading.done() and self._loading.exception()):
+            self._loading = asyncio.create_task(self._host.load())
+        await asyncio.shield(self._loading)
+
+    def _entry(self, key: Key, client: Hashable) -> _Entry:
+        if key not in self._entries:
+            entry = self._entries[key] = _Entry(Grammar(*key, self._host, self._replacing))
+            entry.compilation = asyncio.create_task(self._compile(key, entry, client))
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    async def _compiled(self, entry: _Entry) -> None:
+        assert entry.compilation is not None
+        if not entry.started.is_set():
+            starting = asyncio.ensure_future(entry.started.wait())
+            either = [starting, entry.compilation]
+            try:
+                await asyncio.wait(
+                    either, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                starting.cancel()
+            if not entry.started.is_set() and not entry.compilation.done():
+                limit = f"{self._timeout_s:g} seconds"
+                raise GrammarsBusyError(f"other grammars take all places since {limit}")
+        await asyncio.shield(entry.compilation)
+
+    async def _compile(self, key: Key, entry: _Entry, client: Hashable) -> None:
+        try:
+            await self._places.enter(client)
+            try:
+                entry.started.set()
+                await self._start(entry.grammar)
+            finally:
+                self._places.leave()
+        except BaseException as error:
+            if self._entries.get(key) is entry:
+                del self._entries[key]
+            if isinstance(error, GuiltyGrammarError):
+                self._remember(key, error)
+            raise
+
+    async def _start(self, grammar: Grammar) -> None:
+        while True:
+            with suppress(HostLostError):
+                await grammar.start(self._timeout_s)
+                return
+            await self._host.load()
+
+    def _drop_use(self, key: Key, entry: _Entry) -> None:
+        entry.num_uses -= 1
+        if entry.num_uses:
+            return
+        assert entry.compilation is not None
+        if not entry.compilation.done():  # nobody wants it any more, and others may need the place
+            entry.compilation.cancel()
+            if self._entries.get(key) is entry:
+                del self._entries[key]
+        self._places.look()
+
+    def _has_room(self) -> bool:
+        """Whether one more may be compiled, after evicting what is idle."""
+        started = [entry for entry in self._entries.values() if entry.started.is_set()]
+        num_bytes = sum(entry.grammar.num_bytes for entry in started)
+        num_processes = len(started)
+        for key, entry in [*self._entries.items()]:
+            if num_processes < self._max_processes and num_bytes < self._max_bytes:
+                return True
+            if entry.is_evictable:
+                entry.grammar.close()
+                del self._entries[key]
+                num_processes -= 1
+                num_bytes -= entry.grammar.num_bytes
+        return num_processes < self._max_processes and num_bytes < self._max_bytes
+
+    def _remember(self, key: Key, error: GuiltyGrammarError) -> None:
+        self._guilty[_digest(key)] = time.monotonic() + GUILTY_S, error
+        while len(self._guilty) > MAX_GUILTY:
+            self._guilty.popitem(last=False)
+
+    def _refuse_guilty(self, key: Key) -> None:
+        if found := self._guilty.get(digest := _digest(key)):
+            expiry, error = found
+            if time.monotonic() < expiry:
+                raise GuiltyGrammarError(key[0], error.reason)
+            del self._guilty[digest]
+
+
+def _digest(key: Key) -> bytes:
+    """Stands for a text of up to MAX_TEXT_BYTES."""
+    return hashlib.blake2b(bytes([key[0]]) + key[1].encode(), digest_size=16).digest()

@@ -1,0 +1,164 @@
+"""The grammar host: forks a process for each grammar.
+
+It runs beside the scheduler and outlives it. At the first demand it imports xgrammar (and with it
+torch, which takes seconds) and reads the vocabulary; its forks share both. It has a single thread,
+and runs nothing that depends on what a client sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from scheduler_svc.grammar.errors import VocabularyError
+from scheduler_svc.grammar.host_link import (
+    ENDED,
+    FAILED,
+    FORK,
+    LOADED,
+    STARTED,
+    VOCABULARY,
+    HostLink,
+)
+
+log = structlog.get_logger(__name__)
+
+_BEAT_S = 0.2
+
+
+def run_host(link: HostLink, model: Path, beat: Callable[[], None] = lambda: None) -> None:
+    """Serves for ever.
+
+    Args:
+        model: the directory of tokenizer.json and config.json.
+        beat: called several times a second once everything is loaded.
+    """
+    _Host(link, model, beat).run()
+
+
+class _Host:
+    def __init__(self, link: HostLink, model: Path, beat: Callable[[], None]) -> None:
+        self._link = link
+        self._model = model
+        self._beat = beat
+        self._serve: Callable[[socket.socket], None] | None = None  # a grammar, once loaded
+        self._reports: dict[int, socket.socket] = {}  # of the processes that live, by pid
+
+    def run(self) -> None:
+        self._link.set_state(os.getpid(), loading=False)
+        # A library that makes threads would not have them in its forks.
+        os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waking)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only those with a handler
+        while True:
+            host = self._link.host.fileno()
+            readable, _, _ = select.select([host, woken], [], [], _BEAT_S)
+            if woken in readable:
+                os.read(woken, 4096)
+                self._reap()
+            if host in readable:
+                self._take_demand()
+            if self._serve is not None:
+                self._beat()
+
+    def _take_demand(self) -> None:
+        demand, descriptors, _, _ = socket.recv_fds(self._link.host, 16, 2)
+        sockets = [socket.socket(fileno=each) for each in descriptors]
+        report = sockets[0]
+        try:
+            self._load()
+        except VocabularyError as error:
+            _tell(report, VOCABULARY, str(error))
+        except (ImportError, OSError, MemoryError) as error:
+            log.error("cannot load the grammar library", exc_info=error)
+            _tell(report, FAILED, repr(error))
+        else:
+            if demand == FORK:
+                self._fork(report, sockets[1])
+            else:
+                _tell(report, LOADED, "")
+        for each in sockets:
+            if each not in self._reports.values():
+                each.close()
+
+    def _load(self) -> None:
+        if self._serve is not None:
+            return
+        self._link.set_state(os.getpid(), loading=True)
+        try:
+            from scheduler_svc.grammar.vocabulary import read_vocabulary
+
+            vocabulary = read_vocabulary(self._model)
+
+            from scheduler_svc.grammar.child import serve
+            from scheduler_svc.grammar.compiler import make_compilers
+
+            self._serve = partial(serve, compilers=make_compilers(vocabulary))
+        finally:
+            self._link.set_state(os.getpid(), loading=False)
+        gc.collect()
+        gc.freeze()
+
+    def _fork(self, report: socket.socket, scheduler: socket.socket) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            _tell(report, FAILED, str(error))
+            return
+        if pid:
+            self._reports[pid] = report
+            _tell(report, STARTED, str(pid))
+            return
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            assert self._serve is not None
+            self._serve(scheduler)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if report := self._reports.pop(pid, None):
+                    _tell(report, ENDED, str(os.waitstatus_to_exitcode(wait_status)))
+                    report.close()
+
+
+def _tell(report: socket.socket, word: str, value: str) -> None:
+    with suppress(OSError):  # nobody wants to know any more
+        line = f"{word} {' '.join(value.split())}\n".encode()
+        report.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def main(args: list[str]) -> None:
+    """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST STATE` runs a host on a link whose
+    descriptors it inherits, and ends with its parent."""
+    from shared.parent import end_with_parent
+
+    end_with_parent()
+    model, *descriptors = args
+    scheduler, host, state = map(int, descriptors)
+    link = HostLink(socket.socket(fileno=scheduler), socket.socket(fileno=host), state)
+    run_host(link, Path(model))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,159 @@
+"""The scheduler's side of a grammar's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+
+from scheduler_svc.grammar import wire
+from scheduler_svc.grammar.errors import Death, GrammarError, ProcessDiedError
+from scheduler_svc.grammar.host_client import Forked, HostClient
+from scheduler_svc.grammar.host_link import ENDED
+from scheduler_svc.grammar.wire import Answer
+from scheduler_svc.sampling import GrammarKind
+
+# A process that has not used up its processor time may be stopped, or get no processor.
+ANSWER_S = 20.0
+_REPORT_S = 5.0
+_READ_BYTES = 1 << 20
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+# A mask; None if the completion is complete and nothing can follow; or why the sequence must end.
+Outcome = bytes | None | GrammarError
+
+
+class GrammarProcess:
+    """A process, from its fork to its end. One request at a time: nothing keeps two apart.
+
+    `is_usable` becomes false when it has died, or does not know any more what it was asked.
+    """
+
+    def __init__(self, forked: Forked, pidfd: int) -> None:
+        self.pid = forked.pid
+        self.is_usable = True
+        self._pidfd = pidfd
+        self._report = forked.report
+        self._reporting = forked.reporting
+        self._kind = GrammarKind.JSON
+        self._received = b""
+        self._num_read = 0  # of these
+
+    @classmethod
+    async def start(cls, host: HostClient) -> GrammarProcess:
+        """
+        Raises:
+            VocabularyError: the model's tokenizer cannot be used.
+            HostLostError: the host could not fork, or died.
+            ProcessDiedError: the process is gone already.
+        """
+        forked = await host.fork()
+        try:
+            process = cls(forked, os.pidfd_open(forked.pid))
+        except OSError as error:  # gone, or no descriptors
+            forked.peer.close()
+            forked.reporting.transport.abort()
+            raise ProcessDiedError(Death.KILLED) from error
+        process._reader, process._writer = await asyncio.open_connection(sock=forked.peer)
+        return process
+
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    async def compile(self, kind: GrammarKind, text: str, timeout_s: float) -> int:
+        """Compiles the grammar that the process is for. Returns its memory, bytes.
+
+        Raises:
+            GrammarError: it cannot be used.
+            ProcessDiedError: the process died, or did not answer for `timeout_s`.
+        """
+        self._kind = kind
+        self._write(wire.compile_request(kind, text))
+        answer, contents = await self._read(timeout_s)
+        if answer == Answer.ERROR:
+            raise GrammarError(kind, contents.decode())
+        return wire.read_size(contents)
+
+    async def masks(
+        self, rows: Seq[wire.Row], closed: Seq[int], *, careful: bool
+    ) -> AsyncIterator[Outcome]:
+        """The outcome of each row, in order.
+
+        Args:
+            closed: matchers to drop before.
+            careful: each is to be sent before the next is begun.
+
+        Raises:
+            ProcessDiedError: the process died, or did not answer for `ANSWER_S`.
+        """
+        self._write(wire.batch_request(rows, closed, careful=careful))
+        masks: list[bytes | None] = []
+        for _ in rows:
+            answer, contents = await self._read(ANSWER_S)
+            outcome: Outcome = None
+            if answer == Answer.ERROR:
+                outcome = GrammarError(self._kind, contents.decode())
+            elif answer == Answer.MASK:
+                outcome = contents
+            elif answer == Answer.SAME_MASK:
+                outcome = masks[wire.read_index(contents)]
+            masks.append(outcome if isinstance(outcome, bytes) else None)
+            yield outcome
+
+    def close(self) -> None:
+        """Kills the process."""
+        if self.is_usable:
+            self.is_usable = False
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._writer.transport.abort()
+            self._reporting.transport.abort()
+
+    def _write(self, data: bytes) -> None:
+        """Sends a request whose answer is to be read next; nothing else is being written."""
+        self._writer.write(data)
+
+    async def _read(self, timeout_s: float) -> tuple[int, bytes]:
+        """The next answer's type and contents."""
+        while True:
+            received, first = self._received, self._num_read + wire.HEADER.size
+            if first <= len(received):
+                size, answer = wire.HEADER.unpack_from(received, self._num_read)
+                if first + size <= len(received):
+                    self._num_read = first + size
+                    return answer, received[first : self._num_read]
+            more = await self._receive(timeout_s)
+            self._received, self._num_read = received[self._num_read :] + more, 0
+
+    async def _receive(self, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                if more := await self._reader.read(_READ_BYTES):
+                    return more
+        except TimeoutError:
+            self.close()
+            raise ProcessDiedError(Death.SILENT) from None
+        except OSError:
+            pass
+        except BaseException:  # cancelled: the answer would be taken for the next one's
+            self.close()
+            raise
+        death = await self._death()
+        self.close()
+        raise ProcessDiedError(death)
+
+    async def _death(self) -> Death:
+        """How it died, by the host's report. There is none if the host died, too."""
+        line = b""
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_REPORT_S):
+                line = await self._report.readline()
+        word, _, value = line.decode().partition(" ")
+        status = int(value) if word == ENDED else -signal.SIGKILL
+        if status in (-signal.SIGPROF, wire.OUT_OF_MEMORY):
+            return Death.AT_LIMIT
+        return Death.KILLED if -status in _FROM_OUTSIDE else Death.CRASHED

@@ -1,0 +1,96 @@
+"""A grammar host as a process of the test's, with small limits, so that exceeding them takes a
+second: `python -m tests.scheduler_svc.grammar.host`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from scheduler_svc.grammar import limits
+from scheduler_svc.grammar.host_link import HostLink
+from tests.stack import wait_for
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "models" / "demo"
+
+
+class TestHost:
+    """A link, and the host on it."""
+
+    __test__ = False
+
+    def __init__(self, model: Path = DEMO) -> None:
+        self.link = HostLink.create()
+        self._model = model
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def children(self) -> list[psutil.Process]:
+        """The processes of grammars, oldest first."""
+        found = psutil.Process(self.pid).children()
+        return sorted((each for each in found if _is_alive(each)), key=lambda each: each.pid)
+
+    def restart(self) -> None:
+        """Starts another once this one has died."""
+        self._process.wait()
+        self._process = self._start()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.link.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        link = self.link
+        descriptors = [link.scheduler.fileno(), link.host.fileno(), link.state]
+        module = "tests.scheduler_svc.grammar.host"
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(self._model), *map(str, descriptors)],
+            cwd=ROOT,
+            pass_fds=descriptors,
+        )
+
+
+@contextmanager
+def running_host(model: Path = DEMO) -> Iterator[TestHost]:
+    host = TestHost(model)
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def wait_dead(*pids: int) -> None:
+    wait_for(lambda: not any(map(is_running, pids)), f"{pids} to end")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return _is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    limits.COMPILE_CPU_S = 1.0
+    limits.MASK_CPU_S = 0.05
+    limits.MEMORY_BYTES = 64 << 20
+
+    from scheduler_svc.grammar.host import main
+
+    main(sys.argv[1:])

@@ -1,0 +1,376 @@
+"""Grammars in processes of their own: what they compute, and what becomes of those that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from scheduler_svc.grammar import host_client, process
+from scheduler_svc.grammar.compiler import compile_grammar, make_compilers
+from scheduler_svc.grammar.errors import (
+    GrammarError,
+    GrammarsBusyError,
+    GuiltyGrammarError,
+    VocabularyError,
+)
+from scheduler_svc.grammar.grammar import CompiledGrammar, Matcher
+from scheduler_svc.grammar.grammars import Grammars
+from scheduler_svc.grammar.limits import MAX_TEXT_BYTES
+from scheduler_svc.grammar.matcher import Matcher as LocalMatcher
+from scheduler_svc.grammar.process import Outcome
+from scheduler_svc.grammar.vocabulary import read_vocabulary
+from scheduler_svc.sampling import GrammarKind
+from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
+from tests.stack import wait_for
+
+Result = TypeVar("Result")
+
+REGEX = GrammarKind.REGEX
+ENDS = frozenset({1535})
+VOCABULARY = read_vocabulary(DEMO)
+WORDS = r"([a-z]{1,9}[ .])+"
+BOMB = json.dumps(  # takes minutes
+    {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "integer"} for i in range(300)},
+        "minProperties": 100,
+        "maxProperties": 200,
+    }
+)
+TEXTS: list[tuple[GrammarKind, str]] = [
+    (REGEX, WORDS),
+    (REGEX, r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\."),
+    (GrammarKind.JSON, ""),
+    (GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 3}'),
+    (GrammarKind.EBNF, 'root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"'),
+]
+
+
+@pytest.fixture(scope="module")
+def _host() -> Iterator[TestHost]:
+    with running_host() as host:
+        yield host
+
+
+@pytest.fixture
+async def host(_host: TestHost) -> AsyncIterator[TestHost]:
+    yield _host
+    wait_dead(*(child.pid for child in _host.children()))
+
+
+@pytest.fixture
+async def grammars(host: TestHost) -> AsyncIterator[Grammars]:
+    grammars = Grammars(host.link)
+    yield grammars
+    grammars.close()
+
+
+class Completion:
+    """A completion and its matcher."""
+
+    def __init__(self, compiled: CompiledGrammar, tokens: Iterable[int] = ()) -> None:
+        self.tokens = array("i", [7, 8, *tokens])
+        self.matcher = Matcher(compiled, self.tokens, 2)
+
+
+def allowed(mask: Outcome) -> list[int]:
+    assert isinstance(mask, bytes)
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+async def go_on(
+    grammars: Grammars, completions: Seq[Completion], rng: random.Random, steps: int
+) -> list[list[Outcome]]:
+    """Picks allowed tokens at random, an end token only if there are no others; returns the
+    outcomes that each completion had until its end."""
+    found: list[list[Outcome]] = [[] for _ in completions]
+    for _ in range(steps):
+        open = [i for i, each in enumerate(completions) if each.tokens[-1] not in ENDS]
+        if not open:
+            break
+        outcomes = await grammars.masks([completions[i].matcher for i in open])
+        for i, mask in zip(open, outcomes, strict=True):
+            found[i].append(mask)
+            choice = [token for token in allowed(mask) if token not in ENDS]
+            completions[i].tokens.append(rng.choice(choice or [*ENDS]))
+    return found
+
+
+async def soon(work: Awaitable[Result]) -> Result:
+    return await asyncio.wait_for(work, 60)
+
+
+async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Grammars) -> None:
+    compilers = make_compilers(VOCABULARY)
+    for kind, text in TEXTS:
+        compiled = await grammars.compile(kind, text, ENDS)
+        completions = [Completion(compiled) for _ in range(5)]
+        found = await go_on(grammars, completions, random.Random(1), 12)
+        local = compile_grammar(compilers, kind, text)
+        for each, outcomes in zip(completions, found, strict=True):
+            matcher = LocalMatcher(local, ENDS)
+            for token, outcome in zip(each.tokens[2:], outcomes, strict=True):
+                assert outcome == matcher.mask()
+                matcher.accept(token)
+
+
+async def test_a_completion_may_come_with_its_tokens(grammars: Grammars) -> None:
+    compiled = await grammars.compile(REGEX, WORDS, ENDS)
+    first = Completion(compiled)
+    (found,) = await go_on(grammars, [first], random.Random(2), 10)
+    for i, expected in enumerate(found):
+        resumed = Completion(compiled, first.tokens[2 : 2 + i])
+        assert await grammars.masks([resumed.matcher]) == [expected]
+
+
+async def test_a_token_that_does_not_match_ends_its_own_completion(grammars: Grammars) -> None:
+    compiled = await grammars.compile(REGEX, WORDS, ENDS)
+    good, bad = Completion(compiled), Completion(compiled, [1535])
+    (mask, error) = await grammars.masks([good.matcher, bad.matcher])
+    assert allowed(mask)
+    assert isinstance(error, GrammarError)
+    assert str(error) == (
+        "sampling.structured_output.regex: token 1535 at index 0 of the completion does not match"
+    )
+
+
+async def test_a_complete_one_has_no_mask(grammars: Grammars) -> None:
+    compiled = await grammars.compile(REGEX, "a?", ())
+    (mask,) = await grammars.masks([Completion(compiled).matcher])
+    (a,) = allowed(mask)
+    assert await grammars.masks([Completion(compiled, [a]).matcher]) == [None]
+
+
+async def test_a_text_that_is_too_long_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match=f"is longer than {MAX_TEXT_BYTES} bytes"):
+        await grammars.compile(REGEX, "a" * (MAX_TEXT_BYTES + 1), ENDS)
+
+
+async def test_a_grammar_is_compiled_once(grammars: Grammars, host: TestHost) -> None:
+    both = await asyncio.gather(*(grammars.compile(REGEX, WORDS, {i}) for i in (1535, 1534)))
+    again = await grammars.compile(REGEX, WORDS, ENDS)
+    assert len(host.children()) == 1
+    first, second = [Completion(compiled) for compiled in both]
+    assert both[0].grammar is both[1].grammar is again.grammar
+    for each, end in ((first, 1535), (second, 1534)):
+        await go_on(grammars, [each], random.Random(3), 6)
+        assert {1535, 1534} & set(allowed((await grammars.masks([each.matcher]))[0])) <= {end}
+
+
+async def test_an_error_is_no_grammar(grammars: Grammars, host: TestHost) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarError, match=r"structured_output\.regex: .* is not closed"):
+            await grammars.compile(REGEX, "(a", ENDS)
+    wait_dead(*(child.pid for child in host.children()))
+
+
+async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
+    grammars: Grammars, host: TestHost
+) -> None:
+    bombs = [
+        asyncio.ensure_future(
+            grammars.compile(GrammarKind.JSON_SCHEMA, BOMB.replace("p1", f"q{i}"), ENDS, "bomber")
+        )
+        for i in range(4)
+    ]
+    honest = await grammars.compile(REGEX, WORDS, ENDS, "honest")
+    assert sum(bomb.done() for bomb in bombs) <= 2  # it did not wait for all of them
+    for bomb in bombs:
+        with pytest.raises(GuiltyGrammarError, match=r"needs more than .* s of processor time or"):
+            await bomb
+    assert (await go_on(grammars, [Completion(honest)], random.Random(4), 3))[0]
+    assert len(host.children()) == 1
+    with pytest.raises(GuiltyGrammarError, match="needs more than"):
+        await grammars.compile(GrammarKind.JSON_SCHEMA, BOMB.replace("p1", "q0"), ENDS)
+    assert len(host.children()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGPROF])
+async def test_a_process_that_dies_at_work_is_replaced(
+    number: signal.Signals, grammars: Grammars, host: TestHost
+) -> None:
+    compiled = await grammars.compile(REGEX, WORDS, ENDS)
+    completions = [Completion(compiled) for _ in range(4)]
+    await go_on(grammars, completions, random.Random(5), 5)
+    expected = await grammars.masks(
+        [Completion(compiled, c.tokens[2:]).matcher for c in completions]
+    )
+    (child,) = host.children()
+    child.suspend()  # the work is on its way when it dies
+    asking = asyncio.ensure_future(grammars.masks([each.matcher for each in completions]))
+    await asyncio.sleep(0)
+    os.kill(child.pid, number)
+    os.kill(child.pid, signal.SIGCONT)
+    assert await soon(asking) == expected
+    (successor,) = host.children()
+    assert successor.pid != child.pid
+
+
+async def test_a_process_that_dies_idle_is_replaced(grammars: Grammars, host: TestHost) -> None:
+    compiled = await grammars.compile(REGEX, WORDS, ENDS)
+    one = Completion(compiled)
+    await go_on(grammars, [one], random.Random(6), 5)
+    expected = await grammars.masks([one.matcher])
+    (child,) = host.children()
+    child.kill()
+    assert await soon(grammars.masks([one.matcher])) == expected
+
+
+async def test_one_whose_process_always_dies_is_convicted_alone(
+    grammars: Grammars, host: TestHost
+) -> None:
+    """After many an `a` each token takes longer than the last; after `b` none does."""
+    compiled = await grammars.compile(REGEX, "b+|a((((a*)*|a)*|a)*|a)*", ENDS)
+    start = Completion(compiled)
+    a, b = (VOCABULARY.index(letter) for letter in (b"a", b"b"))
+    assert {a, b} <= set(allowed((await grammars.masks([start.matcher]))[0]))
+    completions = [
+        Completion(compiled, [b]),
+        Completion(compiled, [a] * 200),
+        Completion(compiled, [b, b]),
+    ]
+    first, guilty, last = await soon(grammars.masks([each.matcher for each in completions]))
+    assert b in allowed(first)
+    assert first == last
+    assert isinstance(guilty, GrammarError)
+    assert "its mask needs more than" in str(guilty)
+    assert b in allowed((await grammars.masks([completions[0].matcher]))[0])
+
+
+async def test_a_process_that_is_stopped_is_replaced(
+    grammars: Grammars, host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = await grammars.compile(REGEX, WORDS, ENDS)
+    one = Completion(compiled)
+    await go_on(grammars, [one], random.Random(7), 5)
+    expected = await grammars.masks([one.matcher])
+    (child,) = host.children()
+    child.suspend()
+    monkeypatch.setattr(process, "ANSWER_S", 0.5)
+    asking = asyncio.ensure_future(grammars.masks([one.matcher]))
+    await asyncio.to_thread(wait_dead, child.pid)
+    monkeypatch.undo()
+    assert await soon(asking) == expected
+
+
+async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
+    grammars = Grammars(host.link, max_processes=2)
+    await grammars.compile(REGEX, "a", ENDS)
+    await grammars.compile(REGEX, "b", ENDS)
+    first, second = host.children()
+    used = await grammars.compile(REGEX, "a", ENDS)
+    await grammars.compile(REGEX, "c", ENDS)
+    wait_dead(second.pid)
+    assert is_running(first.pid)
+    assert (await grammars.masks([Completion(used).matcher]))[0]
+    assert len(host.children()) == 2
+    grammars.close()
+
+
+@pytest.mark.parametrize("limit", [{"max_processes": 1}, {"max_bytes": 1}])
+async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestHost) -> None:
+    grammars = Grammars(host.link, timeout_s=0.3, **limit)
+    matcher = Completion(await grammars.compile(REGEX, "a", ENDS)).matcher
+    with pytest.raises(GrammarsBusyError, match="other grammars"):
+        await grammars.compile(REGEX, "b", ENDS)
+    assert await grammars.masks([matcher])
+    grammars._timeout_s = 30.0
+    waiting = asyncio.ensure_future(grammars.compile(REGEX, "b", ENDS))
+    (child,) = host.children()
+    await asyncio.sleep(0)
+    del matcher
+    assert await soon(waiting)
+    wait_dead(child.pid)
+    grammars.close()
+
+
+async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> None:
+    first = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
+    second = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await soon(second)).grammar.kind is GrammarKind.JSON
+    assert first.cancelled()
+
+
+async def test_what_nobody_waits_for_is_compiled_no_further(
+    grammars: Grammars, host: TestHost
+) -> None:
+    await grammars.compile(REGEX, WORDS, ENDS)
+    bomb = asyncio.ensure_future(grammars.compile(GrammarKind.JSON_SCHEMA, BOMB, ENDS))
+    await asyncio.to_thread(wait_for, lambda: len(host.children()) == 2, "its process")
+    _, child = host.children()
+    bomb.cancel()
+    await asyncio.to_thread(wait_dead, child.pid)
+    with pytest.raises(asyncio.CancelledError):
+        await bomb
+
+
+async def test_its_processes_end_with_the_scheduler(host: TestHost) -> None:
+    grammars = Grammars(host.link)
+    compiled = await grammars.compile(REGEX, WORDS, ENDS)
+    (child,) = host.children()
+    process = compiled.grammar.process
+    assert process is not None
+    process._writer.transport.abort()  # as the kernel does when a process dies
+    await asyncio.to_thread(wait_dead, child.pid)
+    grammars.close()
+
+
+async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
+    with running_host() as host:
+        grammars = Grammars(host.link)
+        compiled = await grammars.compile(REGEX, WORDS, ENDS)
+        one = Completion(compiled)
+        await go_on(grammars, [one], random.Random(8), 5)
+        (child,) = host.children()
+        os.kill(host.pid, signal.SIGKILL)
+        expected = await grammars.masks([one.matcher])
+        asking = asyncio.ensure_future(grammars.compile(REGEX, "b", ENDS))
+        child.kill()
+        replaying = asyncio.ensure_future(grammars.masks([one.matcher]))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(host.restart)
+        assert await soon(asking)
+        assert await soon(replaying) == expected
+        grammars.close()
+
+
+async def test_a_host_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host_client, "_ANSWER_S", 0.5)
+    with running_host(tmp_path) as host:
+        await asyncio.to_thread(wait_for, lambda: host.link.get_state()[0], "the host")
+        os.kill(host.pid, signal.SIGSTOP)
+        grammars = Grammars(host.link)
+        asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
+        await asyncio.to_thread(host.restart)
+        for missing in ("config.json", "tokenizer.json"):  # a model without a tokenizer says so
+            with pytest.raises(VocabularyError, match=missing):
+                await soon(asking)
+            (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+            asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
+        asking.cancel()
+        grammars.close()
+
+
+def test_the_scheduler_imports_neither_torch_nor_xgrammar() -> None:
+    code = (
+        "import sys, scheduler_svc.__main__;"
+        "print([name for name in ('torch', 'xgrammar', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
