@@ -157,7 +157,7 @@ class Generation:
         await first.stream.waiter.wait(self._has_news())
         if self._prompt_logprobs is not None and not self._has_news():
             return []  # woken for tokens, which wait for the prompt's log-probabilities
-        deltas = []
+        deltas: list[tuple[CompletionReader, Delta]] = []
         for each in self._open:
             if each.has_news():
                 if deltas and self.request.sampling.stop:
