@@ -165,6 +165,9 @@ def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Opt
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", max_calls),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        # By default gRPC cancels some of the calls beyond 1,000 that the loop has yet to see.
+        ("grpc.server.max_pending_requests", MAX_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
         ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_S)),
         ("grpc.max_connection_idle_ms", round(1000 * _IDLE_S)),
         # Windows that gRPC does not let grow with the bandwidth; a message that is being read gets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -14,6 +14,38 @@ END_HEADERS = 4
 INITIAL_WINDOW_SIZE = 4  # a setting
 MAX_FRAME = 1 << 14
 FIRST_WINDOW = (1 << 16) - 1  # of a connection, and of a stream unless settings say otherwise
+
+
+def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
+    return struct.pack(">IBBI", len(payload), kind, flags, stream)[1:] + payload
+
+
+def headers(path: str) -> bytes:
+    """A call's headers, neither indexed nor compressed (RFC 7541, 6.2.2)."""
+    values = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in values.items()
+    )
+
+
+def prefixed(message: bytes) -> bytes:
+    """A message as gRPC frames it."""
+    return struct.pack(">BI", 0, len(message)) + message
+
+
+def call_frames(stream: int, path: str, message: bytes) -> bytes:
+    """A whole call with a short message."""
+    return frame(HEADERS, headers(path), END_HEADERS, stream) + frame(
+        DATA, prefixed(message), END_STREAM, stream
+    )
 
 
 class RawConnection:
@@ -31,25 +63,15 @@ class RawConnection:
         self._reading = asyncio.create_task(self._read())
 
     def send(self, kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> None:
-        head = struct.pack(">IBBI", len(payload), kind, flags, stream)[1:]
-        self._writer.write(head + payload)
+        self._writer.write(frame(kind, payload, flags, stream))
 
     def open_call(self, stream: int, path: str) -> None:
         """Sends a call's headers and no message."""
-        headers = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": path,
-            ":authority": "localhost",
-            "te": "trailers",
-            "content-type": "application/grpc",
-        }
-        block = b"".join(_literal(name, value) for name, value in headers.items())
-        self.send(HEADERS, block, END_HEADERS, stream)
+        self.send(HEADERS, headers(path), END_HEADERS, stream)
 
     def send_message(self, stream: int, message: bytes) -> None:
         """Sends a short message and that no other follows."""
-        self.send(DATA, struct.pack(">BI", 0, len(message)) + message, END_STREAM, stream)
+        self.send(DATA, prefixed(message), END_STREAM, stream)
 
     def reset(self, stream: int) -> None:
         """Cancels a call."""
@@ -57,7 +79,7 @@ class RawConnection:
 
     async def send_long_message(self, stream: int, message: bytes) -> None:
         """Sends a message as fast as the server lets it."""
-        data, sent = struct.pack(">BI", 0, len(message)) + message, 0
+        data, sent = prefixed(message), 0
         while sent < len(data):
             size = self._room(stream, sent)
             if not size:
@@ -71,10 +93,9 @@ class RawConnection:
     def _room(self, stream: int, sent: int) -> int:
         return max(min(self.window, self.stream_window + self.windows.get(stream, 0) - sent), 0)
 
-    async def wait_until(self, seen: object) -> None:
+    async def wait_until(self, seen: Callable[[], object], timeout_s: float = 20) -> None:
         """Waits until `seen()`, which frames may make true."""
-        assert callable(seen)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(timeout_s):
             while not seen():
                 self._news.clear()
                 await self._news.wait()
@@ -130,8 +151,3 @@ async def connect(address: str, window: int = FIRST_WINDOW) -> AsyncIterator[Raw
         yield connection
     finally:
         await connection.close()
-
-
-def _literal(name: str, value: str) -> bytes:
-    """A header that is neither indexed nor compressed (RFC 7541, 6.2.2), under 127 bytes."""
-    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

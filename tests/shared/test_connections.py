@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,14 +17,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import shared.server
 from frontend.settings import FrontendSettings
 from shared.server import Server
-from tests.http2 import PREFACE, SETTINGS, connect
+from tests.http2 import PREFACE, SETTINGS, RawConnection, call_frames, connect, frame
 
+CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path) -> AsyncIterator[str]:
-    server = Server(FrontendSettings(), "some.Service")
+async def serving(tmp_path: Path, **options: Any) -> AsyncIterator[str]:
+    server = Server(FrontendSettings(), "some.Service", **options)
     address = f"unix:{tmp_path}/s"
     await server.start(address)
     try:
@@ -104,3 +107,22 @@ async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             with suppress(aio.AioRpcError):
                 await check(address)
                 break
+
+
+async def test_of_calls_that_come_all_at_once_none_is_lost(tmp_path: Path) -> None:
+    """As many as a client may have open, while the loop is busy with something else."""
+    count = 3000
+    async with serving(tmp_path, max_calls=count) as address:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address.removeprefix("unix:"))
+            # Blocks the loop until gRPC, on threads of its own, has seen most of them.
+            client.sendall(PREFACE + frame(SETTINGS))
+            for stream in range(1, 2 * count, 2):
+                client.sendall(call_frames(stream, CHECK, b""))
+            reader, writer = await asyncio.open_unix_connection(sock=client)
+            answers = RawConnection(reader, writer)
+            try:
+                await answers.wait_until(lambda: len(answers.ended) == count, timeout_s=60)
+            finally:
+                await answers.close()
+        assert len(answers.received) == count

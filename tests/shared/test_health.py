@@ -62,6 +62,32 @@ async def test_watchers_that_do_not_read_hold_up_nobody(tmp_path: Path) -> None:
         assert not stuck.received
 
 
+class Stuck:
+    """The context of a call whose client has no room for another byte."""
+
+    def __init__(self) -> None:
+        self.writing = asyncio.Event()
+
+    def peer(self) -> str:
+        return "unix:"
+
+    async def write(self, _: object) -> None:
+        self.writing.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_write_that_never_ends_holds_up_nobody(tmp_path: Path) -> None:
+    """gRPC's buffer takes the first few statuses; this is what comes after."""
+    async with serving(tmp_path) as (server, _, stub):
+        context = Stuck()
+        watch = asyncio.create_task(server._health.Watch(request(), context))  # type: ignore[arg-type]
+        await context.writing.wait()
+        async with asyncio.timeout(5):
+            await server.set_serving(True)
+            assert (await stub.Check(request())).status == SERVING
+        watch.cancel()
+
+
 async def test_a_watcher_that_falls_behind_reads_the_newest_status(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, _, stub):
         watch = stub.Watch(request(SERVICE))
