@@ -67,12 +67,19 @@ def _programs(stack: Stack, private: bool) -> list[str]:
     # Last to start and first to stop: a supervisord that is stopping the stack need not answer.
     module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
     module += " --private" if private else ""
-    programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1))
+    # Nobody else would start it again if it could not start, as without its configuration file.
+    programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1, restart="true"))
     return programs
 
 
 def _program(
-    stack: Stack, name: str, module: str, priority: int, count: int = 1, first: int = 0
+    stack: Stack,
+    name: str,
+    module: str,
+    priority: int,
+    count: int = 1,
+    first: int = 0,
+    restart: str = "unexpected",
 ) -> str:
     # -P: modules come from the installation, never from the user's current directory.
     command = f"{_escape(shlex.quote(sys.executable))} -P -m {module}"
@@ -88,7 +95,7 @@ numprocs_start = {first}
 priority = {priority}
 startsecs = 0
 startretries = {_NEVER_GIVE_UP}
-autorestart = unexpected
+autorestart = {restart}
 exitcodes = {CANNOT_START}
 stopwaitsecs = {round(stop_timeout_s(stack))}
 killasgroup = true

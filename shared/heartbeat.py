@@ -76,4 +76,8 @@ class Heartbeat:
             silent = 0 if heard(self._peer) else silent + 1
             if silent == BEATS and os.getppid() == self._keeper:
                 log.error("kills its keeper, which does not answer", pid=self._keeper)
-                os.kill(self._keeper, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(self._keeper, signal.SIGKILL)
+                    # The first process of a container cannot be killed from within; one that was
+                    # only stopped goes on.
+                    os.kill(self._keeper, signal.SIGCONT)

@@ -190,9 +190,9 @@ def test_the_watchdog_is_watched_like_the_others(victim: Victim, role: str) -> N
     assert not psutil.wait_procs([stopped], timeout=60)[1]
 
     def another() -> bool:
-        found = supervised_processes(victim.stack.directory)[-1]
-        assert found.name == "watchdog-0"
-        return found.pid not in (None, stopped.pid) and psutil.pid_exists(found.pid)
+        pids = {each.name: each.pid for each in supervised_processes(victim.stack.directory)}
+        pid = pids["watchdog-0"]
+        return pid not in (None, stopped.pid) and psutil.pid_exists(pid)
 
     wait_for(another, "another")
 
