@@ -91,18 +91,14 @@ def test_backlogged_clients_get_tokens_by_weight(
     had: Counter[str] = Counter()
     cost = max(2 * slots * output + input_ for input_, output in longest.values())
     bound = 2 * cost / min(weights) + 1e-6
-    for client in clients:  # so that all are there from the start
-        queue.push(make(client, rng.randint(1, longest[client.name][0])))
     for _ in range(300):
-        for client in clients:  # and stay: some flood
-            while queue.waiting_of(client)[0] < rng.choice([1, 1, 20]):
-                queue.push(make(client, rng.randint(1, longest[client.name][0])))
         while len(running) < slots:
+            for client in clients:  # two at least: one waits even while the other is admitted
+                while queue.waiting_of(client)[0] < rng.choice([2, 2, 20]):
+                    queue.push(make(client, rng.randint(1, longest[client.name][0])))
             seq = admit(queue)
             had[seq.client.name] += seq.num_tokens
             running.append([seq, rng.randint(1, longest[seq.client.name][1])])
-            if not queue.waiting_of(seq.client)[0]:
-                queue.push(make(seq.client, rng.randint(1, longest[seq.client.name][0])))
         for _ in range(slots):
             seq, left = running.popleft()
             assert isinstance(seq, Sequence)
