@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, count
+from operator import attrgetter
 
 from scheduler_svc.admission import Limits, refusal
 from scheduler_svc.block_manager import BlockManager
@@ -28,6 +29,8 @@ from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import Answer, End, Output, Row, Step, take_prompt_logprobs
 from scheduler_svc.waiting_queue import WaitingQueue
+
+_line_of = attrgetter("seq.line")
 
 
 @dataclass
@@ -196,8 +199,6 @@ class Scheduler:
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         """Applies the answer to the oldest step in flight, and returns the news."""
         self._last_answered = step.number
-        if self._waiting.num_lines > 1 or self._budgets:
-            self._charge(step)
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         self._forks.prompts_computed(step)
@@ -219,6 +220,8 @@ class Scheduler:
                     end = End(cause)
                     self.close(seq)
                 outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end))
+        if self._waiting.num_lines > 1 or self._budgets:
+            self._charge(step, outputs)
         for seq in self._fenced.pop(step.number, ()):
             self.blocks.free(seq)
         self.stats.sampled_tokens += len(outputs)
@@ -314,13 +317,12 @@ class Scheduler:
         else:
             self._waiting.push(seq)
 
-    def _charge(self, step: Step) -> None:
-        """Counts a step's generated tokens as their clients'. One alone need not be counted, unless
-        it has a budget."""
-        finished = Status.FINISHED
-        sampled = Counter(
-            [row.seq.line for row in step.rows if row.samples and row.seq.status is not finished]
-        )
+    def _charge(self, step: Step, outputs: list[Output]) -> None:
+        """Counts a step's tokens, and those sampled for beams, as their clients'. What one alone
+        has had need not be counted, unless it has a budget."""
+        sampled = Counter(map(_line_of, outputs))
+        if beams := self._forks.beams:
+            sampled.update(row.seq.line for row in step.rows if row.samples and row.seq in beams)
         for line, num_tokens in sampled.items():
             line.add_output(num_tokens)
             self._budgets.charge_output(line.client, num_tokens, self._now)

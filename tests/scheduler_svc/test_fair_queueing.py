@@ -31,9 +31,10 @@ def make(
     priority: int = 0,
     connection: int = 0,
 ) -> Sequence:
+    number = next(_numbers)
     return Sequence(
-        (connection, next(_numbers)),
-        [1] * length,
+        (connection, number),
+        [number % 1000, *range(1, length)],  # no two have a prefix in common
         SamplingParams(max_tokens),
         priority=priority,
         client=client,
@@ -90,18 +91,14 @@ def test_backlogged_clients_get_tokens_by_weight(
     had: Counter[str] = Counter()
     cost = max(2 * slots * output + input_ for input_, output in longest.values())
     bound = 2 * cost / min(weights) + 1e-6
-    for client in clients:  # so that all are there from the start
-        queue.push(make(client, rng.randint(1, longest[client.name][0])))
     for _ in range(300):
-        for client in clients:  # and stay: some flood
-            while queue.waiting_of(client)[0] < rng.choice([1, 1, 20]):
-                queue.push(make(client, rng.randint(1, longest[client.name][0])))
         while len(running) < slots:
+            for client in clients:  # two at least: one waits even while the other is admitted
+                while queue.waiting_of(client)[0] < rng.choice([2, 2, 20]):
+                    queue.push(make(client, rng.randint(1, longest[client.name][0])))
             seq = admit(queue)
             had[seq.client.name] += seq.num_tokens
             running.append([seq, rng.randint(1, longest[seq.client.name][1])])
-            if not queue.waiting_of(seq.client)[0]:
-                queue.push(make(seq.client, rng.randint(1, longest[seq.client.name][0])))
         for _ in range(slots):
             seq, left = running.popleft()
             assert isinstance(seq, Sequence)
@@ -229,21 +226,23 @@ def test_likewise_in_tokens() -> None:
 
 
 def test_short_prompts_overtake_only_as_long_as_their_client_had_no_more() -> None:
-    """One's flood of short prompts, which may overtake, does not take every slot before another's
-    long ones."""
-    scheduler = make_scheduler(max_num_seqs=16, max_num_prefill_tokens=32, max_waiting=200)
-    for _ in range(80):
-        assert scheduler.add(make(A, length=4, max_tokens=8)) is None
-    for _ in range(20):
-        assert scheduler.add(make(B, length=60, max_tokens=8)) is None
+    """Half of a step is for short prompts, but not for a flood of them if others wait."""
+    scheduler = make_scheduler(max_num_seqs=16, max_waiting=10_000)
+    others = [B, C, Client("d")]
+    for _ in range(100):
+        for _ in range(8):
+            assert scheduler.add(make(A, length=8, max_tokens=1)) is None
+        for client in others:
+            assert scheduler.add(make(client, length=300, max_tokens=1)) is None
     prompts: Counter[str] = Counter()
-    seen: set[Sequence] = set()
-    while scheduler._waiting.waiting_of(B)[0]:
-        for seq in step(scheduler):
-            if seq not in seen:
-                seen.add(seq)
-                prompts[seq.client.name] += seq.num_prompt_tokens + 2 * seq.params.max_tokens
-    assert prompts["a"] <= prompts["b"] + 2 * 64
+    for _ in range(200):
+        planned = scheduler.schedule()
+        assert planned
+        for row in planned.rows:
+            prompts[row.seq.client.name] += row.num_tokens + 2 * row.samples
+        scheduler.apply(planned, Answer([7] * len(planned.rows)))
+    assert all(scheduler._waiting.waiting_of(client)[0] for client in (A, *others))
+    assert max(prompts.values()) - min(prompts.values()) <= 2 * 300
 
 
 def test_random_floods_leave_nothing_behind() -> None:

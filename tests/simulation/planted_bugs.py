@@ -72,14 +72,14 @@ BUGS = [
     Bug(
         "a block's name leaves out the blocks before it",
         "block_manager.py",
-        "parent = seq.block_hashes[i - 1] if i else self._hash",
-        "parent = self._hash",
+        "parent = seq.block_hashes[i - 1] if i else name_of",
+        "parent = name_of",
     ),
     Bug(
         "names do not depend on the cache salt",
         "block_manager.py",
-        "self._hash(seq.cache_salt.encode())",
-        'self._hash(b"")',
+        "name_of(seq.cache_salt.encode())",
+        'name_of(b"")',
     ),
     Bug(
         "a prefix hit leaves no token to compute",
@@ -181,8 +181,8 @@ BUGS = [
     Bug(
         "sequences with a deadline expire only while they run",
         "scheduler.py",
-        "LazyHeap(lambda s, _: s.status is not Status.FINISHED)",
-        "LazyHeap(lambda s, _: s.status is Status.RUNNING)",
+        "lambda seq, _: seq.status is not Status.FINISHED\n",
+        "lambda seq, _: seq.status is Status.RUNNING\n",
     ),
     Bug(
         "what was resubmitted complete goes on",

@@ -10,6 +10,7 @@ import pytest
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.client import Client
 from scheduler_svc.edge.step_encoding import encode_step, read_answer
 from scheduler_svc.forks.beam_search import BeamSearch
 from scheduler_svc.sampling import SamplingParams
@@ -197,6 +198,22 @@ def test_the_prompt_is_computed_once_and_a_lone_successor_copies_nothing() -> No
     wide.scheduler.add(Sequence((0, 1), [1] * 10, SamplingParams(8, beam_width=4)))
     wide.run()
     assert wide.scheduler.stats.step_tokens == 10 + 4 * 7
+
+
+def test_each_beams_tokens_are_its_clients() -> None:
+    rig = Rig(num_blocks=60, max_num_seqs=8, ahead=1)
+    client = Client("acme", output_tokens_per_minute=20)
+
+    def seq(number: int) -> Sequence:
+        params = SamplingParams(8, beam_width=4, length_penalty=1.0)
+        return Sequence((0, number), [1, 2, 3], params, client=client)
+
+    assert rig.scheduler.add(seq(1)) is None
+    rig.run()
+    refused = rig.scheduler.add(seq(10))
+    # The first step samples for the prompt, the seven that follow for four beams each.
+    assert refused
+    assert refused.retry_after_s == pytest.approx((1 + 7 * 4 - 20) * 3)
 
 
 def test_the_numbers_of_all_beams_are_taken_until_the_search_ends() -> None:
