@@ -30,6 +30,7 @@ ENOUGH: dict[str, Callable[[Loot], bool]] = {
     "continuations": lambda loot: loot.answers["connections closed"] > 0,
     "shut-windows": lambda loot: loot.answers["HEADERS"] > 0,
     "tiny-windows": lambda loot: loot.answers["DATA"] > 100,
+    "half-sent": lambda loot: loot.sent["streams"] == 4_000,
     "slow-messages": lambda loot: loot.sent["bytes"] > 1 << 20,
     "unread-watches": lambda loot: loot.sent["streams"] >= 1_000,
     "deep-nesting": lambda loot: loot.answers["INVALID_ARGUMENT"] > 1,

@@ -36,8 +36,10 @@ def _prompts(length: int, count: int) -> list[list[int]]:
 
 @attack()
 async def first_priority(target: Target) -> None:
-    """Short requests of the first priority there is, 400 at once: all others wait behind them."""
-    await _flood(target, [_request(p, _FIRST, max_tokens=16) for p in _prompts(32, 64)], 400)
+    """Short requests of the first priority there is, and of that which a token may have first, 400
+    at once: all others wait behind them."""
+    requests = [_request(p, _FIRST, max_tokens=16) for p in _prompts(32, 32)]
+    await _flood(target, requests + [_request(p, 0, max_tokens=16) for p in _prompts(32, 32)], 400)
 
 
 @attack()
