@@ -23,7 +23,8 @@ _MIN_PROGRESS = 4
 _MIN_LOSSES_OF_SUSPECTS = 2
 # ... a culprit with that many, ...
 MIN_LOSSES = 3
-# ... that many of them with nothing else there: processes are killed for other reasons, too.
+# ... that many of them with nothing else there, and without getting any token: processes are killed
+# for other reasons, too.
 MIN_LOSSES_ALONE = 2
 
 
@@ -71,9 +72,10 @@ class Suspects:
             record = self._records.get(number)
             if record is None or num_tokens >= record.num_tokens + _MIN_PROGRESS:
                 record = self._records[number] = _Record()
-            record.num_tokens = num_tokens
+            alone = self._alone and number in self._on_trial
             record.losses += 1
-            record.losses_alone += self._alone and number in self._on_trial
+            record.losses_alone += alone and num_tokens == record.num_tokens
+            record.num_tokens = num_tokens
             if record.losses >= _MIN_LOSSES_OF_SUSPECTS:
                 self._untried.add(number)
         self._on_trial.clear()

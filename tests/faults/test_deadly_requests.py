@@ -41,7 +41,6 @@ class Engine:
         self._keeper = keeper
         self._deaths = deaths
         self._tasks: list[asyncio.Task[None]] = []
-        self._connected: list[asyncio.Event] = []
 
     @property
     def num_deaths(self) -> int:
@@ -50,25 +49,18 @@ class Engine:
 
     async def connect(self, address: str) -> None:
         """Starts another client, and waits until it is ready."""
-        connected = asyncio.Event()
-
-        async def on_ready(serving: bool) -> None:
-            (connected.set if serving else connected.clear)()
-
-        client = SchedulerClient(address, on_ready)
+        readiness: asyncio.Queue[bool] = asyncio.Queue()
+        client = SchedulerClient(address, readiness.put)
         self.clients.append(client)
-        self._connected.append(connected)
         self._tasks.append(asyncio.create_task(client.run()))
-        await asyncio.wait_for(connected.wait(), WAIT_S)
+        assert await asyncio.wait_for(readiness.get(), WAIT_S)
 
-    async def kill(self) -> None:
-        """Kills the scheduler, and waits until all clients are connected to the next."""
-        (fork,) = self._keeper.children()
-        for connected in self._connected:
-            connected.clear()
-        fork.kill()
-        for connected in self._connected:
-            await asyncio.wait_for(connected.wait(), WAIT_S)
+    async def kill_at_a_step(self) -> None:
+        """Kills the scheduler once it has sent a step."""
+        await asyncio.wait_for(self.worker.step_arrived.wait(), WAIT_S)
+        self.worker.step_arrived.clear()
+        for fork in self._keeper.children():
+            fork.kill()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -160,14 +152,13 @@ async def test_schedulers_killed_in_a_row_convict_nobody(tmp_path: Path) -> None
     """Not even while nothing makes progress, so that everything is a suspect."""
     async with engine_of(tmp_path, frontends=2) as engine:
         engine.worker.gate.clear()
-        prompts = [[7, number] for number in range(8)]
+        prompts = [[7, number] for number in range(16)]
         streams = [(submit(engine.clients[i % 2], each), each) for i, each in enumerate(prompts)]
         for _ in range(5):
-            await engine.worker.step_arrived.wait()
-            engine.worker.step_arrived.clear()
-            await engine.kill()
+            await engine.kill_at_a_step()
         engine.worker.gate.set()
         for number, (stream, prompt) in enumerate(streams):
-            assert await ends(stream, engine.clients[number % 2]) is None
+            async with asyncio.timeout(WAIT_S):
+                assert await ends(stream, engine.clients[number % 2]) is None
             assert list(stream.tokens) == completion(prompt, 60)
         assert not engine.num_deaths

@@ -181,6 +181,10 @@ class _Call:
         except ServiceError as error:
             if scheduler.alive:
                 self.down.cut(_status(error.code, error.trailing_metadata()))
+        except asyncio.CancelledError:  # before it was let in
+            if scheduler.alive:
+                self.down.cut(_lost())
+            raise
 
 
 class _Process:
