@@ -1,4 +1,4 @@
-# The engine's scheduler. xgrammar, loaded at the first request for structured output, needs torch:
+# The engine's scheduler, and its grammar host, whose xgrammar needs torch:
 # PIP_ARGS can point to CPU-only wheels.
 FROM python:3.12-slim
 
