@@ -1,6 +1,5 @@
-# The engine's scheduler. xgrammar, loaded at the first request for structured output, needs torch:
-# PIP_ARGS can point to CPU-only wheels, which come without Triton. BASE may name an image by its
-# digest.
+# The engine's scheduler, and its grammar host, whose xgrammar needs torch: PIP_ARGS can point to
+# CPU-only wheels, which come without Triton. BASE may name an image by its digest.
 ARG BASE=python:3.12-slim
 FROM $BASE
 

@@ -64,7 +64,7 @@ def _be_alone(descriptor: int) -> None:
 
 def _set_limits() -> None:
     gc.disable()  # there are no circles to find, and it would touch, and copy, the host's memory
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # the first to go when the machine runs out: it can be replaced
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()

@@ -26,7 +26,7 @@ from scheduler_svc.step import End, Output
 
 log = structlog.get_logger(__name__)
 
-# When all places to compile are taken: half the processor time that a compilation may need.
+# When all places to compile are taken, or all grammars in use, for which nobody knows how long.
 _RETRY_AFTER_S = 5.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MAX_TEXT_BYTES = 64 << 10
 # Of processor time, by the kernel's clock: the process is killed when it has used it up.
-COMPILE_CPU_S = 10.0
+COMPILE_CPU_S = 20.0
 MASK_CPU_S = 2.0  # for one mask, ...
 TOKEN_CPU_S = 0.001  # ... and for each token that its matcher is told
 # Of address space, beyond what the host has; allocations fail beyond it.

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frontend.scheduler_messages import is_orderly, suspects_message
 from scheduler_svc.__main__ import serve
 from scheduler_svc.edge.worker_group import WorkerMismatchError
+from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2
@@ -156,7 +157,8 @@ StartStack = Callable[..., Awaitable[Stack]]
 
 @asynccontextmanager
 async def running(settings: SchedulerSettings) -> AsyncIterator[Stack]:
-    task = asyncio.create_task(serve(settings))
+    link = HostLink.create()  # with nobody at its other end
+    task = asyncio.create_task(serve(settings, link=link))
     stack = Stack(settings.scheduler_address)
     try:
         yield stack
@@ -164,6 +166,7 @@ async def running(settings: SchedulerSettings) -> AsyncIterator[Stack]:
         await stack.channel.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        link.close()
 
 
 def settings_for(tmp_path: Path, addresses: list[str], **values: object) -> SchedulerSettings:
@@ -807,9 +810,11 @@ async def test_ranks_with_other_weights_stop_the_service(tmp_path: Path) -> None
 
 async def _serve_with(tmp_path: Path, workers: list[FakeWorker]) -> None:
     started = [await start_worker(worker) for worker in workers]
+    link = HostLink.create()
     try:
-        await serve(settings_for(tmp_path, [address for _, address in started]))
+        await serve(settings_for(tmp_path, [address for _, address in started]), link=link)
     finally:
+        link.close()
         for server, _ in started:
             await server.stop(None)
 
