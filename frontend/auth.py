@@ -25,6 +25,7 @@ from frontend.tenants import Client, read_clients
 from shared.callers import CALLER, Caller
 from shared.errors import QueueFullError, UnauthenticatedError
 from shared.interceptors import within, wrap_behavior
+from shared.message_memory import MAX_BYTES_PER_CALLER
 from shared.tls import FileError
 
 log = structlog.get_logger(__name__)
@@ -34,8 +35,6 @@ Context = aio.ServicerContext[Any, Any]
 _SCHEME = "bearer "
 _RETRY_AFTER_S = 1.0
 _OPEN = f"/{health.SERVICE_NAME}/"
-# Of messages that a client without a limit of its own may have read or held, in bytes.
-_MAX_BYTES = 128 << 20
 
 
 class Tokens:
@@ -112,7 +111,7 @@ class ClientInterceptor(aio.ServerInterceptor):
             client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
             if client is None:
                 return self._refusal(method)
-            CALLER.set(Caller(client.name, client.max_bytes or _MAX_BYTES))
+            CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)
 
         def count(behavior: Any) -> Any:
