@@ -541,7 +541,6 @@ async def test_a_suspect_is_tried_alone(tmp_path: Path) -> None:
         assert await owner.next_trial() == await other.next_trial() == ([], True)
         newcomer = asyncio.create_task(stack.frontend())
         await owner.tell_suspects({}, holding=True)
-        assert not owner.trials
         await other.tell_suspects({}, holding=True)
         assert await owner.next_trial() == ([7], True)
         load = await stack.load()
@@ -553,6 +552,18 @@ async def test_a_suspect_is_tried_alone(tmp_path: Path) -> None:
         await owner.tell_suspects({}, cleared=[7])
         assert await owner.next_trial() == await other.next_trial() == ([], False)
         await newcomer
+
+
+async def test_a_suspect_that_takes_long_is_not_alone_for_ever(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        await frontend.tell_suspects({7: 0})  # for 2 ** 0 seconds
+        assert await frontend.next_trial() == ([], True)
+        await frontend.tell_suspects({}, holding=True)
+        assert await frontend.next_trial() == ([7], True)
+        assert await frontend.next_trial() == ([], True)
+        await frontend.tell_suspects({}, cleared=[7], holding=True)
+        assert await frontend.next_trial() == ([], False)
 
 
 async def test_a_frontend_that_does_not_confirm_is_cut_off(
