@@ -23,6 +23,12 @@ def named(processes: list[psutil.Process], module: str) -> psutil.Process:
     return next(process for process in processes if module in process.cmdline())
 
 
+def complete(find: Callable[[], list[psutil.Process]], count: int) -> list[psutil.Process]:
+    """Waits for so many processes: the watchdog, for whom nobody waits, may be the last."""
+    wait_for(lambda: len(find()) == count, f"{count} processes")
+    return find()
+
+
 def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     up = launcher("up", "--port", port, "--tp", 2, "--frontends", 2)
     assert up.returncode == 0, up.stderr
@@ -96,8 +102,7 @@ def test_a_stack_in_the_background_comes_back_when_its_supervisor_dies(
 ) -> None:
     start = ("up", "--port", port, "--services", "worker frontend")
     assert launcher(*start).returncode == 0
-    members = launcher.members(port)
-    assert len(members) == 5
+    members = complete(lambda: launcher.members(port), 5)
     named(members, "deploy.supervise").kill()
     assert gone(members)
 
@@ -105,9 +110,8 @@ def test_a_stack_in_the_background_comes_back_when_its_supervisor_dies(
         return launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 2
 
     wait_for(serves, "the stack to serve again")
-    assert len(launcher.members(port)) == 5
     # down does not wait for the services to notice, and comes to an end with the watchdog.
-    members = launcher.members(port)
+    members = complete(lambda: launcher.members(port), 5)
     named(members, "deploy.supervise").kill()
     assert launcher("down", "--port", port).returncode == 0
     assert gone(members)
@@ -122,8 +126,7 @@ def test_interrupting_up_stops_even_what_ignores_signals(
     )
     assert up.stdout
     assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # still waiting for the worker
-    members = launcher.members(port)
-    assert len(members) == 4
+    members = complete(lambda: launcher.members(port), 4)
     second = launcher("up", "--port", port, "--services", "worker")
     assert second.returncode == 1
     assert "another make up" in second.stderr
@@ -191,8 +194,8 @@ def test_run_serves_until_its_input_ends(launcher: Launcher, gone: Gone) -> None
     word, address = run.stdout.readline().split()
     assert word == "READY"
     assert check_health(address) == SERVING
-    members = psutil.Process(run.pid).children(recursive=True)
-    assert len(members) == 6  # the supervisor, the watchdog and its keeper, the three services
+    # The supervisor, the watchdog and its keeper, the three services.
+    members = complete(lambda: psutil.Process(run.pid).children(recursive=True), 6)
     _, errors = run.communicate()  # closes its input
     assert run.returncode == 0, errors
     assert not errors
@@ -204,8 +207,7 @@ def test_run_killed_takes_its_stack_along(launcher: Launcher, gone: Gone) -> Non
     run = launcher.start("run", "--port", 0, "--services", "worker frontend")
     assert run.stdout
     assert run.stdout.readline().startswith("READY")
-    members = psutil.Process(run.pid).children(recursive=True)
-    assert len(members) == 5
+    members = complete(lambda: psutil.Process(run.pid).children(recursive=True), 5)
     supervise = named(members, "deploy.supervise").cmdline()
     directory = Path(next(part for part in supervise if part.endswith(".conf"))).parent
     assert directory.is_dir()

@@ -7,9 +7,10 @@ import pytest
 
 from deploy.health import CHANNEL_OPTIONS
 from shared.pb import frontend_pb2, frontend_pb2_grpc
+from tests.stack import wait_for
 
 from .conftest import Launcher
-from .test_commands import Gone, named
+from .test_commands import Gone, complete, named
 
 # Loading torch and a model takes a while when many processes share few cores.
 pytestmark = pytest.mark.timeout(400)
@@ -37,10 +38,19 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     assert "of 64" in top.stdout
 
     # Nothing but the watchdog outlives the supervisor, however it ended.
-    members = launcher.members(port)
-    assert len(members) == 11  # the supervisor, and two for the watchdog and each service
+    # The supervisor, and two for the watchdog and each service.
+    members = complete(lambda: launcher.members(port), 11)
     named(members, "deploy.supervise").kill()
     assert gone(members)
+
+    # It has the stack started again, with the same settings.
+    def serves() -> bool:
+        return launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4
+
+    wait_for(serves, "the stack to serve again")
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+        stub = frontend_pb2_grpc.InferenceServiceStub(channel)
+        assert stub.GetModel(frontend_pb2.GetModelRequest()).capacity.num_blocks == 64
 
 
 def test_a_broken_model_is_refused_with_its_reason(launcher: Launcher, port: int) -> None:
