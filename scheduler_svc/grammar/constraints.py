@@ -110,7 +110,7 @@ class Constraints:
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
-        kind, client = GrammarKind(grammar.kind), seq.key.connection
+        kind, client = GrammarKind(grammar.kind), seq.client.name or None
         compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
         self._match(seq, compiled)
         (mask,) = await self._masks([seq])

@@ -41,8 +41,9 @@ Key = tuple[GrammarKind, str]
 class _Entry:
     """A grammar in the cache, and its compilation."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, client: Hashable) -> None:
         self.grammar = grammar
+        self.client = client  # the first to ask for it
         self.num_uses = 0  # with those that wait for it
         self.started = asyncio.Event()
         self.compilation: asyncio.Task[None] | None = None
@@ -88,7 +89,8 @@ class Grammars:
         """Compiles the grammar in `text`, or waits for it if that is already under way.
 
         Args:
-            client: those who ask for grammars take turns.
+            client: those who ask for grammars take turns, and none may have more than half of
+                `max_processes` in use; None: no limit.
 
         Raises:
             GrammarError: it cannot be compiled, or not within the limits.
@@ -133,7 +135,7 @@ class Grammars:
 
     def _entry(self, key: Key, client: Hashable) -> _Entry:
         if key not in self._entries:
-            entry = self._entries[key] = _Entry(Grammar(*key, self._host, self._replacing))
+            entry = self._entries[key] = _Entry(Grammar(*key, self._host, self._replacing), client)
             entry.compilation = asyncio.create_task(self._compile(key, entry, client))
         self._entries.move_to_end(key)
         return self._entries[key]
@@ -187,9 +189,13 @@ class Grammars:
                 del self._entries[key]
         self._places.look()
 
-    def _has_room(self) -> bool:
-        """Whether one more may be compiled, after evicting what is idle."""
+    def _has_room(self, client: Hashable) -> bool:
+        """Whether one more may be compiled for a client, after evicting what is idle."""
         started = [entry for entry in self._entries.values() if entry.started.is_set()]
+        if client is not None:
+            theirs = sum(each.client == client and not each.is_evictable for each in started)
+            if theirs >= max(self._max_processes // 2, 1):
+                return False
         num_bytes = sum(entry.grammar.num_bytes for entry in started)
         num_processes = len(started)
         for key, entry in [*self._entries.items()]:

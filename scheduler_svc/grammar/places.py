@@ -13,10 +13,11 @@ class Places:
 
     Args:
         count: how many may be taken at a time.
-        may_enter: asked before a place is given; call `look` once its answer may have changed.
+        may_enter: asked whether a client may have a place; call `look` once its answer may have
+            changed.
     """
 
-    def __init__(self, count: int, may_enter: Callable[[], bool]) -> None:
+    def __init__(self, count: int, may_enter: Callable[[Hashable], bool]) -> None:
         self._num_free = count
         self._may_enter = may_enter
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
@@ -39,15 +40,14 @@ class Places:
 
     def look(self) -> None:
         """Gives out what places there are."""
-        while self._waiting and self._num_free:
-            client, turns = next(iter(self._waiting.items()))
+        for client in [*self._waiting]:
+            turns = self._waiting[client]
             while turns and turns[0].done():  # cancelled
                 turns.popleft()
             if not turns:
                 del self._waiting[client]
-                continue
-            if not self._may_enter():
-                return
-            self._num_free -= 1
-            turns.popleft().set_result(None)
-            self._waiting.move_to_end(client)
+            elif self._num_free and self._may_enter(client):
+                self._num_free -= 1
+                turns.popleft().set_result(None)
+                self._waiting.move_to_end(client)
+                return self.look()

@@ -298,6 +298,18 @@ async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestH
     grammars.close()
 
 
+async def test_a_client_with_a_name_takes_half_of_the_processes_at_most(host: TestHost) -> None:
+    grammars = Grammars(host.link, max_processes=4)
+    kept = [await grammars.compile(REGEX, text, ENDS, "many") for text in "ab"]
+    grammars._timeout_s = 0.3
+    with pytest.raises(GrammarsBusyError):
+        await grammars.compile(REGEX, "c", ENDS, "many")
+    grammars._timeout_s = 30.0
+    kept.append(await grammars.compile(REGEX, "d", ENDS, "one"))
+    kept.append(await grammars.compile(REGEX, "a", ENDS, "many"))  # it is there already
+    grammars.close()
+
+
 async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> None:
     first = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
     second = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))

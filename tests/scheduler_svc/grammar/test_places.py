@@ -20,7 +20,7 @@ async def settle() -> None:
 
 
 async def test_clients_take_turns_however_many_places_one_asks_for() -> None:
-    places, order = Places(1, lambda: True), list[str]()
+    places, order = Places(1, lambda _: True), list[str]()
     await places.enter("first")
     many = [asyncio.create_task(entered(places, order, "many")) for _ in range(20)]
     await settle()
@@ -35,7 +35,7 @@ async def test_clients_take_turns_however_many_places_one_asks_for() -> None:
 
 
 async def test_one_that_gives_up_leaves_its_turn_to_others() -> None:
-    places, order = Places(1, lambda: True), list[str]()
+    places, order = Places(1, lambda _: True), list[str]()
     await places.enter("first")
     gone = asyncio.create_task(entered(places, order, "gone"))
     last = asyncio.create_task(entered(places, order, "last"))
@@ -47,7 +47,7 @@ async def test_one_that_gives_up_leaves_its_turn_to_others() -> None:
 
 
 async def test_one_that_gives_up_just_as_its_turn_comes_gives_the_place_back() -> None:
-    places, order = Places(1, lambda: True), list[str]()
+    places, order = Places(1, lambda _: True), list[str]()
     await places.enter("first")
     gone = asyncio.create_task(entered(places, order, "gone"))
     await settle()
@@ -60,10 +60,19 @@ async def test_one_that_gives_up_just_as_its_turn_comes_gives_the_place_back() -
 
 async def test_nobody_enters_before_there_is_room() -> None:
     room = False
-    places, order = Places(1, lambda: room), list[str]()
+    places, order = Places(1, lambda _: room), list[str]()
     waiting = asyncio.create_task(entered(places, order, "one"))
     await settle()
     assert not order
     room = True
     places.look()
     await asyncio.wait_for(waiting, 10)
+
+
+async def test_one_that_may_not_enter_does_not_keep_others_out() -> None:
+    places, order = Places(1, lambda client: client != "many"), list[str]()
+    waiting = asyncio.create_task(entered(places, order, "many"))
+    await settle()
+    await asyncio.wait_for(entered(places, order, "one"), 10)
+    assert order == ["one"]
+    waiting.cancel()
