@@ -90,6 +90,7 @@ class Stream:
         self._call: Any = target.channel.stream_stream(f"/{SERVICE}/Connect")()
         self._tally = tally
         self._sent: list[bytes] = []
+        self.holding = False  # until a suspect has been tried, which ends with a submission
         self.tokens: dict[int, list[int]] = {}
 
     async def send(self, *messages: bytes) -> None:
@@ -111,8 +112,9 @@ class Stream:
         data = await self._call.read()
         return pb.SchedulerMessage.FromString(data) if isinstance(data, bytes) else None
 
-    async def finish(self, request: int) -> None:
-        """Reads on until `request` has ended, or the stream has.
+    async def finish(self, request: int, submitted: bytes = b"") -> None:
+        """Reads on until `request` has ended, or the stream has. It is `submitted` again if it has
+        to be withdrawn while another stream's suspect is tried.
 
         Raises:
             AioRpcError: see `read`.
@@ -120,15 +122,27 @@ class Stream:
         """
         async with asyncio.timeout(DEADLINE_S):
             while (message := await self.read()) is not None and self._take(message, request):
-                pass
+                if message.HasField("trial"):
+                    await self._obey(message.trial, submitted)
+
+    async def _obey(self, trial: pb.Trial, submitted: bytes) -> None:
+        self.holding = trial.hold
+        if trial.hold or trial.requests:
+            news = pb.Suspects(cleared=trial.requests, holding=trial.hold)
+            await self.send(pb.FrontendMessage(suspects=news).SerializeToString())
+        elif submitted:
+            await self.send(submitted)
 
     def _take(self, message: pb.SchedulerMessage, request: int) -> bool:
         """Takes in a message. Returns whether `request` goes on."""
         output = message.step_output
         numbers = np.frombuffer(output.requests, "<u8").tolist()
+        offsets = np.frombuffer(output.offsets, "<i4").tolist()
         ids = np.frombuffer(output.token_ids, "<i4").tolist()
-        for number, token in zip(numbers, ids, strict=True):
-            self.tokens.setdefault(number, []).append(token)
+        for number, offset, token in zip(numbers, offsets, ids, strict=True):
+            tokens = self.tokens.setdefault(number, [])
+            if offset >= len(tokens):  # else it was withdrawn in between
+                tokens.append(token)
         for finished in output.finished:
             self._count(finished)
         return all(finished.request != request for finished in output.finished)
@@ -180,9 +194,11 @@ async def _witness(target: Target, tally: Tally, over: asyncio.Event) -> None:
     await stream.read()
     for request in itertools.count(1):
         prompt = [request % 900, 2, 3, request % 7]
-        await stream.send(submit(request, prompt))
+        message = submit(request, prompt)
+        if not stream.holding:
+            await stream.send(message)
         try:
-            await stream.finish(request)
+            await stream.finish(request, message)
         except (aio.AioRpcError, TimeoutError) as error:
             tally.problem(f"a valid frontend's stream: {error!r}", "others")
             return
@@ -208,8 +224,9 @@ async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_clo
             await stream.send(*sent[: last + 1])
             await stream.finish(_SENTINEL)
             tally.problem("the stream goes on or ended without a reason", stream.shown())
-        await stream.send(*sent, submit(_SENTINEL, prompt, priority=_LAST))
-        await stream.finish(_SENTINEL)
+        valid = submit(_SENTINEL, prompt, priority=_LAST)
+        await stream.send(*sent, valid)
+        await stream.finish(_SENTINEL, valid)
         if half_close:
             await stream.half_close()
             await stream.finish(0)
