@@ -87,6 +87,10 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
     call = stub.Generate(request(priority=-1), metadata=mine)
     assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "priority")
 
+    unreadable = service.channel.unary_unary("/nanovllm.v1.InferenceService/Generate")
+    call = unreadable(b"\xff", metadata=mine)
+    assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "message")
+
     full, spent = "9 requests are waiting", "input_tokens_per_minute: 5 tokens, which are spent"
     for cause, message, status, reason in (
         (pb2.FINISH_CAUSE_QUEUE_FULL, full, "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
