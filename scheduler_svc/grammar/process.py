@@ -123,6 +123,9 @@ class GrammarProcess:
             received, first = self._received, self._num_read + wire.HEADER.size
             if first <= len(received):
                 size, answer = wire.HEADER.unpack_from(received, self._num_read)
+                if size > _READ_BYTES:  # not even of a vocabulary of eight million
+                    self.close()
+                    raise ProcessDiedError(Death.CRASHED)
                 if first + size <= len(received):
                     self._num_read = first + size
                     return answer, received[first : self._num_read]
