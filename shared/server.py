@@ -16,7 +16,7 @@ from shared.channels import Options, server_keepalive_options
 from shared.config import ServiceSettings
 from shared.health import HealthServicer
 from shared.interceptors import StatusInterceptor
-from shared.message_memory import MessageMemory
+from shared.message_memory import MAX_BYTES, MessageMemory
 from shared.open_calls import OpenCalls
 from shared.reading import UNREAD_FACTOR, MessageReader
 from shared.roles import Callers, RoleInterceptor
@@ -35,6 +35,9 @@ _HANDSHAKE_S = 10.0
 _IDLE_S = 600.0
 # Bytes that a connection may have sent to a process that does not read them.
 _UNREAD_BYTES = 64 << 10
+# Messages of the largest size that may be read at a time, whatever that is: services, with a large
+# limit, send each other small ones, which must not wait until a single one is let go.
+_MIN_PLACES = 4
 # Time for the last messages and statuses to leave; a client that does not read would hold them up
 # for ever.
 _FLUSH_S = 1.0
@@ -81,7 +84,8 @@ class Server:
         if tls and callers:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))
-        self.messages = MessageMemory(UNREAD_FACTOR * settings.max_message_bytes)
+        place = UNREAD_FACTOR * settings.max_message_bytes
+        self.messages = MessageMemory(place, max(MAX_BYTES, _MIN_PLACES * place))
         reader = MessageReader(settings.max_message_bytes, self.messages)
         self.grpc = aio.server(
             interceptors=[*first, *interceptors, reader],

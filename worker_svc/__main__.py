@@ -26,9 +26,10 @@ SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 
 
 async def serve(settings: WorkerSettings, ready: Ready | None = None) -> None:
-    """Serves until SIGTERM; healthy once the model is loaded and warm."""
-    server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"), ready=ready)
-    service = WorkerService(settings, server.stop)
+    """Serves until SIGTERM; healthy once the model is loaded and warm, and `ready` once it has been
+    configured: until then, what fails may fail for good."""
+    server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"))
+    service = WorkerService(settings, server.stop, ready)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])
     try:

@@ -53,11 +53,18 @@ class WorkerService(WorkerServiceServicer):
 
     Args:
         stop: called when it turns out that this worker cannot start, see `check`.
+        ready: called when it is configured for the first time.
     """
 
-    def __init__(self, settings: WorkerSettings, stop: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        stop: Callable[[], object] = lambda: None,
+        ready: Callable[[], object] | None = None,
+    ) -> None:
         self._settings = settings
         self._stop = stop
+        self._ready = ready
         self._start_error: StartError | None = None
         self._execution = Execution(settings)
         self._incarnation = uuid.uuid4().hex
@@ -137,6 +144,9 @@ class WorkerService(WorkerServiceServicer):
             raise UnavailableError(f"epoch {request.epoch} cannot be configured") from error
         if request.epoch == self._newest_epoch:
             self._epoch = Epoch(request.epoch, limits)
+        if self._ready is not None:
+            self._ready()
+            self._ready = None
         log.info("configured", epoch=request.epoch, num_blocks=request.num_blocks)
         return ConfigureResponse()
 

@@ -38,8 +38,8 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     assert "of 64" in top.stdout
 
     # Nothing but the watchdog outlives the supervisor, however it ended.
-    # The supervisor, and two for the watchdog and each service.
-    members = complete(lambda: launcher.members(port), 11)
+    # The supervisor, the grammar host, and two for the watchdog and each service.
+    members = complete(lambda: launcher.members(port), 12)
     named(members, "deploy.supervise").kill()
     assert gone(members)
 

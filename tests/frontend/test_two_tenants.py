@@ -17,6 +17,7 @@ from grpc import aio
 from frontend.server import public_server, serve
 from frontend.settings import FrontendSettings
 from scheduler_svc import __main__ as scheduler_service
+from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.settings import SchedulerSettings
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -72,7 +73,8 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
         auth_tokens_file=str(tmp_path / "tokens"),
     )
     server = public_server(settings)
-    scheduler = asyncio.create_task(scheduler_service.serve(scheduler_settings))
+    link = HostLink.create()  # with nobody at its other end
+    scheduler = asyncio.create_task(scheduler_service.serve(scheduler_settings, link=link))
     frontend = asyncio.create_task(serve(server, settings))
     async with aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel:
         stack = Stack(InferenceServiceStub(channel))
@@ -83,6 +85,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     await frontend
     scheduler.cancel()
     await asyncio.gather(scheduler, return_exceptions=True)
+    link.close()
     await worker_server.stop(None)
     assert not worker.violations
 

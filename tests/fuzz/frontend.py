@@ -27,6 +27,7 @@ from tests.frontend.conftest import DEMO, free_port
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest, unary
 from tests.fuzz.values import CANARY, draw_messages
+from tests.scheduler_svc.grammar.host import TestHost
 from worker_svc.settings import WorkerSettings
 
 SERVICE = frontend.server.SERVICE_NAME
@@ -75,9 +76,10 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
         model=str(DEMO), port=free_port(), scheduler_address=scheduler, max_message_bytes=1 << 18
     )
     server = frontend.server.public_server(settings)
+    host = TestHost()
     tasks = [
         asyncio.create_task(worker_main.serve(worker_settings)),
-        asyncio.create_task(scheduler_main.serve(scheduler_settings)),
+        asyncio.create_task(scheduler_main.serve(scheduler_settings, link=host.link)),
         asyncio.create_task(frontend.server.serve(server, settings)),
     ]
     address = f"{settings.host}:{settings.port}"
@@ -92,6 +94,7 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
         for task in reversed(tasks):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        host.close()
 
 
 async def _serving(channel: aio.Channel, service: str) -> None:

@@ -30,6 +30,7 @@ from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.scheduler_messages import EXAMPLES, TOKENS, abort, submit
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
 from tests.fuzz.values import draw_messages
+from tests.scheduler_svc.grammar.host import TestHost
 
 SERVICE = "nanovllm.scheduler.v1.SchedulerService"
 _AT_ONCE = 4
@@ -70,7 +71,8 @@ async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
         f"--max-message-bytes={_MAX_MESSAGE_BYTES}",
     ]
     settings = load_settings(SchedulerSettings, [*addresses, *limits, f"--model={directory}"])
-    serving = asyncio.create_task(scheduler_main.serve(settings))
+    host = TestHost(directory)
+    serving = asyncio.create_task(scheduler_main.serve(settings, link=host.link))
     try:
         async with aio.insecure_channel(address) as channel:
             target = Target(address, worker, channel)
@@ -79,6 +81,7 @@ async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        host.close()
         await server.stop(None)
 
 

@@ -352,7 +352,7 @@ BUGS = [
     Bug(
         "a lost connection aborts other frontends' requests",
         "engine.py",
-        "            if key.connection == connection:",
-        "            if key.connection >= connection:",
+        "if key.connection == connection]",
+        "if key.connection >= connection]",
     ),
 ]
