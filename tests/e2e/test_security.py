@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from frontend.client import (
     UnavailableError,
 )
 from shared.channels import open_blocking_channel
+from shared.keeper_state import read_keeper_state
 from tests.certificates import Authority, Issued, replace
 from tests.stack import ROOT, running_stack
 
@@ -135,8 +138,11 @@ def test_services_follow_to_another_authority(stack: SecureStack, certificates: 
     with open_blocking_channel(stack.address, stack.tls, ()) as channel:
         health = HealthStub(channel).Watch(HealthCheckRequest(), timeout=TIMEOUT_S)
         assert next(health).status == HealthCheckResponse.SERVING
-        schedulers = (p for p in psutil.Process().children(recursive=True) if _is_scheduler(p))
-        max(schedulers, key=lambda process: process.create_time()).kill()  # the fork that serves
+        schedulers = [p for p in psutil.Process().children(recursive=True) if _is_scheduler(p)]
+        (keeper,) = (p for p in schedulers if p.parent() not in schedulers)
+        state = read_keeper_state(keeper.pid)
+        assert state is not None
+        os.kill(state.pid, signal.SIGKILL)
         assert next(health).status == HealthCheckResponse.NOT_SERVING
         assert next(health).status == HealthCheckResponse.SERVING
         health.cancel()
