@@ -1,4 +1,4 @@
-"""What each client has had of the machine, at each priority: the virtual token counters of fair
+"""Each client's use of the machine, at each priority: the virtual token counters of fair
 queueing among requests whose cost shows only as they run (Sheng et al., "Fairness in Serving Large
 Language Models", OSDI 2024), with weights.
 

@@ -1,4 +1,4 @@
-"""What a grammar may need. How the numbers were found: docs/architecture.md, structured output."""
+"""The limits of grammars. How the numbers were found: docs/architecture.md, structured output."""
 
 from __future__ import annotations
 
