@@ -73,7 +73,9 @@ class SchedulerClient:
         self._dialer = dialer
         self._next_number = 1
         self._open: dict[int, TokenStream] = {}
-        self._withheld: set[int] = set()  # what the connected scheduler does not have; some ended
+        # What the connected scheduler does not have, and what it may have still; some ended.
+        self._withheld: set[int] = set()
+        self._withdrawn: set[int] = set()
         self._suspects = Suspects()
         self._serving = True  # as far as the scheduler says
         self._holding = False  # nothing is submitted while the scheduler tries a suspect alone
@@ -184,7 +186,7 @@ class SchedulerClient:
         if losses := self._suspects.losses(self._open):
             log.warning("schedulers died with requests", suspects=len(losses))
             outgoing.put_nowait(suspects_message(losses))
-        self._withheld = set(self._open)
+        self._withheld, self._withdrawn = set(self._open), set()
         await self._submit_rest(outgoing)
         await self._on_ready(True)
 
@@ -206,20 +208,23 @@ class SchedulerClient:
             await self._on_ready(ready)
 
     async def _on_trial(self, trial: pb.Trial) -> None:
-        outgoing, withdraws = self._outgoing, trial.hold and not trial.requests
+        outgoing, holds = self._outgoing, trial.withdraw or trial.alone
         assert outgoing is not None
-        on_trial, cleared = self._suspects.begin_trial(trial.requests, alone=trial.hold)
-        if withdraws:
+        on_trial, cleared = self._suspects.begin_trial(trial.requests, alone=trial.alone)
+        if trial.withdraw:
+            self._withdrawn |= self._open.keys() - self._withheld
             self._withheld = set(self._open)
-        if withdraws or cleared:
-            outgoing.put_nowait(suspects_message(cleared=cleared, holding=withdraws))
+        else:
+            self._withdrawn.clear()
+        if trial.withdraw or cleared:
+            outgoing.put_nowait(suspects_message(cleared=cleared, holding=trial.withdraw))
         for stream in filter(None, map(self._open.get, on_trial)):
             self._withheld.discard(stream.number)
             outgoing.put_nowait(submit_message(stream, resubmitted=True))
         self._clear_suspects()
-        if not trial.hold:
+        if not holds:
             await self._submit_rest(outgoing)
-        await self._on_serving(self._serving, trial.hold)
+        await self._on_serving(self._serving, holds)
 
     def _clear_suspects(self) -> None:
         cleared = self._suspects.clear(self._open)
@@ -228,7 +233,8 @@ class SchedulerClient:
 
     def _on_death(self) -> None:
         """Counts the scheduler's death against the requests that it had."""
-        had = [s for n, s in self._open.items() if n not in self._withheld and stands_for_itself(s)]
+        without = self._withheld - self._withdrawn
+        had = [s for n, s in self._open.items() if n not in without and stands_for_itself(s)]
         if culprit := self._suspects.lost(self._open, had):
             log.error(
                 "a request kills the scheduler whenever it is submitted",

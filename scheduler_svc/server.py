@@ -50,9 +50,10 @@ class Connection:
         self._serving = serving
         self._news.set()
 
-    def tell(self, requests: Seq[int], hold: bool) -> None:
+    def tell(self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False) -> None:
         """Sends a Trial."""
-        self._trials.append(scheduler_pb2.Trial(requests=requests, hold=hold))
+        trial = scheduler_pb2.Trial(requests=requests, withdraw=withdraw, alone=alone)
+        self._trials.append(trial)
         self._news.set()
 
     def add(self, output: Output) -> None:

@@ -45,9 +45,14 @@ class Engine(Protocol):
         """Ends all sequences that came from one frontend's stream."""
 
 
-# Tells a frontend which suspects to submit, and whether to submit nothing else. With neither it
-# goes on as usual; if it is to submit nothing at all, it withdraws everything and confirms that.
-Tell = Callable[[Seq[int], bool], None]
+class Tell(Protocol):
+    """Tells a frontend which of its suspects to submit, beside everything that is none."""
+
+    def __call__(
+        self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False
+    ) -> None:
+        """With `withdraw` it withdraws everything, confirms that and submits nothing; with `alone`
+        it learns that all have, and submits nothing but what it is told to."""
 
 
 @dataclass
@@ -122,9 +127,9 @@ class Trials:
             self._release()
         group = self._untried(group)
         owners = {key.connection for key in group}
-        for owner in owners:
-            numbers = [key.number for key in group if key.connection == owner]
-            self._frontends[owner].tell(numbers, alone)
+        for connection in self._frontends if alone else owners:
+            numbers = [key.number for key in group if key.connection == connection]
+            self._frontends[connection].tell(numbers, alone=alone)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: not self._untried(group))
@@ -135,14 +140,14 @@ class Trials:
                 await self._isolate()  # so that its frontend knows that it is not alone any more
                 return
             for owner in owners & self._frontends.keys():
-                self._frontends[owner].tell((), False)
+                self._frontends[owner].tell()
 
     async def _isolate(self) -> None:
         """Returns once all frontends have withdrawn everything and nothing is computed."""
         self._open.clear()
         for frontend in self._frontends.values():
             frontend.holding = False
-            frontend.tell((), True)
+            frontend.tell(withdraw=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONFIRMATION_S):
                 await self._until(self._all_hold)
@@ -159,7 +164,7 @@ class Trials:
         if not self._open.is_set():
             self._open.set()
             for frontend in self._frontends.values():
-                frontend.tell((), False)
+                frontend.tell()
 
     def _suspects(self) -> dict[SequenceKey, int]:
         return {

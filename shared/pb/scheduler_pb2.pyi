@@ -440,22 +440,26 @@ class Trial(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
-    HOLD_FIELD_NUMBER: _builtins.int
-    hold: _builtins.bool
-    """Nothing else is submitted until a Trial without `hold`. With no request, everything that was
-    submitted is withdrawn; with one, that is alone: all frontends have withdrawn theirs.
+    WITHDRAW_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
+    withdraw: _builtins.bool
+    """Everything that was submitted is withdrawn, and nothing is submitted until the next Trial.
+    Until then what was withdrawn may still be there when the scheduler dies.
     """
+    alone: _builtins.bool
+    """All frontends have withdrawn everything: but for one request, some frontend's, nothing is there."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         requests: _abc.Iterable[_builtins.int] | None = ...,
-        hold: _builtins.bool = ...,
+        withdraw: _builtins.bool = ...,
+        alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "requests", b"requests", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,11 +130,11 @@ class Stream:
                     await self._obey(message.trial, submitted)
 
     async def _obey(self, trial: pb.Trial, submitted: bytes) -> None:
-        self.holding = trial.hold
-        if trial.hold or trial.requests:
-            news = pb.Suspects(cleared=trial.requests, holding=trial.hold)
+        self.holding = trial.withdraw or trial.alone
+        if trial.withdraw or trial.requests:
+            news = pb.Suspects(cleared=trial.requests, holding=trial.withdraw)
             await self.send(pb.FrontendMessage(suspects=news).SerializeToString())
-        elif submitted:
+        elif submitted and not trial.alone:
             await self.send(submitted)
 
     def _take(self, message: pb.SchedulerMessage, request: int) -> bool:

@@ -45,7 +45,7 @@ class Frontend:
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
         self.states: list[bool] = []
-        self.trials: list[tuple[list[int], bool]] = []  # and whether to hold
+        self.trials: list[scheduler_pb2.Trial] = []
         # By request and position: ids and values.
         self.logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
         self.prompt_logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
@@ -80,7 +80,7 @@ class Frontend:
     ) -> None:
         await self._call.write(suspects_message(losses, cleared, holding=holding))
 
-    async def next_trial(self) -> tuple[list[int], bool]:
+    async def next_trial(self) -> scheduler_pb2.Trial:
         while not self.trials:
             await self.read()
         return self.trials.pop(0)
@@ -92,7 +92,7 @@ class Frontend:
         if message.HasField("engine_state"):
             self.states.append(message.engine_state.serving)
         if message.HasField("trial"):
-            self.trials.append(([*message.trial.requests], message.trial.hold))
+            self.trials.append(message.trial)
         output = message.step_output
         columns = (
             np.frombuffer(output.requests, "<u8").tolist(),
@@ -533,16 +533,28 @@ async def test_workers_lost_while_there_is_nothing_to_do_are_found_again(tmp_pat
     await server.stop(None)
 
 
+WITHDRAW = scheduler_pb2.Trial(withdraw=True)
+
+
+def alone(*requests: int) -> scheduler_pb2.Trial:
+    return scheduler_pb2.Trial(requests=requests, alone=True)
+
+
+def together(*requests: int) -> scheduler_pb2.Trial:
+    return scheduler_pb2.Trial(requests=requests)
+
+
 async def test_a_suspect_is_tried_alone(tmp_path: Path) -> None:
     async with stack_of(tmp_path, FakeWorker()) as stack:
         owner, other = await stack.frontend(), await stack.frontend()
         await other.submit(1, [1, 2], 100)
         await owner.tell_suspects({7: 2})
-        assert await owner.next_trial() == await other.next_trial() == ([], True)
+        assert await owner.next_trial() == await other.next_trial() == WITHDRAW
         newcomer = asyncio.create_task(stack.frontend())
         await owner.tell_suspects({}, holding=True)
         await other.tell_suspects({}, holding=True)
-        assert await owner.next_trial() == ([7], True)
+        assert await owner.next_trial() == alone(7)
+        assert await other.next_trial() == alone()
         load = await stack.load()
         assert load.running == load.waiting == 0
         await owner.submit(7, [3, 4], 9, resubmitted=True)
@@ -550,7 +562,7 @@ async def test_a_suspect_is_tried_alone(tmp_path: Path) -> None:
         assert owner.tokens[7] == completion([3, 4], 9)
         assert not newcomer.done()
         await owner.tell_suspects({}, cleared=[7])
-        assert await owner.next_trial() == await other.next_trial() == ([], False)
+        assert await owner.next_trial() == await other.next_trial() == together()
         await newcomer
 
 
@@ -558,12 +570,12 @@ async def test_a_suspect_that_takes_long_is_not_alone_for_ever(tmp_path: Path) -
     async with stack_of(tmp_path, FakeWorker()) as stack:
         frontend = await stack.frontend()
         await frontend.tell_suspects({7: 0})  # for 2 ** 0 seconds
-        assert await frontend.next_trial() == ([], True)
+        assert await frontend.next_trial() == WITHDRAW
         await frontend.tell_suspects({}, holding=True)
-        assert await frontend.next_trial() == ([7], True)
-        assert await frontend.next_trial() == ([], True)
+        assert await frontend.next_trial() == alone(7)
+        assert await frontend.next_trial() == WITHDRAW
         await frontend.tell_suspects({}, cleared=[7], holding=True)
-        assert await frontend.next_trial() == ([], False)
+        assert await frontend.next_trial() == together()
 
 
 async def test_a_frontend_that_does_not_confirm_is_cut_off(
@@ -573,9 +585,9 @@ async def test_a_frontend_that_does_not_confirm_is_cut_off(
     async with stack_of(tmp_path, FakeWorker()) as stack:
         owner, hung = await stack.frontend(), await stack.frontend()
         await owner.tell_suspects({7: 2})
-        assert await owner.next_trial() == await hung.next_trial() == ([], True)
+        assert await owner.next_trial() == await hung.next_trial() == WITHDRAW
         await owner.tell_suspects({}, holding=True)
-        assert await owner.next_trial() == ([7], True)
+        assert await owner.next_trial() == alone(7)
         assert is_orderly(await hung.failure())
 
 
@@ -583,14 +595,14 @@ async def test_many_suspects_are_tried_in_halves_while_the_rest_goes_on(tmp_path
     async with stack_of(tmp_path, FakeWorker()) as stack:
         first, second = await stack.frontend(), await stack.frontend()
         await second.tell_suspects({1: 2})
-        assert await second.next_trial() == ([], True)
+        assert await second.next_trial() == WITHDRAW
         await first.tell_suspects({n: 3 if n < 8 else 2 for n in range(12)}, holding=True)
         await second.tell_suspects({}, cleared=[1], holding=True)
-        assert await first.next_trial() == ([], True)
+        assert await first.next_trial() == WITHDRAW
         for half in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11]):
-            while (trial := await first.next_trial()) == ([], False):
+            while (trial := await first.next_trial()) in (together(), alone()):
                 pass
-            assert trial == (half, False)
+            assert trial == together(*half)
             await second.submit(half[0], [1], 3)
             await second.read_until_finished(half[0])
             for number in half[1:]:
