@@ -193,7 +193,9 @@ class Engine:
             if step.has_features and self._constraints:
                 self._constraints.advance(outputs)
             now = self.clock()
-            self.load.update(now - max(sent, self._last_answer), now)
+            step_time_s = now - max(sent, self._last_answer)
+            self.load.update(step_time_s, now)
+            self.scheduler.pace.measured(step, step_time_s)
             self._last_answer = now
 
     async def _answered(self) -> bool:

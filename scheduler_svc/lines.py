@@ -79,9 +79,15 @@ class Lines:
     def __init__(self) -> None:
         self._levels: dict[int, Level] = {}
         self._num_lines = 0
+        self._num_open: Counter[str] = Counter()  # sequences, by client's name
 
     def __len__(self) -> int:
         return self._num_lines
+
+    @property
+    def num_clients(self) -> int:
+        """Clients with open sequences; anonymous ones are one."""
+        return len(self._num_open)
 
     def line_of(self, client: Client, connection: int, priority: int) -> Line:
         """The line of a new sequence that came from `client` on that connection."""
@@ -97,6 +103,7 @@ class Lines:
         return line
 
     def open(self, line: Line) -> None:
+        self._num_open[line.client.name] += 1
         line.num_open += 1
         line.level.num_open += 1
 
@@ -104,6 +111,8 @@ class Lines:
         """Raises AssertionError unless these are the lines of the open sequences. For tests."""
         num_open = Counter(lines)
         assert all(line.num_open == n for line, n in num_open.items()), "open sequences of a line"
+        clients = Counter(line.client.name for line in num_open.elements())
+        assert clients == self._num_open, "open sequences of a client"
         levels = Counter(line.level.priority for line in num_open.elements())
         assert levels == {p: level.num_open for p, level in self._levels.items()}, "levels"
         kept = [line for level in self._levels.values() for line in level.lines.values()]
@@ -112,7 +121,10 @@ class Lines:
 
     def close(self, line: Line) -> None:
         """Notes that a sequence has ended, and forgets what then no longer matters."""
-        level = line.level
+        level, name = line.level, line.client.name
+        self._num_open[name] -= 1
+        if not self._num_open[name]:
+            del self._num_open[name]
         line.num_open -= 1
         level.num_open -= 1
         if not level.num_open:

@@ -15,10 +15,11 @@ Sequences that share a prompt, and the beams of a search, are looked after in `f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, count
+from math import inf
 from operator import attrgetter
 
 from scheduler_svc.admission import Limits, refusal
@@ -26,6 +27,7 @@ from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.budgets import Budgets
 from scheduler_svc.forks.forks import Forks
 from scheduler_svc.lazy_heap import LazyHeap
+from scheduler_svc.pace import Pace, PromptBudget
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import Answer, End, Output, Row, Step, take_prompt_logprobs
 from scheduler_svc.waiting_queue import WaitingQueue
@@ -55,6 +57,7 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self.stats = Stats()
+        self.pace = Pace()
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
         self._budgets = Budgets()
         self._now = 0.0  # when a step was last scheduled
@@ -184,7 +187,7 @@ class Scheduler:
 
         number = self._last_step + 1
         rows = [_schedule_row(seq, 1, number, i) for i, seq in enumerate(decodes)]
-        budget = _prefill_budget(self.limits, len(rows))
+        budget = self._prompt_budget(len(rows))
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
             if num_tokens:
                 rows.append(_schedule_row(seq, num_tokens, number, len(rows)))
@@ -194,7 +197,8 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.step_sequences += len(rows)
         self.stats.step_tokens += sum(row.num_tokens for row in rows)
-        return Step(number, rows, self.blocks.take_copies(), has_features=self._num_featured > 0)
+        copies, has_features = self.blocks.take_copies(), self._num_featured > 0
+        return Step(number, rows, copies, has_features, len(decodes))
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         """Applies the answer to the oldest step in flight, and returns the news."""
@@ -327,47 +331,42 @@ class Scheduler:
             line.add_output(num_tokens)
             self._budgets.charge_output(line.client, num_tokens, self._now)
 
+    def _prompt_budget(self, num_decodes: int) -> PromptBudget:
+        """The budget of prompts in a step with so many decodes."""
+        tokens, seconds = _prefill_budget(self.limits, num_decodes), inf
+        if num_decodes and self._waiting.num_clients > 1:
+            seconds = self.pace.seconds_for_prompts(num_decodes)
+        return PromptBudget(self.pace, tokens, seconds)
+
     def _schedule_prompts(
-        self, budget: int, prompts: list[Sequence], now: float, *, may_admit: bool
-    ) -> list[tuple[Sequence, int]]:
-        """Admits waiting sequences and shares out `budget` tokens to them and to `prompts`.
+        self, budget: PromptBudget, prompts: list[Sequence], now: float, *, may_admit: bool
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Admits waiting sequences and shares out `budget` to them and to `prompts`.
 
         Short prompts come first, in half of the budget, so that they do not queue behind a long
         one's chunks; then everything goes in order, one long prompt after another.
         """
-        short = budget // 2
-        shares: list[tuple[Sequence, int]] = []
+        short = budget.half()
         rest = []
         for seq in prompts:
-            num_tokens = seq.num_unscheduled_tokens
-            if num_tokens <= short:
-                short -= num_tokens
-                budget -= num_tokens
-                shares.append((seq, num_tokens))
+            if short.holds(seq):
+                yield seq, short.take(seq)
             else:
                 rest.append(seq)
         while may_admit and (waiting := self._next_short(short)) and self._admit(waiting, now):
-            num_tokens = waiting.num_unscheduled_tokens
-            short -= num_tokens
-            budget -= num_tokens
-            shares.append((waiting, num_tokens))
+            yield waiting, short.take(waiting)
         for seq in rest:
-            if num_tokens := min(budget, seq.num_unscheduled_tokens):
-                budget -= num_tokens
-                shares.append((seq, num_tokens))
-        while may_admit and budget and (waiting := self._waiting.peek()):
+            yield seq, budget.take(seq)
+        while may_admit and (waiting := self._waiting.peek()) and budget.holds_part(waiting):
             if not self._admit(waiting, now):
                 break
-            num_tokens = min(budget, waiting.num_unscheduled_tokens)
-            budget -= num_tokens
-            shares.append((waiting, num_tokens))
-        return shares
+            yield waiting, budget.take(waiting)
 
-    def _next_short(self, max_tokens: int) -> Sequence | None:
-        """A waiting sequence of at most `max_tokens` that may go now: the next in line, or one that
+    def _next_short(self, budget: PromptBudget) -> Sequence | None:
+        """A waiting sequence that fits into `budget` and may go now: the next in line, or one that
         takes nothing the next in line needs."""
         seq, first = self._waiting.peek_short(), self._waiting.peek()
-        if seq is None or seq.num_tokens > max_tokens or first is None:
+        if seq is None or not budget.holds(seq) or first is None:
             return None
         num_blocks = self.blocks.blocks_for(seq.num_tokens) + self.blocks.blocks_for(
             first.num_tokens

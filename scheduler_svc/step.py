@@ -29,12 +29,14 @@ class Row:
 @dataclass(slots=True, eq=False)
 class Step:
     """`copies` are blocks (from, to), copied before anything is written. `has_features` is false
-    where no row can ask for more than a temperature and a seed."""
+    where no row can ask for more than a temperature and a seed. The first `num_decodes` rows are
+    decodes; the others are of prompts."""
 
     number: int  # 1, 2, 3, ...
     rows: list[Row]
     copies: Seq[tuple[int, int]] = ()
     has_features: bool = True
+    num_decodes: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -71,6 +71,11 @@ class WaitingQueue:
         """Lines that compete, or may: what a single one has had need not be counted."""
         return len(self._lines)
 
+    @property
+    def num_clients(self) -> int:
+        """Clients with open sequences, whether they wait or not; anonymous ones are one."""
+        return self._lines.num_clients
+
     def waiting_of(self, client: Client) -> tuple[int, int]:
         """The number of a client's sequences in the queue, and of their tokens."""
         share = self._shares.get(client.name)

@@ -156,9 +156,9 @@ BUGS = [
     ),
     Bug(
         "a short prompt counts for its own half of the budget only",
-        "scheduler.py",
-        "                short -= num_tokens\n                budget -= num_tokens\n",
-        "                short -= num_tokens\n",
+        "pace.py",
+        "        if self._whole:\n            self._whole._spend(",
+        "        if False:\n            self._whole._spend(",
     ),
     Bug(
         "a row more than max_num_seqs",

@@ -1,0 +1,112 @@
+"""One client's prompts beside another's streams, on a machine whose times are known."""
+
+from __future__ import annotations
+
+import secrets
+from random import Random
+
+import pytest
+
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.client import Client
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.step import Answer, Step
+
+STREAMS, PROMPTS = Client("streams"), Client("prompts")
+_LONG = 20_000  # tokens
+
+
+class Machine:
+    """Steps take a time of their own, and as much again for every 1,000 tokens of context."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self.step_s = rng.uniform(0.02, 0.1)
+        self._token_s = 10 ** rng.uniform(-6, -4)
+        self._number = 0
+        limits = Limits(64, 2048, 40_960, 1000, vocab_size=1000, max_num_prefill_tokens=1024)
+        self.scheduler = Scheduler(limits, BlockManager(20_000, 16))
+
+    def add(self, client: Client, length: int, max_tokens: int) -> Sequence:
+        self._number += 1
+        prompt = [self._number] * length
+        seq = Sequence((0, self._number), prompt, SamplingParams(max_tokens), client=client)
+        assert self.scheduler.add(seq) is None
+        return seq
+
+    def step(self) -> float:
+        """Runs a step, and returns its seconds."""
+        step = self.scheduler.schedule()
+        assert step is not None
+        seconds = self._seconds(step) * self._rng.uniform(0.9, 1.1)
+        self.scheduler.apply(step, Answer([5] * len(step.rows)))
+        self.scheduler.pace.measured(step, seconds)
+        self.scheduler.check_integrity()
+        return seconds
+
+    def _seconds(self, step: Step) -> float:
+        prompts = [row for row in step.rows if row.num_tokens > 1]
+        decodes_s = self.step_s if len(prompts) < len(step.rows) else 0.0
+        return decodes_s + self._token_s * sum(
+            row.num_tokens * (1 + (row.start + row.num_tokens / 2) / 1000) for row in prompts
+        )
+
+
+@pytest.fixture
+def machine() -> Machine:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    machine = Machine(Random(seed))
+    machine.add(STREAMS, 8, 30_000)
+    for _ in range(20):
+        machine.step()
+    return machine
+
+
+def test_another_clients_prompts_take_no_more_of_a_step_than_streams_do(machine: Machine) -> None:
+    machine.add(PROMPTS, 1024, 1)  # from which it learns what such tokens take
+    machine.step()
+    longs = [machine.add(PROMPTS, _LONG, 1) for _ in range(3)]
+    times = []
+    while not all(len(seq.tokens) > _LONG for seq in longs):
+        times.append(machine.step())
+    assert max(times) < 4 * machine.step_s  # while it learns
+    assert sorted(times)[len(times) * 95 // 100] < 2.5 * machine.step_s
+
+
+def test_ones_own_prompts_are_limited_in_tokens_only(machine: Machine) -> None:
+    long = machine.add(STREAMS, _LONG, 1)
+    steps = 0
+    while len(long.tokens) == _LONG:
+        machine.step()
+        steps += 1
+    assert steps == -(-_LONG // 1024)
+
+
+def test_a_short_prompt_does_not_wait_for_another_clients_long_one(machine: Machine) -> None:
+    for _ in range(3):
+        machine.add(PROMPTS, _LONG, 1)
+    for _ in range(30):
+        machine.step()
+    short = machine.add(STREAMS, 20, 5)
+    machine.step()
+    assert len(short.tokens) == 21
+
+
+def test_a_pause_of_the_machine_is_forgotten(machine: Machine) -> None:
+    machine.add(PROMPTS, 1024, 1)
+    machine.step()
+    long = machine.add(PROMPTS, _LONG, 1)
+    step = machine.scheduler.schedule()
+    assert step is not None
+    machine.scheduler.apply(step, Answer([5] * len(step.rows)))
+    machine.scheduler.pace.measured(step, 60.0)
+    steps = 0
+    while len(long.tokens) == _LONG:
+        machine.step()
+        steps += 1
+    # Its last tokens take 2.1 ms at most: some 10 to each step, were it not for the pause.
+    assert steps < _LONG / 16 / 2
