@@ -52,12 +52,18 @@ class GrammarProcess:
         """
         forked = await host.fork()
         try:
-            process = cls(forked, os.pidfd_open(forked.pid))
+            process = cls(forked, pidfd := os.pidfd_open(forked.pid))
         except OSError as error:  # gone, or no descriptors
             forked.peer.close()
             forked.reporting.transport.abort()
             raise ProcessDiedError(Death.KILLED) from error
-        process._reader, process._writer = await asyncio.open_connection(sock=forked.peer)
+        try:
+            process._reader, process._writer = await asyncio.open_connection(sock=forked.peer)
+        except BaseException:  # nobody wants it any more
+            os.close(pidfd)
+            forked.peer.close()  # with which it ends
+            forked.reporting.transport.abort()
+            raise
         return process
 
     _reader: asyncio.StreamReader

@@ -386,3 +386,25 @@ def test_the_scheduler_imports_neither_torch_nor_xgrammar() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_a_start_that_is_cancelled_leaves_no_descriptor_open(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    pidfd_open = os.pidfd_open
+
+    def open_(pid: int) -> int:
+        opened.append(pidfd_open(pid))
+        starting.cancel()
+        return opened[-1]
+
+    monkeypatch.setattr(os, "pidfd_open", open_)
+    client = host_client.HostClient(host.link)
+    await client.load()
+    starting = asyncio.create_task(process.GrammarProcess.start(client))
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    (descriptor,) = opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
