@@ -411,3 +411,26 @@ async def test_a_client_whose_grammars_wait_leaves_room_for_anothers() -> None:
         for number in range(50):
             await rig.ended(number)
         assert not rig.engine._constraints._beginning_of  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_a_mask_of_another_size_ends_its_sequence_alone(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = OddTokens.outcome
+
+    def outcome(self: OddTokens) -> bytes | GrammarError | None:
+        mask = real(self)
+        is_bad = isinstance(mask, bytes) and len(self._tokens) - self._start == after
+        return mask[:-4] if isinstance(mask, bytes) and is_bad else mask
+
+    monkeypatch.setattr(OddTokens, "outcome", outcome)
+    async with running(FakeGrammars()) as rig:
+        rig.engine.submit(odd(1))
+        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
+        await rig.ended(1, 7)
+        output = rig.end(1)
+        assert output is not None
+        assert output.finished is FinishCause.INTERNAL
+        assert len(rig.tokens(1)) == after
+        assert len(rig.tokens(7)) == 10

@@ -7,13 +7,14 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from scheduler_svc.grammar.errors import (
     GrammarError,
     GrammarsBusyError,
     GuiltyGrammarError,
+    ProcessDiedError,
     VocabularyError,
 )
 from scheduler_svc.grammar.grammar import CompiledGrammar, Matcher
@@ -32,6 +34,7 @@ from scheduler_svc.grammar.limits import MAX_TEXT_BYTES
 from scheduler_svc.grammar.matcher import Matcher as LocalMatcher
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from scheduler_svc.grammar.wire import Row, frame
 from scheduler_svc.sampling import GrammarKind
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
 from tests.stack import wait_for
@@ -408,3 +411,37 @@ async def test_a_start_that_is_cancelled_leaves_no_descriptor_open(
     (descriptor,) = opened
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "contents"),
+    [(3, bytes(4)), (3, b"\xff" * 4), (3, b""), (5, b"\xff"), (1, b""), (9, b"")],
+)
+async def test_what_is_no_answer_ends_its_process(
+    kind: int, contents: bytes, child: subprocess.Popen[bytes]
+) -> None:
+    ours, theirs = socket.socketpair()
+    to_us, to_host = socket.socketpair()
+    with theirs, to_host:
+        report, reporting = await asyncio.open_connection(sock=to_us)
+
+        class Host:
+            async def fork(self) -> host_client.Forked:
+                return host_client.Forked(child.pid, ours, report, reporting)
+
+        host: Any = Host()
+        made = await process.GrammarProcess.start(host)
+        theirs.sendall(frame(kind, contents))
+        with pytest.raises(ProcessDiedError):
+            async for _ in made.masks([Row(1, None, [])], [], careful=False):
+                pass
+        assert not made.is_usable
+        assert child.wait(10) == -signal.SIGKILL
+        await asyncio.sleep(0.01)  # the transports close
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        yield child
+        child.kill()
