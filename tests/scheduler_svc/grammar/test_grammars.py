@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from scheduler_svc.grammar import grammars as grammars_module
 from scheduler_svc.grammar import host_client, process
 from scheduler_svc.grammar.compiler import compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import (
@@ -445,3 +446,32 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "60"]) as child:
         yield child
         child.kill()
+
+
+async def test_what_waits_for_room_is_not_looked_at_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    real = grammars_module._Entry.is_evictable.fget
+
+    def is_evictable(self: grammars_module._Entry) -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(real and real(self))
+
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(grammars_module._Entry, "is_evictable", property(is_evictable))
+    monkeypatch.setattr(Grammars, "_loaded", nothing)
+    monkeypatch.setattr(Grammars, "_start", nothing)
+    link: Any = None
+    grammars = Grammars(link, max_processes=4)
+    uses = [await grammars.compile(REGEX, f"use {i}", []) for i in range(4)]
+    waiting = [asyncio.create_task(grammars.compile(REGEX, str(i), [])) for i in range(200)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert looks <= 2 * 4 * len(waiting)
+    assert len(uses) == len(grammars._entries) == 4
