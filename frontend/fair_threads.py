@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-_Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+# What is to be run, by its result, the first one first.
+_Queue = OrderedDict["asyncio.Future[Any]", Callable[[], Any]]
 
 
 class FairThreads:
@@ -22,28 +23,41 @@ class FairThreads:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._idle = threads
         # By caller, the one whose turn it is first; none is empty.
-        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()
 
     async def run(self, caller: str, work: Callable[[], Result]) -> Result:
-        """Runs `work` when it is its caller's turn. If this is cancelled before, it never runs."""
+        """Runs `work` when it is its caller's turn. If this is cancelled before, it never runs,
+        and is let go of at once: it may hold a long text."""
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(caller, deque()).append((work, result))
+        self._queues.setdefault(caller, OrderedDict())[result] = work
+        del work
         self._start()
-        return await result
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._drop(caller, result)
+            raise
 
     def close(self) -> None:
         """Drops queued work and lets the threads end."""
         for queue in self._queues.values():
-            for _, result in queue:
+            for result in queue:
                 result.cancel()
         self._queues.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _drop(self, caller: str, result: asyncio.Future[Any]) -> None:
+        queue = self._queues.get(caller)
+        if queue is not None and result in queue:
+            del queue[result]
+            if not queue:
+                del self._queues[caller]
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
         while self._idle and self._queues:
             caller, queue = next(iter(self._queues.items()))
-            work, result = queue.popleft()
+            result, work = queue.popitem(last=False)
             if queue:
                 self._queues.move_to_end(caller)
             else:

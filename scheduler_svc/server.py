@@ -153,6 +153,8 @@ class SchedulerServicer(SchedulerServiceServicer):
                 raise InternalError("internal error") from None
             raise UnavailableError("this scheduler is stopping", _AT_ONCE) from None
         finally:
+            for task in tasks:  # first: nothing may be submitted behind what is aborted here
+                task.cancel()
             del self._connections[number]
             trials.leave(number)
             more = True
@@ -160,8 +162,6 @@ class SchedulerServicer(SchedulerServiceServicer):
                 more = engine.abort_connection(number, _ABORTS_AT_ONCE)
                 await asyncio.sleep(0)  # others' steps go on
             log.info("frontend gone", connection=number)
-            for task in tasks:
-                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if connection.cut.done():
             raise UnavailableError(f"{connection.cut.result()}: connect again", _AT_ONCE)

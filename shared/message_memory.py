@@ -1,9 +1,11 @@
 """Bounds the memory of the messages that a process reads and holds, in all and for each caller.
 
 How large a message is shows only when it has been read. So a place for the largest one is taken
-first, and what it did not need is given back after. Who finds no place waits: callers take turns,
-so that nobody waits for another's queue. A message that is slow to arrive keeps its place while
-nobody else needs it; else the caller with the most places loses its oldest.
+first, and what it did not need is given back after. A caller may have a further place only while
+that much more is free than it has (dynamic thresholds: Choudhury and Hahne 1998), so that however
+many it asks for, there is one for another. Who finds no place waits: whoever has least goes next,
+and among equals callers take turns. A message that is slow to arrive keeps its place while nobody
+else needs it; else the caller with the most places loses its oldest.
 """
 
 from __future__ import annotations
@@ -88,11 +90,12 @@ class MessageMemory:
         return data, Hold(self, caller, len(data))
 
     def _fits(self, caller: Caller) -> bool:
-        if self._used + self._place > self._max_bytes:
+        free = self._max_bytes - self._used
+        if free < self._place:
             return False
         used = self._used_by[caller.name]
         if self._places[caller.name]:
-            return used + self._place <= caller.max_bytes
+            return used + self._place <= min(caller.max_bytes, free)
         return used < caller.max_bytes  # one at a time, whatever the share
 
     def _take(self, caller: Caller) -> None:
@@ -143,22 +146,16 @@ class MessageMemory:
             raise
 
     def _grant(self) -> None:
-        """Gives places to those who wait, a caller at a time, as long as there are any."""
-        granted = True
-        while granted:
-            granted = False
-            for name, line in list(self._waiting.items()):
-                caller, future = line[0]
-                if not self._fits(caller):
-                    continue
-                granted = True
-                line.popleft()
-                del self._waiting[name]
-                if line:
-                    self._waiting[name] = line  # behind the others
-                if not future.done():
-                    self._take(caller)
-                    future.set_result(None)
+        """Gives places to those who wait, as long as there are any."""
+        while ready := [name for name, line in self._waiting.items() if self._fits(line[0][0])]:
+            name = min(ready, key=self._used_by.__getitem__)
+            line = self._waiting.pop(name)
+            caller, future = line.popleft()
+            if line:
+                self._waiting[name] = line  # behind the others
+            if not future.done():
+                self._take(caller)
+                future.set_result(None)
 
     def _watch(self) -> None:
         """Has the slow messages end soon, unless nobody waits any more by then."""

@@ -25,6 +25,9 @@ Parse = Callable[[bytes], Any]
 # all of it has arrived; up to then the reader refuses it, with INVALID_ARGUMENT.
 UNREAD_FACTOR = 4
 
+# Streams that anybody may send; those between services are read as they come.
+_PUBLIC_STREAMS = "/grpc.reflection."
+
 _HOLD: ContextVar[Hold] = ContextVar("hold")
 
 
@@ -60,11 +63,15 @@ class MessageReader(aio.ServerInterceptor):
             return handler  # an unknown method
         method = handler_call_details.method
         if method not in self._handlers:
-            self._handlers[method] = self._reading(handler)
+            self._handlers[method] = self._reading(handler, method.startswith(_PUBLIC_STREAMS))
         return self._handlers[method]
 
-    def _reading(self, handler: Any) -> Any:
-        """A handler like `handler` that reads its messages here."""
+    def _reading(self, handler: Any, bounded: bool) -> Any:
+        """A handler like `handler` that reads its messages here.
+
+        Args:
+            bounded: whether the messages of a stream count as those of other calls do.
+        """
         of_one = handler.unary_unary or handler.unary_stream
         of_many = handler.stream_unary or handler.stream_stream
         parse = handler.request_deserializer
@@ -74,7 +81,7 @@ class MessageReader(aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         return make_handler(
-            self._for_one(of_one, parse) if of_one else self._for_many(of_many, parse),
+            self._for_one(of_one, parse) if of_one else self._for_many(of_many, parse, bounded),
             response_serializer=_unless_serialized(handler.response_serializer),
         )
 
@@ -96,8 +103,7 @@ class MessageReader(aio.ServerInterceptor):
 
     async def _read(self, context: Context, parse: Parse) -> Any:
         """Reads the one message of a call, and has the call hold its memory."""
-        caller = CALLER.get() or Caller(host_of(context.peer()), MAX_BYTES_PER_CALLER)
-        data, hold = await self._memory.receive(caller, lambda: _one(context))
+        data, hold = await self._memory.receive(_caller(context), lambda: _one(context))
         _HOLD.set(hold)
         descriptor = _descriptor(data, parse, self._max_message_bytes)
         if descriptor is not None:
@@ -107,19 +113,40 @@ class MessageReader(aio.ServerInterceptor):
         with _as_unreadable():
             return parse(data)
 
-    def _for_many(self, behavior: Any, parse: Parse) -> Any:
-        async def messages(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-            async for data in requests:
+    def _for_many(self, behavior: Any, parse: Parse, bounded: bool) -> Any:
+        async def messages(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            async for data in self._bounded(requests, context) if bounded else requests:
                 yield decode_message(data, parse, self._max_message_bytes)
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
-            return await behavior(messages(requests), context)
+            return await behavior(messages(requests, context), context)
 
         async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            async for response in behavior(messages(requests), context):
+            async for response in behavior(messages(requests, context), context):
                 yield response
 
         return generate if inspect.isasyncgenfunction(behavior) else call
+
+    async def _bounded(
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[bytes]:
+        """Reads a stream's messages one after another, each with a place of its own."""
+        messages, ended = aiter(requests), False
+
+        async def read() -> bytes:
+            nonlocal ended
+            data = await anext(messages, None)
+            ended = data is None
+            return data or b""
+
+        while True:
+            data, hold = await self._memory.receive(_caller(context), read)
+            try:
+                if ended:
+                    return
+                yield data
+            finally:
+                hold.release()
 
 
 def decode_message(data: bytes, parse: Parse, max_bytes: int) -> Any:
@@ -148,6 +175,10 @@ def _descriptor(data: bytes, parse: Parse, max_bytes: int) -> Any:
 def _unless_serialized(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     """A handler may answer with bytes: what is large it serializes itself, in pieces."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
+
+
+def _caller(context: Context) -> Caller:
+    return CALLER.get() or Caller(host_of(context.peer()), MAX_BYTES_PER_CALLER)
 
 
 async def _one(context: Context) -> bytes:

@@ -7,6 +7,7 @@ the grammar's process computes the mask of the next one; steps go on without it.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -55,6 +56,7 @@ class Constraints:
         self._grammars = grammars
         self._engine = engine
         self._beginning: dict[SequenceKey, asyncio.Task[None]] = {}
+        self._beginning_of: Counter[str] = Counter()  # by client's name
         self._masking: set[asyncio.Task[None]] = set()
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
@@ -65,7 +67,8 @@ class Constraints:
             return
         task = asyncio.create_task(self._guarded(partial(self._begin, seq, n), [seq]))
         self._beginning[seq.key] = task
-        task.add_done_callback(lambda _: self._beginning.pop(seq.key))
+        self._beginning_of[seq.client.name] += 1
+        task.add_done_callback(lambda _: self._begun(seq))
 
     def abort(self, key: SequenceKey) -> None:
         """Drops a sequence if its grammar is still being compiled."""
@@ -102,10 +105,23 @@ class Constraints:
             return end
         if seq.key in self._beginning:
             return End(FinishCause.INVALID, "request: its number is in use")
-        if len(self._beginning) >= scheduler.limits.max_waiting and not seq.resubmitted:
+        if seq.resubmitted:
+            return None
+        room = scheduler.limits.max_waiting - len(self._beginning)
+        if room <= 0:
             message = f"{len(self._beginning)} requests wait for their grammars already"
             return End(FinishCause.QUEUE_FULL, message)
+        # As in the queue (`admission`): there is room for another client, however many one sends.
+        if seq.client.name and (theirs := self._beginning_of[seq.client.name]) >= room:
+            message = f"{theirs} of this client's requests wait for their grammars already"
+            return End(FinishCause.QUEUE_FULL, f"{message}; there is room for {room}")
         return None
+
+    def _begun(self, seq: Sequence) -> None:
+        del self._beginning[seq.key]
+        self._beginning_of[seq.client.name] -= 1
+        if not self._beginning_of[seq.client.name]:
+            del self._beginning_of[seq.client.name]
 
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
@@ -135,14 +151,18 @@ class Constraints:
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
         """The next token's mask per sequence; None if it has ended."""
         matchers = [self._matchers[seq] for seq in seqs]
+        mask_bytes = 4 * -(-self._engine.scheduler.limits.vocab_size // 32)
         masks: list[bytes | None] = []
         for seq, outcome in zip(seqs, await self._grammars.masks(matchers), strict=True):
-            if isinstance(outcome, bytes):
+            if isinstance(outcome, bytes) and len(outcome) == mask_bytes:
                 masks.append(without_early_end(seq, outcome))
                 continue
             masks.append(None)
             if isinstance(outcome, GrammarError):
                 self._end(seq, FinishCause.INVALID, str(outcome))
+            elif isinstance(outcome, bytes):  # workers would fail at it, and with it everybody's
+                log.error("a mask of another size", bytes=len(outcome), expected=mask_bytes)
+                self._end(seq, FinishCause.INTERNAL, "internal error")
             else:  # of a model without end tokens, or resubmitted with all its tokens
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
         return masks

@@ -78,7 +78,9 @@ class Grammars:
         self._max_processes = max_processes
         self._max_bytes = max_bytes
         self._loading: asyncio.Task[None] | None = None
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # least recently used first
+        self._entries: dict[Key, _Entry] = {}
+        # Those of them that have a process, or are about to; least recently used first.
+        self._started: OrderedDict[Key, _Entry] = OrderedDict()
         self._places = Places(MAX_COMPILING, self._has_room)
         self._replacing = asyncio.Semaphore(MAX_COMPILING)
         self._guilty: OrderedDict[bytes, tuple[float, GuiltyGrammarError]] = OrderedDict()
@@ -137,7 +139,8 @@ class Grammars:
         if key not in self._entries:
             entry = self._entries[key] = _Entry(Grammar(*key, self._host, self._replacing), client)
             entry.compilation = asyncio.create_task(self._compile(key, entry, client))
-        self._entries.move_to_end(key)
+        if key in self._started:
+            self._started.move_to_end(key)
         return self._entries[key]
 
     async def _compiled(self, entry: _Entry) -> None:
@@ -161,12 +164,12 @@ class Grammars:
             await self._places.enter(client)
             try:
                 entry.started.set()
+                self._started[key] = entry
                 await self._start(entry.grammar)
             finally:
                 self._places.leave()
         except BaseException as error:
-            if self._entries.get(key) is entry:
-                del self._entries[key]
+            self._forget(key, entry)
             if isinstance(error, GuiltyGrammarError):
                 self._remember(key, error)
             raise
@@ -185,25 +188,29 @@ class Grammars:
         assert entry.compilation is not None
         if not entry.compilation.done():  # nobody wants it any more, and others may need the place
             entry.compilation.cancel()
-            if self._entries.get(key) is entry:
-                del self._entries[key]
+            self._forget(key, entry)
         self._places.look()
+
+    def _forget(self, key: Key, entry: _Entry) -> None:
+        for entries in (self._entries, self._started):
+            if entries.get(key) is entry:
+                del entries[key]
 
     def _has_room(self, client: Hashable) -> bool:
         """Whether one more may be compiled for a client, after evicting what is idle."""
-        started = [entry for entry in self._entries.values() if entry.started.is_set()]
+        started = self._started.values()  # few, whatever number waits
         if client is not None:
             theirs = sum(each.client == client and not each.is_evictable for each in started)
             if theirs >= max(self._max_processes // 2, 1):
                 return False
         num_bytes = sum(entry.grammar.num_bytes for entry in started)
         num_processes = len(started)
-        for key, entry in [*self._entries.items()]:
+        for key, entry in [*self._started.items()]:
             if num_processes < self._max_processes and num_bytes < self._max_bytes:
                 return True
             if entry.is_evictable:
                 entry.grammar.close()
-                del self._entries[key]
+                self._forget(key, entry)
                 num_processes -= 1
                 num_bytes -= entry.grammar.num_bytes
         return num_processes < self._max_processes and num_bytes < self._max_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -52,12 +53,18 @@ class GrammarProcess:
         """
         forked = await host.fork()
         try:
-            process = cls(forked, os.pidfd_open(forked.pid))
+            process = cls(forked, pidfd := os.pidfd_open(forked.pid))
         except OSError as error:  # gone, or no descriptors
             forked.peer.close()
             forked.reporting.transport.abort()
             raise ProcessDiedError(Death.KILLED) from error
-        process._reader, process._writer = await asyncio.open_connection(sock=forked.peer)
+        try:
+            process._reader, process._writer = await asyncio.open_connection(sock=forked.peer)
+        except BaseException:  # nobody wants it any more
+            os.close(pidfd)
+            forked.peer.close()  # with which it ends
+            forked.reporting.transport.abort()
+            raise
         return process
 
     _reader: asyncio.StreamReader
@@ -73,9 +80,14 @@ class GrammarProcess:
         self._kind = kind
         self._write(wire.compile_request(kind, text))
         answer, contents = await self._read(timeout_s)
-        if answer == Answer.ERROR:
-            raise GrammarError(kind, contents.decode())
-        return wire.read_size(contents)
+        try:
+            if answer != Answer.ERROR:
+                return wire.read_size(contents)
+            reason = contents.decode()
+        except (UnicodeDecodeError, struct.error) as error:
+            self.close()
+            raise ProcessDiedError(Death.CRASHED) from error
+        raise GrammarError(kind, reason)
 
     async def masks(
         self, rows: Seq[wire.Row], closed: Seq[int], *, careful: bool
@@ -93,13 +105,11 @@ class GrammarProcess:
         masks: list[bytes | None] = []
         for _ in rows:
             answer, contents = await self._read(ANSWER_S)
-            outcome: Outcome = None
-            if answer == Answer.ERROR:
-                outcome = GrammarError(self._kind, contents.decode())
-            elif answer == Answer.MASK:
-                outcome = contents
-            elif answer == Answer.SAME_MASK:
-                outcome = masks[wire.read_index(contents)]
+            try:
+                outcome = self._outcome(answer, contents, masks)
+            except (IndexError, ValueError, struct.error) as error:
+                self.close()
+                raise ProcessDiedError(Death.CRASHED) from error
             masks.append(outcome if isinstance(outcome, bytes) else None)
             yield outcome
 
@@ -112,6 +122,25 @@ class GrammarProcess:
             os.close(self._pidfd)
             self._writer.transport.abort()
             self._reporting.transport.abort()
+
+    def _outcome(self, answer: int, contents: bytes, masks: Seq[bytes | None]) -> Outcome:
+        """
+        Args:
+            masks: those of the rows before.
+
+        Raises:
+            IndexError, ValueError, struct.error: it is no answer.
+        """
+        match Answer(answer):
+            case Answer.ERROR:
+                return GrammarError(self._kind, contents.decode())
+            case Answer.MASK:
+                return contents
+            case Answer.SAME_MASK:
+                return masks[wire.read_index(contents)]
+            case Answer.COMPLETE:
+                return None
+        raise ValueError("not an answer to this")
 
     def _write(self, data: bytes) -> None:
         """Sends a request whose answer is to be read next; nothing else is being written."""

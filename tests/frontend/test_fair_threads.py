@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,27 @@ async def test_an_error_is_its_own_callers(threads: FairThreads) -> None:
     with pytest.raises(ZeroDivisionError):
         await threads.run("a", lambda: 1 // 0)
     assert await threads.run("a", lambda: 1) == 1
+
+
+async def test_what_nobody_waits_for_is_let_go_of_at_once(threads: FairThreads) -> None:
+    gate = threading.Event()
+    running = asyncio.create_task(threads.run("a", lambda: gate.wait(TIMEOUT_S)))
+    works = [Work() for _ in range(3)]
+    left = [weakref.ref(work) for work in works]
+    jobs = [asyncio.create_task(threads.run(caller, works.pop())) for caller in "aab"]
+    await asyncio.sleep(0)
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+    del job, jobs
+    assert [each() for each in left] == [None] * 3
+    gate.set()
+    await running
+    assert await threads.run("b", lambda: 1) == 1
+
+
+class Work:
+    def __call__(self) -> None: ...
 
 
 async def test_closing_drops_what_is_queued(threads: FairThreads) -> None:

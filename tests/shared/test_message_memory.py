@@ -57,22 +57,41 @@ async def test_a_message_takes_the_largest_place_until_its_size_is_known() -> No
 async def test_callers_take_turns_and_none_takes_more_than_its_share() -> None:
     memory = MessageMemory(PLACE, TOTAL)
     alices = [Sender(memory, ALICE) for _ in range(50)]
-    bobs = [Sender(memory, BOB) for _ in range(2)]
+    bob, dave = Sender(memory, BOB), Sender(memory, Caller("dave", TOTAL))
     carol = Sender(memory, Caller("carol", TOTAL))
     await turns()
     assert [each.started for each in alices].count(True) == 2  # its share
-    assert all(each.started for each in bobs)
+    assert bob.started
+    assert dave.started
     assert not carol.started
     assert memory.used == TOTAL
     (await alices[0].send(0)).release()
     await turns()
-    # Alice's others came first, but it is Carol's turn or there is room for both.
-    (await bobs[0].send(0)).release()
-    await turns()
-    assert carol.started
+    assert carol.started  # Alice's others came first, but Carol has less
     assert memory.used == TOTAL
-    for each in (*alices, *bobs, carol):
+    for each in (*alices, bob, carol, dave):
         each.task.cancel()
+    await turns()
+    assert memory.used == 0
+
+
+async def test_those_who_have_a_place_leave_one_for_others() -> None:
+    memory = MessageMemory(PLACE, 4 * TOTAL)
+    floods = [
+        [Sender(memory, Caller(name, 4 * TOTAL)) for _ in range(50)] for name in ("one", "two")
+    ]
+    await turns()
+    assert [[each.started for each in flood].count(True) for flood in floods] == [8, 4]
+    honest = [Sender(memory, ALICE) for _ in range(3)]
+    await turns()
+    assert [each.started for each in honest] == [True, True, False]
+    for number, each in enumerate(honest):
+        hold = await each.send(PLACE)
+        hold.release()
+        await turns()
+        assert all(other.started for other in honest[: number + 2]), "a flood went first"
+    for sender in (*floods[0], *floods[1]):
+        sender.task.cancel()
     await turns()
     assert memory.used == 0
 
@@ -93,7 +112,7 @@ async def test_a_share_below_a_place_is_enough_for_one_message() -> None:
 async def test_slow_messages_give_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_memory, "_PATIENCE_S", 0.01)
     memory = MessageMemory(PLACE, TOTAL)
-    slow = [Sender(memory, Caller("slow", TOTAL)) for _ in range(4)]
+    slow = [Sender(memory, Caller(name, TOTAL)) for name in ("slow", "slow", "two", "three")]
     await turns()
     assert memory.used == TOTAL
     honest = Sender(memory, ALICE)

@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from frontend.settings import FrontendSettings
 from shared.callers import CALLER, Caller
@@ -219,3 +221,26 @@ async def test_a_call_without_a_message_is_an_invalid_argument(tmp_path: Path) -
 
 def memory_of(server: Server) -> MessageMemory:
     return server.messages
+
+
+async def test_streams_that_anybody_may_send_are_read_within_the_limits(tmp_path: Path) -> None:
+    server = Server(load_settings(FrontendSettings, []), SERVICE)
+    await server.start(address := f"unix:{tmp_path}/s")
+    async with aio.insecure_channel(address) as channel:
+        stub: Any = ServerReflectionStub(channel)
+        calls = [stub.ServerReflectionInfo(_nothing_yet()) for _ in range(100)]
+        await until(lambda: server.messages.used > 0)
+        for call in calls:
+            call.cancel()
+        await until(lambda: server.messages.used == 0)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = [each async for each in stub.ServerReflectionInfo(iter([request, request]))]
+        assert len(answers) == 2
+        assert SERVICE in [each.name for each in answers[0].list_services_response.service]
+        assert server.messages.used == 0
+    await server.grpc.stop(None)
+
+
+async def _nothing_yet() -> AsyncIterator[Any]:
+    await asyncio.Event().wait()
+    yield None

@@ -14,6 +14,7 @@ import pytest
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.client import Client
 from scheduler_svc.edge.step_encoding import encode_step, read_answer
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar import constraints
@@ -180,10 +181,11 @@ def odd_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "Matcher", OddTokens)
 
 
-def odd(number: int, max_tokens: int = 6, **fields: Any) -> Sequence:
+def odd(number: int, max_tokens: int = 6, client: str = "", **fields: Any) -> Sequence:
     generated = fields.pop("generated_ids", ())
     params = SamplingParams(max_tokens, grammar=GRAMMAR, **fields)
-    return Sequence((0, number), [1, 2, number], params, generated_ids=generated)
+    prompt, sender = [1, 2, number], Client(client)
+    return Sequence((0, number), prompt, params, generated_ids=generated, client=sender)
 
 
 def expected(number: int, count: int, seed: int = 0) -> list[int]:
@@ -391,3 +393,44 @@ async def test_where_no_place_is_free_to_compile_the_client_is_to_come_back() ->
         assert isinstance(end, End)
         assert end.cause is FinishCause.QUEUE_FULL
         assert end.retry_after_s > 0
+
+
+async def test_a_client_whose_grammars_wait_leaves_room_for_anothers() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        for number in range(150):
+            rig.engine.submit(odd(number, client="flood"))
+        ends = [output.end for output in rig.outputs]
+        assert {end and end.cause for end in ends} == {FinishCause.QUEUE_FULL}
+        assert len(ends) == 100
+        rig.engine.submit(odd(200, client="other"))
+        grammars.compiled.set()
+        await rig.ended(200)
+        assert rig.tokens(200)
+        for number in range(50):
+            await rig.ended(number)
+        assert not rig.engine._constraints._beginning_of  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_a_mask_of_another_size_ends_its_sequence_alone(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = OddTokens.outcome
+
+    def outcome(self: OddTokens) -> bytes | GrammarError | None:
+        mask = real(self)
+        is_bad = isinstance(mask, bytes) and len(self._tokens) - self._start == after
+        return mask[:-4] if isinstance(mask, bytes) and is_bad else mask
+
+    monkeypatch.setattr(OddTokens, "outcome", outcome)
+    async with running(FakeGrammars()) as rig:
+        rig.engine.submit(odd(1))
+        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
+        await rig.ended(1, 7)
+        output = rig.end(1)
+        assert output is not None
+        assert output.finished is FinishCause.INTERNAL
+        assert len(rig.tokens(1)) == after
+        assert len(rig.tokens(7)) == 10

@@ -7,23 +7,26 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from scheduler_svc.grammar import grammars as grammars_module
 from scheduler_svc.grammar import host_client, process
 from scheduler_svc.grammar.compiler import compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import (
     GrammarError,
     GrammarsBusyError,
     GuiltyGrammarError,
+    ProcessDiedError,
     VocabularyError,
 )
 from scheduler_svc.grammar.grammar import CompiledGrammar, Matcher
@@ -32,6 +35,7 @@ from scheduler_svc.grammar.limits import MAX_TEXT_BYTES
 from scheduler_svc.grammar.matcher import Matcher as LocalMatcher
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from scheduler_svc.grammar.wire import Row, frame
 from scheduler_svc.sampling import GrammarKind
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
 from tests.stack import wait_for
@@ -386,3 +390,88 @@ def test_the_scheduler_imports_neither_torch_nor_xgrammar() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_a_start_that_is_cancelled_leaves_no_descriptor_open(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    pidfd_open = os.pidfd_open
+
+    def open_(pid: int) -> int:
+        opened.append(pidfd_open(pid))
+        starting.cancel()
+        return opened[-1]
+
+    monkeypatch.setattr(os, "pidfd_open", open_)
+    client = host_client.HostClient(host.link)
+    await client.load()
+    starting = asyncio.create_task(process.GrammarProcess.start(client))
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    (descriptor,) = opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "contents"),
+    [(3, bytes(4)), (3, b"\xff" * 4), (3, b""), (5, b"\xff"), (1, b""), (9, b"")],
+)
+async def test_what_is_no_answer_ends_its_process(
+    kind: int, contents: bytes, child: subprocess.Popen[bytes]
+) -> None:
+    ours, theirs = socket.socketpair()
+    to_us, to_host = socket.socketpair()
+    with theirs, to_host:
+        report, reporting = await asyncio.open_connection(sock=to_us)
+
+        class Host:
+            async def fork(self) -> host_client.Forked:
+                return host_client.Forked(child.pid, ours, report, reporting)
+
+        host: Any = Host()
+        made = await process.GrammarProcess.start(host)
+        theirs.sendall(frame(kind, contents))
+        with pytest.raises(ProcessDiedError):
+            async for _ in made.masks([Row(1, None, [])], [], careful=False):
+                pass
+        assert not made.is_usable
+        assert child.wait(10) == -signal.SIGKILL
+        await asyncio.sleep(0.01)  # the transports close
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        yield child
+        child.kill()
+
+
+async def test_what_waits_for_room_is_not_looked_at_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    real = grammars_module._Entry.is_evictable.fget
+
+    def is_evictable(self: grammars_module._Entry) -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(real and real(self))
+
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(grammars_module._Entry, "is_evictable", property(is_evictable))
+    monkeypatch.setattr(Grammars, "_loaded", nothing)
+    monkeypatch.setattr(Grammars, "_start", nothing)
+    link: Any = None
+    grammars = Grammars(link, max_processes=4)
+    uses = [await grammars.compile(REGEX, f"use {i}", []) for i in range(4)]
+    waiting = [asyncio.create_task(grammars.compile(REGEX, str(i), [])) for i in range(200)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert looks <= 2 * 4 * len(waiting)
+    assert len(uses) == len(grammars._entries) == 4
