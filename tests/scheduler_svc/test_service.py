@@ -243,7 +243,7 @@ async def test_workers_whose_names_are_not_known_are_found_once_they_are(
         async with name_server() as names, asyncio.timeout(20):
             name = names.address(address.replace("127.0.0.1", "worker.test"))
             async with running(settings_for(tmp_path, [name], allow_plaintext=True)) as stack:
-                while names.num_asked < 20:  # for IPv4 and IPv6
+                while names.num_asked < 20:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 assert not await stack.serving()
                 names.known = True
