@@ -163,7 +163,7 @@ class WorkerClient:
     async def _reopen_channels(self) -> None:
         """Reopens all channels if the certificates have changed since they were opened, and now and
         then those that cannot connect."""
-        stamp, replaced = self._dialer.stamp(), range(len(self._channels))
+        stamp, replaced = self._dialer.stamp(), [*range(len(self._channels))]
         if stamp == self._stamp:
             if time.monotonic() - self._opened < _REOPEN_S:
                 return
