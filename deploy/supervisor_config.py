@@ -67,7 +67,7 @@ def _programs(stack: Stack, private: bool) -> list[str]:
     # Last to start and first to stop: a supervisord that is stopping the stack need not answer.
     module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
     module += " --private" if private else ""
-    # Nobody else would start it again if it could not start, as without its configuration file.
+    # Nobody else would start it again if it could not start.
     programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1, restart="true"))
     return programs
 

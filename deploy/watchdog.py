@@ -34,9 +34,10 @@ from deploy.supervisor import (
     start_supervisor_again,
     supervised_processes,
 )
-from shared.config import ServiceSettings, settings_or_exit
+from shared.config import ServiceSettings, SettingsError, load_settings
 from shared.fork import CANNOT_START
 from shared.heartbeat import BEATS
+from shared.parent import end_with_parent
 from shared.process import Ready, run_service
 
 log = structlog.get_logger(__name__)
@@ -160,6 +161,20 @@ async def serve(
         await asyncio.to_thread(start_stack_again, stack, keeper)
 
 
+def settings_at_last() -> WatchdogSettings:
+    """Reads the settings, which the stack's start has checked: tries again for as long as they
+    cannot be read."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return load_settings(WatchdogSettings, [])
+        except SettingsError as error:
+            program = WatchdogSettings.program
+            print(f"{program}: {error}; tries again in {pause_s:g} s", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+
 def main() -> int:
     gc.freeze()
     gc.enable()
@@ -167,11 +182,12 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--private", action="store_true", help="end with supervisord")
     args = parser.parse_args()
-    settings = settings_or_exit(WatchdogSettings, [])
-    settings = settings.model_copy(update={"exit_with_parent": args.private})
+    if args.private:
+        end_with_parent()
     supervisor = psutil.Process(os.getppid())
     if "deploy.supervise" not in supervisor.cmdline():
         return 1  # it has died already: whoever started it will say so
+    settings = settings_at_last().model_copy(update={"exit_with_parent": args.private})
     return run_service("watchdog", settings, partial(serve, Stack.load(args.directory), supervisor))
 
 

@@ -1,4 +1,4 @@
-"""Raw HTTP/2 for tests of what no gRPC client would do: RFC 9113, gRPC over HTTP/2."""
+"""An HTTP/2 client of raw frames that keeps to flow control, and remembers what it received."""
 
 from __future__ import annotations
 
@@ -7,45 +7,31 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-ACK = END_STREAM = 1
-END_HEADERS = 4
-INITIAL_WINDOW_SIZE = 4  # a setting
-MAX_FRAME = 1 << 14
-FIRST_WINDOW = (1 << 16) - 1  # of a connection, and of a stream unless settings say otherwise
+from tests.http2_frames import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FIRST_WINDOW,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    call_headers,
+    dial,
+    frame,
+    message,
+)
 
 
-def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
-    return struct.pack(">IBBI", len(payload), kind, flags, stream)[1:] + payload
-
-
-def headers(path: str) -> bytes:
-    """A call's headers, neither indexed nor compressed (RFC 7541, 6.2.2)."""
-    values = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": path,
-        ":authority": "localhost",
-        "te": "trailers",
-        "content-type": "application/grpc",
-    }
-    return b"".join(
-        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in values.items()
-    )
-
-
-def prefixed(message: bytes) -> bytes:
-    """A message as gRPC frames it."""
-    return struct.pack(">BI", 0, len(message)) + message
-
-
-def call_frames(stream: int, path: str, message: bytes) -> bytes:
+def call_frames(stream: int, path: str, body: bytes) -> bytes:
     """A whole call with a short message."""
-    return frame(HEADERS, headers(path), END_HEADERS, stream) + frame(
-        DATA, prefixed(message), END_STREAM, stream
-    )
+    opening = frame(HEADERS, call_headers("localhost", path), END_HEADERS, stream)
+    return opening + frame(DATA, message(body), END_STREAM, stream)
 
 
 class RawConnection:
@@ -67,19 +53,19 @@ class RawConnection:
 
     def open_call(self, stream: int, path: str) -> None:
         """Sends a call's headers and no message."""
-        self.send(HEADERS, headers(path), END_HEADERS, stream)
+        self.send(HEADERS, call_headers("localhost", path), END_HEADERS, stream)
 
-    def send_message(self, stream: int, message: bytes) -> None:
+    def send_message(self, stream: int, body: bytes) -> None:
         """Sends a short message and that no other follows."""
-        self.send(DATA, prefixed(message), END_STREAM, stream)
+        self.send(DATA, message(body), END_STREAM, stream)
 
     def reset(self, stream: int) -> None:
         """Cancels a call."""
         self.send(RST_STREAM, struct.pack(">I", 8), stream=stream)
 
-    async def send_long_message(self, stream: int, message: bytes) -> None:
+    async def send_long_message(self, stream: int, body: bytes) -> None:
         """Sends a message as fast as the server lets it."""
-        data, sent = prefixed(message), 0
+        data, sent = message(body), 0
         while sent < len(data):
             size = self._room(stream, sent)
             if not size:
@@ -139,11 +125,7 @@ class RawConnection:
 @asynccontextmanager
 async def connect(address: str, window: int = FIRST_WINDOW) -> AsyncIterator[RawConnection]:
     """Connects to a gRPC server, whose streams may each send `window` bytes."""
-    if address.startswith("unix:"):
-        reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    else:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await dial(address)
     connection = RawConnection(reader, writer)
     writer.write(PREFACE)
     connection.send(SETTINGS, struct.pack(">HI", INITIAL_WINDOW_SIZE, window))

@@ -140,6 +140,14 @@ class RawConnection:
                     await self.send(frame(kind, payload if kind == PING else b"", ACK))
 
 
+async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connects to `host:port` or `unix:path`."""
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host.strip("[]"), int(port))
+
+
 @asynccontextmanager
 async def raw_connection(
     address: str,
@@ -158,11 +166,7 @@ async def raw_connection(
         preface: whether the connection begins as HTTP/2 asks for.
         received: counts the frames that came; may be shared.
     """
-    if address.startswith("unix:"):
-        reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    else:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    reader, writer = await dial(address)
     received = Counter() if received is None else received
     connection = RawConnection(address, reader, writer, received)
     if reads:

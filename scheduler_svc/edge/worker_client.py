@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
@@ -34,6 +35,9 @@ Result = TypeVar("Result")
 
 _RETRY_S = 0.1
 _INFO_TIMEOUT_S = 10.0
+# A channel that cannot connect is replaced after this long: gRPC may wait two minutes before it
+# looks up a name again.
+_REOPEN_S = 10.0
 # Workers that fail at everything are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
 # Shares of `hang_timeout_s`: a rank that two looks in a row find idle, and that then leaves a call
@@ -71,6 +75,7 @@ class WorkerClient:
         self._stamp = dialer.stamp()
         self._channels = [dialer.open(address) for address in addresses]
         self._stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
+        self._opened = time.monotonic()
         self._streams: list[ExecuteStream] = []
         self._num_blocks = 0
         self._block_size = 0
@@ -99,7 +104,7 @@ class WorkerClient:
                     reason = error.details()
                     log.info("waiting for workers", reason=reason)
                 await asyncio.sleep(_RETRY_S)
-                await self._follow_certificates()
+                await self._reopen_channels()
             else:
                 log.info("workers ready", epoch=self._epoch, num_blocks=group.num_blocks)
                 return group
@@ -155,19 +160,23 @@ class WorkerClient:
         for channel in self._channels:
             await channel.close()
 
-    async def _follow_certificates(self) -> None:
-        """Reopens the channels if the certificates have changed since they were opened."""
-        stamp = self._dialer.stamp()
+    async def _reopen_channels(self) -> None:
+        """Reopens all channels if the certificates have changed since they were opened, and now and
+        then those that cannot connect."""
+        stamp, replaced = self._dialer.stamp(), [*range(len(self._channels))]
         if stamp == self._stamp:
-            return
+            if time.monotonic() - self._opened < _REOPEN_S:
+                return
+            replaced = [rank for rank in replaced if _cannot_connect(self._channels[rank])]
         try:
-            channels = [self._dialer.open(address) for address in self._addresses]
+            channels = {rank: self._dialer.open(self._addresses[rank]) for rank in replaced}
         except FileError as error:  # half of them may have been replaced: again at the next try
             log.warning("certificates not reloaded", reason=str(error))
             return
-        await self.close()
-        self._channels, self._stamp = channels, stamp
-        self._stubs = [WorkerServiceStub(channel) for channel in channels]
+        self._stamp, self._opened = stamp, time.monotonic()
+        for rank, channel in channels.items():
+            await self._channels[rank].close()
+            self._channels[rank], self._stubs[rank] = channel, WorkerServiceStub(channel)
 
     def _hang_up(self) -> None:
         for stream in self._streams:
@@ -233,6 +242,10 @@ class WorkerClient:
             max_num_batched_tokens=max_num_batched_tokens,
             epoch=self._epoch,
         )
+
+
+def _cannot_connect(channel: aio.Channel) -> bool:
+    return channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:

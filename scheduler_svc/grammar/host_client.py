@@ -33,10 +33,11 @@ _RETRY_S = 0.2
 
 @dataclass(frozen=True)
 class Forked:
-    """A new process: a socket to it, and the host's news of its end."""
+    """A new process: a connection to it, and the host's news of its end."""
 
     pid: int
-    peer: socket.socket
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
     report: asyncio.StreamReader
     reporting: asyncio.StreamWriter
 
@@ -67,21 +68,20 @@ class HostClient:
             VocabularyError: the model's tokenizer cannot be used.
             HostLostError: the host could not do it, or died.
         """
-        ours, theirs = socket.socketpair()
+        reader, writer, theirs = await _stream_pair()
         try:
             with theirs:
-                pid, reader, writer = await self._demand(FORK, [theirs])
+                pid, report, reporting = await self._demand(FORK, [theirs])
         except BaseException:
-            ours.close()
+            writer.transport.abort()
             raise
-        return Forked(int(pid), ours, reader, writer)
+        return Forked(int(pid), reader, writer, report, reporting)
 
     async def _demand(
         self, demand: bytes, sockets: list[socket.socket]
     ) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
         """Returns the value that the host answers with, and the rest of its report."""
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer, theirs = await _stream_pair()
         try:
             with theirs:
                 await self._send(demand, [theirs, *sockets])
@@ -127,6 +127,17 @@ class HostClient:
         if not line:
             raise HostLostError("the grammar host died")
         return line
+
+
+async def _stream_pair() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, socket.socket]:
+    """A stream, and the socket at its other end."""
+    ours, theirs = socket.socketpair()
+    try:
+        return *await asyncio.open_connection(sock=ours), theirs
+    except BaseException:  # cancelled
+        ours.close()
+        theirs.close()
+        raise
 
 
 class _Patience:

@@ -37,6 +37,7 @@ class GrammarProcess:
         self.pid = forked.pid
         self.is_usable = True
         self._pidfd = pidfd
+        self._reader, self._writer = forked.reader, forked.writer
         self._report = forked.report
         self._reporting = forked.reporting
         self._kind = GrammarKind.JSON
@@ -53,22 +54,11 @@ class GrammarProcess:
         """
         forked = await host.fork()
         try:
-            process = cls(forked, pidfd := os.pidfd_open(forked.pid))
+            return cls(forked, os.pidfd_open(forked.pid))
         except OSError as error:  # gone, or no descriptors
-            forked.peer.close()
+            forked.writer.transport.abort()
             forked.reporting.transport.abort()
             raise ProcessDiedError(Death.KILLED) from error
-        try:
-            process._reader, process._writer = await asyncio.open_connection(sock=forked.peer)
-        except BaseException:  # nobody wants it any more
-            os.close(pidfd)
-            forked.peer.close()  # with which it ends
-            forked.reporting.transport.abort()
-            raise
-        return process
-
-    _reader: asyncio.StreamReader
-    _writer: asyncio.StreamWriter
 
     async def compile(self, kind: GrammarKind, text: str, timeout_s: float) -> int:
         """Compiles the grammar that the process is for. Returns its memory, bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -73,6 +74,29 @@ def test_a_stopped_supervisord_is_continued(stack: Stack, supervisor: psutil.Pro
     wait_for(lambda: supervisor.status() == psutil.STATUS_STOPPED, "it to stop")
     assert Watchdog(stack, supervisor, interval_s=0.01).look()
     wait_for(lambda: supervisor.status() != psutil.STATUS_STOPPED, "it to go on")
+
+
+def test_without_its_configuration_file_it_says_so_and_tries_again(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """Ever more rarely, and in one process: supervisord would start another at once."""
+    stack.save()
+    file, log = tmp_path / "nano.toml", tmp_path / "log"
+    run = "import subprocess, sys; subprocess.call([sys.executable, '-m', *sys.argv[1:3]])"
+    command = [sys.executable, "-c", run, "deploy.watchdog", str(stack.directory)]
+    environment = os.environ | {"NANO_CONFIG_FILE": str(file)}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen([*command, "deploy.supervise"], env=environment, stderr=output) as parent,
+    ):
+        reason = "python -m deploy.watchdog: NANO_CONFIG_FILE: [Errno 2] No such file or directory"
+        said = [f"{reason}: '{file}'; tries again in {pause} s" for pause in ("0.5", "1")]
+        wait_for(lambda: log.read_text().splitlines()[:2] == said, "two tries")
+        (watchdog,) = psutil.Process(parent.pid).children()
+        file.write_text("")
+        wait_for(watchdog.children, "it to watch")
+        parent.kill()
+        assert not psutil.wait_procs([watchdog], timeout=30)[1]
 
 
 def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:

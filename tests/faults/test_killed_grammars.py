@@ -14,8 +14,6 @@ from tests.stack import RealStack, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
-STRUCTURED = ("schema", "regex", "choice")
-
 
 def loaded(stack: RealStack) -> list[psutil.Process]:
     """The processes that have mapped xgrammar: first the host, then those of the grammars."""

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from frontend import responses, scheduler_client, structured_output
+from frontend import responses, sampling_checks, scheduler_client, structured_output
 from frontend.completion import CompletionBuilder
 from frontend.generation import Generation
 from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
@@ -92,13 +92,16 @@ async def test_choices_are_measured_before_they_are_escaped(
     assert turns.total == 0
 
 
-async def test_several_completions_have_a_limit_on_logprobs(service: Service) -> None:
+async def test_several_completions_have_a_limit_on_logprobs(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await accept_long_sequences(service)
     message = request(n=16, logprobs=20, max_tokens=4000)
     assert await refusal(service.stub.Generate(message)) == (
         "sampling.logprobs: 16 completions of up to 4000 tokens, 21 each, are 1344000; the limit "
         f"is {MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs"
     )
+    monkeypatch.setattr(sampling_checks, "MAX_LOGPROB_ENTRIES", 20)
     await service.stub.Generate(request(logprobs=20))  # one alone has none
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
+from deploy.ports import free_port
+from frontend import scheduler_client
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind, Request, Sampling
 from frontend.scheduler_client import SchedulerClient
@@ -27,6 +30,7 @@ from shared.errors import (
 from shared.pb import scheduler_pb2 as pb
 from tests.frontend.conftest import read
 from tests.frontend.fake_scheduler import FakeScheduler, logprob_row, logprob_rows
+from tests.names import name_server
 
 PROMPT = [11, 12, 13]
 
@@ -443,6 +447,28 @@ async def test_a_scheduler_that_restarts_is_found_again(
     await scheduler.start()
     assert await connected.readiness.get() is True
     assert await rest(submit_one(connected.client, request(max_tokens=1))) == [11]
+
+
+async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_client, "_CONNECT_TIMEOUT_S", 0.5)
+    fake = FakeScheduler(f"127.0.0.1:{free_port()}")
+    await fake.start()
+    async with name_server() as names:
+        address = names.address(fake.address.replace("127.0.0.1", "scheduler.test"))
+        with structlog.testing.capture_logs() as lines:
+            connected = Connected(address, resume_timeout_s=30)
+            while len(lines) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for line in lines:
+            assert line["event"] == "no connection to the scheduler"
+            assert line["reason"].startswith("UNAVAILABLE: errors resolving scheduler.test:")
+        names.known = True
+        assert await connected.readiness.get() is True
+        assert await rest(submit_one(connected.client, request(max_tokens=2))) == [11, 12]
+        await connected.close()
+    await fake.stop()
 
 
 async def test_open_requests_end_when_no_connection_comes_in_time(

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 import pytest
+import structlog
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.scheduler_messages import is_orderly, suspects_message
 from scheduler_svc.__main__ import serve
+from scheduler_svc.edge import worker_client
 from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.settings import SchedulerSettings
@@ -26,6 +28,7 @@ from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker
+from tests.names import name_server
 from tests.oracle import logprobs, states
 
 if TYPE_CHECKING:
@@ -228,6 +231,29 @@ async def test_all_ranks_get_every_step_and_the_smallest_cache_counts(tmp_path: 
         await frontend.read_until_finished(1)
         assert frontend.tokens[1] == completion([1, 2, 3], 6)
         assert ranks[0].steps == ranks[1].steps
+
+
+async def test_workers_whose_names_are_not_known_are_found_once_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, gRPC would look up a name six times in half a minute."""
+    monkeypatch.setattr(worker_client, "_REOPEN_S", 0.1)
+    server, address = await start_worker(FakeWorker())
+    with structlog.testing.capture_logs() as lines:
+        async with name_server() as names, asyncio.timeout(20):
+            name = names.address(address.replace("127.0.0.1", "worker.test"))
+            async with running(settings_for(tmp_path, [name], allow_plaintext=True)) as stack:
+                while names.num_asked < 20:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert not await stack.serving()
+                names.known = True
+                frontend = await stack.frontend()
+                await frontend.submit(1, [1, 2, 3], 6)
+                await frontend.read_until_finished(1)
+                assert frontend.tokens[1] == completion([1, 2, 3], 6)
+    await server.stop(None)
+    waiting = next(each for each in lines if each["event"] == "waiting for workers")
+    assert waiting["reason"].startswith("errors resolving worker.test:")
 
 
 async def test_a_prefix_is_computed_once(tmp_path: Path) -> None:

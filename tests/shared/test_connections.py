@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import shared.server
 from frontend.settings import FrontendSettings
 from shared.server import Server
-from tests.http2 import PREFACE, SETTINGS, RawConnection, call_frames, connect, frame
+from tests.http2 import RawConnection, call_frames, connect
+from tests.http2_frames import PREFACE, SETTINGS, frame
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -44,6 +45,8 @@ async def read_to_the_end(address: str, sent: bytes) -> None:
                 pass
     finally:
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def check(address: str) -> None:

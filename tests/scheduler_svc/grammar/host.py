@@ -24,9 +24,9 @@ class TestHost:
 
     __test__ = False
 
-    def __init__(self, model: Path = DEMO) -> None:
+    def __init__(self, model: Path = DEMO, compile_cpu_s: float = 1.0) -> None:
         self.link = HostLink.create()
-        self._model = model
+        self._args = [str(compile_cpu_s), str(model)]
         self._process = self._start()
 
     @property
@@ -53,15 +53,15 @@ class TestHost:
         descriptors = [link.scheduler.fileno(), link.host.fileno(), link.state]
         module = "tests.scheduler_svc.grammar.host"
         return subprocess.Popen(
-            [sys.executable, "-m", module, str(self._model), *map(str, descriptors)],
+            [sys.executable, "-m", module, *self._args, *map(str, descriptors)],
             cwd=ROOT,
             pass_fds=descriptors,
         )
 
 
 @contextmanager
-def running_host(model: Path = DEMO) -> Iterator[TestHost]:
-    host = TestHost(model)
+def running_host(model: Path = DEMO, compile_cpu_s: float = 1.0) -> Iterator[TestHost]:
+    host = TestHost(model, compile_cpu_s)
     try:
         yield host
     finally:
@@ -87,10 +87,10 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    limits.COMPILE_CPU_S = 1.0
+    limits.COMPILE_CPU_S = float(sys.argv[1])
     limits.MASK_CPU_S = 0.05
     limits.MEMORY_BYTES = 64 << 20
 
     from scheduler_svc.grammar.host import main
 
-    main(sys.argv[1:])
+    main(sys.argv[2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -10,9 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +26,7 @@ from scheduler_svc.grammar import grammars as grammars_module
 from scheduler_svc.grammar import host_client, process
 from scheduler_svc.grammar.compiler import compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import (
+    Death,
     GrammarError,
     GrammarsBusyError,
     GuiltyGrammarError,
@@ -31,6 +35,7 @@ from scheduler_svc.grammar.errors import (
 )
 from scheduler_svc.grammar.grammar import CompiledGrammar, Matcher
 from scheduler_svc.grammar.grammars import Grammars
+from scheduler_svc.grammar.host_client import HostClient
 from scheduler_svc.grammar.limits import MAX_TEXT_BYTES
 from scheduler_svc.grammar.matcher import Matcher as LocalMatcher
 from scheduler_svc.grammar.process import Outcome
@@ -54,6 +59,8 @@ BOMB = json.dumps(  # takes minutes
         "maxProperties": 200,
     }
 )
+# Fills 64 MiB in a quarter of a second, a gigabyte in two.
+HUNGRY = "(" + "|".join(f"[a-z]{{1,{i}}}x" for i in range(1, 800)) + ")*"
 TEXTS: list[tuple[GrammarKind, str]] = [
     (REGEX, WORDS),
     (REGEX, r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\."),
@@ -203,6 +210,22 @@ async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
     assert len(host.children()) == 1
 
 
+async def test_memory_alone_ends_a_grammar_and_its_neighbours_go_on() -> None:
+    """With an hour of processor time."""
+    with running_host(compile_cpu_s=3600) as host:
+        grammars = Grammars(host.link)
+        honest = Completion(await grammars.compile(REGEX, WORDS, ENDS))
+        expected = await grammars.masks([honest.matcher])
+        (neighbour,) = host.children()
+        with pytest.raises(GuiltyGrammarError, match="or 512 MiB of memory") as caught:
+            await grammars.compile(REGEX, HUNGRY, ENDS)
+        assert isinstance(caught.value.__cause__, ProcessDiedError)
+        assert caught.value.__cause__.death is Death.AT_LIMIT
+        assert await grammars.masks([honest.matcher]) == expected
+        assert [each.pid for each in host.children()] == [neighbour.pid]
+        grammars.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGPROF])
 async def test_a_process_that_dies_at_work_is_replaced(
     number: signal.Signals, grammars: Grammars, host: TestHost
@@ -323,6 +346,33 @@ async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> Non
     assert first.cancelled()
 
 
+@pytest.mark.parametrize("nth", [1, 2], ids=["to the process", "to its reports"])
+async def test_who_gives_up_while_connecting_leaves_no_socket_open(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    client, calls, connect = HostClient(host.link), count(1), asyncio.open_connection
+    await client.load()
+
+    async def cancelled(**kwargs: Any) -> Any:
+        if next(calls) == nth:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        return await connect(**kwargs)
+
+    monkeypatch.setattr(asyncio, "open_connection", cancelled)
+    gc.collect()
+    with warnings.catch_warnings(record=True) as leaks:
+        warnings.simplefilter("always")
+        starting = asyncio.ensure_future(process.GrammarProcess.start(client))
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        del starting
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert [str(each.message) for each in leaks] == []
+
+
 async def test_what_nobody_waits_for_is_compiled_no_further(
     grammars: Grammars, host: TestHost
 ) -> None:
@@ -392,28 +442,6 @@ def test_the_scheduler_imports_neither_torch_nor_xgrammar() -> None:
     assert done.stdout.strip() == "[]"
 
 
-async def test_a_start_that_is_cancelled_leaves_no_descriptor_open(
-    host: TestHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[int] = []
-    pidfd_open = os.pidfd_open
-
-    def open_(pid: int) -> int:
-        opened.append(pidfd_open(pid))
-        starting.cancel()
-        return opened[-1]
-
-    monkeypatch.setattr(os, "pidfd_open", open_)
-    client = host_client.HostClient(host.link)
-    await client.load()
-    starting = asyncio.create_task(process.GrammarProcess.start(client))
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    (descriptor,) = opened
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
 @pytest.mark.parametrize(
     ("kind", "contents"),
     [(3, bytes(4)), (3, b"\xff" * 4), (3, b""), (5, b"\xff"), (1, b""), (9, b"")],
@@ -424,11 +452,12 @@ async def test_what_is_no_answer_ends_its_process(
     ours, theirs = socket.socketpair()
     to_us, to_host = socket.socketpair()
     with theirs, to_host:
+        reader, writer = await asyncio.open_connection(sock=ours)
         report, reporting = await asyncio.open_connection(sock=to_us)
 
         class Host:
             async def fork(self) -> host_client.Forked:
-                return host_client.Forked(child.pid, ours, report, reporting)
+                return host_client.Forked(child.pid, reader, writer, report, reporting)
 
         host: Any = Host()
         made = await process.GrammarProcess.start(host)
