@@ -27,6 +27,7 @@ from shared.errors import QueueFullError, UnauthenticatedError
 from shared.interceptors import within, wrap_behavior
 from shared.message_memory import MAX_BYTES_PER_CALLER
 from shared.tls import FileError
+from shared.turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -96,6 +97,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
+        self._refusals = Turns(1)
         self._requests: Counter[str] = Counter()
 
     async def intercept_service(
@@ -110,6 +112,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         if self._tokens is not None:
             client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
             if client is None:
+                await self._refusals.take("")
                 return self._refusal(method)
             CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)

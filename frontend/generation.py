@@ -15,8 +15,8 @@ from frontend.request import Request
 from frontend.scheduler_client import SchedulerClient
 from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
-from frontend.write_pacing import WritePacer
 from shared.errors import InternalError, ServiceError
+from shared.turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -230,7 +230,7 @@ async def begin(
     if reason is None:
         streams = scheduler.submit(request)
     else:
-        streams = [TokenStream(0, request, Waiter(WritePacer()))]
+        streams = [TokenStream(0, request, Waiter(Turns(1)))]
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
     return Generation(request, readers, scheduler.close, received_at)

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import structlog
 from grpc import aio
 
+from frontend.call import CALL
 from frontend.logprobs import PromptLogprobs
 from frontend.request import Request
 from frontend.scheduler_messages import (
@@ -31,12 +32,12 @@ from frontend.scheduler_messages import (
 )
 from frontend.suspects import Suspects
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
-from frontend.write_pacing import WritePacer
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, QueueFullError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.tls import FileError
+from shared.turns import Turns
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -52,6 +53,11 @@ _RETRY_AFTER_S = 0.5  # told to clients while there is no connection
 # What one iteration of the event loop may do.
 _LOGPROBS_AT_ONCE = 1 << 14
 _SUBMISSIONS_AT_ONCE = 32
+# A step of the engine has a token for every open request. If all their chunks were written at once
+# and the engine were faster than that, its steps would pile up unread and latency would grow
+# without bound. With a few chunks at a time, of some tens of microseconds each, steps are read as
+# they arrive, and a request that waits long for its turn gets the tokens of several in one chunk.
+_WRITES_AT_ONCE = 8
 _CONNECT_TIMEOUT_S = 10.0  # then comes a new channel, with the certificates of that time
 
 
@@ -79,7 +85,7 @@ class SchedulerClient:
         self._suspects = Suspects()
         self._serving = True  # as far as the scheduler says
         self._holding = False  # nothing is submitted while the scheduler tries a suspect alone
-        self._pacer = WritePacer()
+        self._writes = Turns(_WRITES_AT_ONCE)
         self._scored: WeakSet[TokenStream] = WeakSet()  # until their calls end
         self._num_unread = 0  # log-probabilities that have come since they were last counted
         self._giving_up: asyncio.TimerHandle | None = None
@@ -108,7 +114,8 @@ class SchedulerClient:
             raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
         first, sampling = self._next_number, request.sampling
         self._next_number += sampling.num_completions
-        waiter = Waiter(self._pacer)
+        call = CALL.get()
+        waiter = Waiter(self._writes, call.caller if call else "")
         prompt = None
         if sampling.prompt_logprobs is not None:
             prompt = PromptLogprobs(len(request.prompt_ids))

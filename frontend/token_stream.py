@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
-from frontend.write_pacing import WritePacer
 from shared.errors import ServiceError
+from shared.turns import Turns
 
 
 class FinishReason(enum.Enum):
@@ -32,9 +32,10 @@ class Start:
 class Waiter:
     """Lets the one call that reads a request's streams sleep while none of them has news."""
 
-    def __init__(self, pacer: WritePacer) -> None:
-        """`pacer`: shared by all calls."""
-        self._pacer = pacer
+    def __init__(self, turns: Turns, caller: str = "") -> None:
+        """`turns`: at writing, shared by all calls; `caller`: the one that this is for."""
+        self._turns = turns
+        self._caller = caller
         self._permit: asyncio.Future[None] | None = None  # not requested yet
 
     async def wait(self, ready: bool) -> None:
@@ -47,7 +48,7 @@ class Waiter:
     def wake(self) -> None:
         """Tells the call that there is news."""
         if self._permit is not None:
-            self._pacer.request(self._permit)
+            self._turns.request(self._caller, self._permit)
             self._permit = None
 
 

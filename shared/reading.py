@@ -16,6 +16,7 @@ from grpc import aio
 from shared.callers import CALLER, Caller, host_of
 from shared.errors import InvalidArgumentError
 from shared.message_memory import MAX_BYTES_PER_CALLER, Hold, MessageMemory
+from shared.turns import Turns
 from shared.wire_scan import has_oneofs, scan
 
 Context = aio.ServicerContext[Any, Any]
@@ -24,6 +25,9 @@ Parse = Callable[[bytes], Any]
 # gRPC refuses a message over this many times `max_message_bytes`, with RESOURCE_EXHAUSTED, before
 # all of it has arrived; up to then the reader refuses it, with INVALID_ARGUMENT.
 UNREAD_FACTOR = 4
+
+# Calls that begin in one iteration of the event loop: each takes it some tenths of a millisecond.
+_CALLS_AT_ONCE = 2
 
 # Streams that anybody may send; those between services are read as they come.
 _PUBLIC_STREAMS = "/grpc.reflection."
@@ -51,6 +55,7 @@ class MessageReader(aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, memory: MessageMemory) -> None:
         self._max_message_bytes = max_message_bytes
         self._memory = memory
+        self._turns = Turns(_CALLS_AT_ONCE)
         self._handlers: dict[str, Any] = {}  # by method
 
     async def intercept_service(
@@ -103,7 +108,9 @@ class MessageReader(aio.ServerInterceptor):
 
     async def _read(self, context: Context, parse: Parse) -> Any:
         """Reads the one message of a call, and has the call hold its memory."""
-        data, hold = await self._memory.receive(_caller(context), lambda: _one(context))
+        caller = _caller(context)
+        await self._turns.take(caller.name)
+        data, hold = await self._memory.receive(caller, lambda: _one(context))
         _HOLD.set(hold)
         descriptor = _descriptor(data, parse, self._max_message_bytes)
         if descriptor is not None:

@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 
-from frontend import write_pacing
 from frontend.request import Request, Sampling
 from frontend.token_stream import FinishReason, TokenStream, Waiter
-from frontend.write_pacing import WritePacer
 from shared.errors import InternalError
+from shared.turns import Turns
 from tests.frontend.conftest import read
 
 SAMPLING = Sampling(
@@ -16,10 +15,11 @@ SAMPLING = Sampling(
 )
 
 
-def token_streams(count: int) -> list[TokenStream]:
-    pacer = WritePacer()
+def token_streams(*callers: str) -> list[TokenStream]:
+    """One that may be read per iteration of the event loop."""
+    turns = Turns(1)
     request = Request("r", [1], SAMPLING, None)
-    return [TokenStream(number, request, Waiter(pacer)) for number in range(count)]
+    return [TokenStream(n, request, Waiter(turns, caller)) for n, caller in enumerate(callers)]
 
 
 def step(streams: list[TokenStream], token_id: int) -> None:
@@ -28,15 +28,8 @@ def step(streams: list[TokenStream], token_id: int) -> None:
         stream.waiter.wake()
 
 
-@pytest.fixture
-def one_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_pacing, "_WRITES_PER_ITERATION", 1)
-
-
-async def test_tokens_that_come_before_a_permit_are_in_one_chunk(
-    one_per_iteration: None,
-) -> None:
-    streams = token_streams(3)
+async def test_tokens_that_come_before_a_permit_are_in_one_chunk() -> None:
+    streams = token_streams(*"aaa")
     readers = [asyncio.create_task(read(stream, 0)) for stream in streams]
     await asyncio.sleep(0)  # all wait
 
@@ -47,8 +40,8 @@ async def test_tokens_that_come_before_a_permit_are_in_one_chunk(
     assert await asyncio.gather(*readers) == [[7], [7, 8], [7, 8]]
 
 
-async def test_who_comes_back_for_more_waits_behind_the_others(one_per_iteration: None) -> None:
-    streams = token_streams(3)
+async def test_who_comes_back_for_more_waits_behind_the_others() -> None:
+    streams = token_streams(*"aaa")
     order: list[int] = []
 
     async def read_all(stream: TokenStream) -> None:
@@ -68,8 +61,23 @@ async def test_who_comes_back_for_more_waits_behind_the_others(one_per_iteration
     assert order == 4 * [0, 1, 2]
 
 
-async def test_a_reader_that_is_cancelled_takes_no_permit(one_per_iteration: None) -> None:
-    first, second = token_streams(2)
+async def test_one_caller_waits_for_no_more_than_one_of_anothers() -> None:
+    streams = token_streams(*"aaaab")
+    order: list[int] = []
+
+    async def read_one(stream: TokenStream) -> None:
+        await read(stream, 0)
+        order.append(stream.number)
+
+    readers = [asyncio.create_task(read_one(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    step(streams, 0)
+    await asyncio.gather(*readers)
+    assert order == [0, 4, 1, 2, 3]
+
+
+async def test_a_reader_that_is_cancelled_takes_no_permit() -> None:
+    first, second = token_streams(*"aa")
     readers = [asyncio.create_task(read(stream, 0)) for stream in (first, second)]
     await asyncio.sleep(0)
     step([first, second], 5)
@@ -80,7 +88,7 @@ async def test_a_reader_that_is_cancelled_takes_no_permit(one_per_iteration: Non
 
 
 async def test_the_end_and_an_error_are_read_without_tokens() -> None:
-    complete, failed = token_streams(2)
+    complete, failed = token_streams(*"aa")
     complete.complete(FinishReason.LENGTH)
     assert await read(complete, 0) == []
     waiting = asyncio.create_task(read(failed, 0))

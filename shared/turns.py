@@ -1,0 +1,45 @@
+"""Spreads work over the event loop's iterations, in turn among those it is done for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+
+_Permits = deque["asyncio.Future[None]"]
+
+
+class Turns:
+    """Permits a few pieces of work per iteration of the event loop, callers round robin (Nagle, RFC
+    970): however much one has to do, the loop goes on with what others wait for."""
+
+    def __init__(self, per_iteration: int) -> None:
+        self._per_iteration = per_iteration
+        # By caller, the one whose turn it is first; none is empty.
+        self._waiting: OrderedDict[str, _Permits] = OrderedDict()
+
+    def request(self, caller: str, permit: asyncio.Future[None]) -> None:
+        """Resolves `permit` as soon as it is its turn among the caller's, and the caller's."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._grant)
+        self._waiting.setdefault(caller, deque()).append(permit)
+
+    async def take(self, caller: str) -> None:
+        """Returns when it is this one's turn."""
+        permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.request(caller, permit)
+        await permit
+
+    def _grant(self) -> None:
+        granted = 0
+        while self._waiting and granted < self._per_iteration:
+            caller, permits = next(iter(self._waiting.items()))
+            permit = permits.popleft()
+            if permits:
+                self._waiting.move_to_end(caller)
+            else:
+                del self._waiting[caller]
+            if not permit.done():  # else its owner was cancelled
+                permit.set_result(None)
+                granted += 1
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._grant)
