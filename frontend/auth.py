@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -21,13 +22,13 @@ from grpc_health.v1 import health
 
 from frontend.audit import Audit
 from frontend.call import Call
+from frontend.refusals import Refusals
 from frontend.tenants import Client, read_clients
-from shared.callers import CALLER, Caller
-from shared.errors import QueueFullError, UnauthenticatedError
+from shared.callers import CALLER, Caller, host_of
+from shared.errors import InvalidArgumentError, QueueFullError, UnauthenticatedError
 from shared.interceptors import within, wrap_behavior
 from shared.message_memory import MAX_BYTES_PER_CALLER
 from shared.tls import FileError
-from shared.turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +36,7 @@ Context = aio.ServicerContext[Any, Any]
 
 _SCHEME = "bearer "
 _RETRY_AFTER_S = 1.0
+_NOBODY = ""  # the caller of calls that nobody known makes
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
@@ -97,7 +99,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
-        self._refusals = Turns(1)
+        self._refusals = Refusals()
         self._requests: Counter[str] = Counter()
 
     async def intercept_service(
@@ -112,15 +114,37 @@ class ClientInterceptor(aio.ServerInterceptor):
         if self._tokens is not None:
             client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
             if client is None:
-                await self._refusals.take("")
+                await self._refusals.wait(_NOBODY)
                 return self._refusal(method)
             CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)
+        if handler is None:  # an unknown method
+            await self._refusals.wait(client.name if client else _NOBODY)
+            return None
 
         def count(behavior: Any) -> Any:
-            return within(behavior, lambda context: self._place(method, context.peer(), client))
+            return self._paced(
+                within(behavior, lambda context: self._place(method, context.peer(), client)),
+                client,
+            )
 
-        return handler and wrap_behavior(handler, count)
+        return wrap_behavior(handler, count)
+
+    def _paced(self, behavior: Any, client: Client | None) -> Any:
+        """Has refusals wait, of calls that have let go of everything."""
+        if inspect.isasyncgenfunction(behavior):
+            return behavior
+
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                return await behavior(request, context)
+            except (InvalidArgumentError, QueueFullError) as error:
+                refusal = error.with_traceback(None)
+                refusal.__cause__ = refusal.__context__ = None  # whose frames hold the request
+            await self._refusals.wait(client.name if client else host_of(context.peer()))
+            raise refusal
+
+        return call
 
     def _refusal(self, method: str) -> Any:
         """A kind of method that need not read a message before it answers."""

@@ -1,9 +1,10 @@
-"""Keeps streams at their pace while another client's prompts are read.
+"""Keeps one client's streams at their pace, whatever another has computed.
 
-A prompt's token takes the longer the more come before it, and how long depends on the model and the
-machine. So steps are timed. While several clients have requests, prompts get no more of a step than
-the decodes take, or a little: it lasts about twice as long as without them, whatever their length.
-A single client's prompts are only limited in tokens, which reads them sooner.
+A prompt's token takes the longer the more come before it, and a step the longer the more decode in
+it; how long depends on the model and the machine. So steps are timed. While several clients have
+requests, prompts get no more of a step than the decodes take, or a little. And where so many decode
+that a step takes long, and longer than twice what the client with the fewest would need alone, the
+others' decodes take turns. A single client's are limited in number only, which computes more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Step
 
 _MIN_S = 0.01  # for prompts, where decodes take less
+_LONG_S = 0.05  # for decodes
+_MAX_COST = 1.25  # in time per token, of turns
+_FORGETTING = 0.9999  # of a time that keeps decodes out, per step, so that it is measured again
 _MIN_TOKENS = 16  # of the first prompt in a step, so that it gets on
 _WEIGHT = 0.25  # of a new measurement
 _MAX_FACTOR = 4.0  # between what was known and one measurement: machines pause
@@ -27,6 +31,7 @@ class Pace:
     def __init__(self) -> None:
         self._steps: dict[int, float] = {}  # seconds of steps of decodes only, by their number
         self._tokens: dict[int, float] = {}  # seconds of a prompt's token, by its context
+        self._turn = 0
 
     def measured(self, step: Step, seconds: float) -> None:
         """Takes in the time from the previous step's answer to this one's."""
@@ -43,6 +48,43 @@ class Pace:
         scale = seconds / sum(known[size] * count for size, count in tokens.items())
         for size in tokens:
             _learn(self._tokens, size, known[size] * scale)
+
+    def fitting(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Those of a step's possible decodes that have their turn, in the same order."""
+        counts = Counter(seq.client.name for seq in decodes)
+        room = self._max_decodes(counts) if len(counts) > 1 else len(decodes)
+        if room >= len(decodes):
+            return decodes
+        self._turn += 1
+        out = set[Sequence]()
+        for place, (name, count) in enumerate(sorted(counts.items(), key=lambda each: each[1])):
+            share = room // (len(counts) - place)
+            room -= min(share, count)
+            if count > share:
+                its = [seq for seq in decodes if seq.client.name == name]
+                first = self._turn * share % count  # of those that had their last turn together
+                its = its[first:] + its[:first]
+                out.update(sorted(its, key=lambda seq: seq.last_step)[share:])
+        return [seq for seq in decodes if seq not in out]
+
+    def _max_decodes(self, counts: Counter[str]) -> int:
+        """The decodes that a step has room for, at least as many of each client as of the one with
+        the fewest; all of them if fewer would not be as many per second."""
+        num_decodes, fewest = counts.total(), min(counts.values())
+        size = num_decodes.bit_length()
+        least, most = (_nearest(self._steps, n) or 0.0 for n in (fewest.bit_length(), size))
+        limit = max(2 * least, _LONG_S)
+        if most <= limit:
+            return num_decodes
+        self._steps[size] = most * _FORGETTING
+        for fewer in range(size - 1, (fewest * len(counts)).bit_length() - 1, -1):
+            room, guess = (1 << fewer) - 1, least + (most - least) / (1 << (size - fewer))
+            seconds = self._steps.get(fewer, guess)
+            if seconds / room > _MAX_COST * most / num_decodes:
+                break
+            if seconds <= limit:
+                return room
+        return num_decodes
 
     def seconds_for_prompts(self, num_decodes: int) -> float:
         """The seconds that prompts may take of a step with so many decodes."""
@@ -106,11 +148,9 @@ class PromptBudget:
 
 
 def _learn(times: dict[int, float], size: int, seconds: float) -> None:
-    known = _nearest(times, size)
-    if known is None:
-        known = max(seconds, _LEAST_S)
+    known = _nearest(times, size) or max(seconds, _LEAST_S)
     bounded = min(max(seconds, known / _MAX_FACTOR), known * _MAX_FACTOR)
-    times[size] = known + _WEIGHT * (bounded - known)
+    times[size] = known + _WEIGHT * (bounded - known) if size in times else bounded
 
 
 def _nearest(times: dict[int, float], size: int) -> float | None:

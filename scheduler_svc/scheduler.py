@@ -174,6 +174,10 @@ class Scheduler:
                 if seq.num_scheduled_tokens == len(seq.block_table) * block_size:
                     full.append(seq)
 
+        if self._waiting.num_clients > 1 and decodes:
+            decodes = self.pace.fitting(decodes)
+            full = [seq for seq in full if seq in decodes] if full else full
+
         crowded = len(full) > self.blocks.num_free_blocks
         if crowded and self._last_answered < self._last_step:
             return None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -14,9 +17,13 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from frontend.auth import Tokens
+from frontend.audit import Audit
+from frontend.auth import ClientInterceptor, Tokens
+from frontend.refusals import Refusals
 from frontend.server import SERVICE_NAME
 from frontend.tenants import read_clients
+from frontend.usage import Usage
+from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.tls import FileError
@@ -202,3 +209,50 @@ async def test_metadata_has_a_limit() -> None:
         code = await status(address, (("x", "a" * 20_000),))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await status(address) is grpc.StatusCode.OK
+
+
+async def test_refusals_are_paced_by_client(
+    tokens_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paced: list[str] = []
+
+    async def wait(_: Refusals, caller: str) -> None:
+        paced.append(caller)
+
+    monkeypatch.setattr(Refusals, "wait", wait)
+    name = hashlib.sha256(FIRST.encode()).hexdigest()[:8]
+    async with echo_server(auth_tokens_file=tokens_file) as (address, _):
+        assert await status(address, bearer(FIRST)) is grpc.StatusCode.OK
+        assert not paced
+        await status(address)
+        await status(address, bearer(FIRST), "NoSuch")
+        async with aio.insecure_channel(address) as channel:
+            call = channel.unary_unary(f"/{SERVICE_NAME}/Detokenize")
+            with pytest.raises(aio.AioRpcError):
+                await call(b"no message", metadata=bearer(FIRST), timeout=TIMEOUT_S)
+    assert paced == ["", name, name]
+
+
+async def test_a_refusal_that_waits_holds_nothing_of_its_call() -> None:
+    class Large:
+        pass
+
+    held: list[weakref.ref[Large]] = []
+
+    async def refuse(_: object, __: object) -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        try:
+            raise ValueError
+        except ValueError as error:
+            raise InvalidArgumentError("text", "not good") from error
+
+    class Checked(Refusals):
+        async def wait(self, caller: str) -> None:
+            assert held[0]() is None
+
+    interceptor = ClientInterceptor(None, 1, Audit(Usage()), {})
+    interceptor._refusals = Checked()
+    context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5")
+    with pytest.raises(InvalidArgumentError):
+        await interceptor._paced(refuse, None)(None, context)

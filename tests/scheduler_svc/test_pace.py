@@ -25,9 +25,10 @@ class Machine:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self.step_s = rng.uniform(0.02, 0.1)
+        self.row_s = 0.0
         self._token_s = 10 ** rng.uniform(-6, -4)
         self._number = 0
-        limits = Limits(64, 2048, 40_960, 1000, vocab_size=1000, max_num_prefill_tokens=1024)
+        limits = Limits(256, 2048, 40_960, 1000, vocab_size=1000, max_num_prefill_tokens=1024)
         self.scheduler = Scheduler(limits, BlockManager(20_000, 16))
 
     def add(self, client: Client, length: int, max_tokens: int) -> Sequence:
@@ -49,7 +50,8 @@ class Machine:
 
     def _seconds(self, step: Step) -> float:
         prompts = [row for row in step.rows if row.num_tokens > 1]
-        decodes_s = self.step_s if len(prompts) < len(step.rows) else 0.0
+        num_decodes = len(step.rows) - len(prompts)
+        decodes_s = (self.step_s if num_decodes else 0.0) + num_decodes * self.row_s
         return decodes_s + self._token_s * sum(
             row.num_tokens * (1 + (row.start + row.num_tokens / 2) / 1000) for row in prompts
         )
@@ -110,3 +112,31 @@ def test_a_pause_of_the_machine_is_forgotten(machine: Machine) -> None:
         steps += 1
     # Its last tokens take 2.1 ms at most: some 10 to each step, were it not for the pause.
     assert steps < _LONG / 16 / 2
+
+
+def test_another_clients_decodes_take_turns_where_steps_would_take_long(machine: Machine) -> None:
+    machine.step_s, machine.row_s = 0.005, 0.0005
+    streams = [machine.add(STREAMS, 4, 30_000) for _ in range(3)]
+    while not all(len(seq.tokens) > 50 for seq in streams):
+        machine.step()
+    many = [machine.add(PROMPTS, 4, 30_000) for _ in range(200)]
+    while not all(len(seq.tokens) > 50 for seq in many):
+        machine.step()
+    before = [len(seq.tokens) for seq in (*streams, *many)]
+    times = [machine.step() for _ in range(1000)]
+    grown = [len(seq.tokens) - b for seq, b in zip((*streams, *many), before, strict=True)]
+    assert sum(each > 0.065 for each in times) < 20  # it is tried again now and then
+    assert grown[:3] == [1000] * 3
+    assert max(grown[3:]) - min(grown[3:]) <= 2
+    assert sum(grown) / sum(times) > 0.6 * 204 / (0.005 + 204 * 0.0005)  # of what was
+
+
+def test_where_a_step_takes_long_anyway_nobody_waits_for_a_turn(machine: Machine) -> None:
+    machine.step_s, machine.row_s = 0.1, 0.0005
+    many = [machine.add(PROMPTS, 4, 30_000) for _ in range(100)]
+    while not all(len(seq.tokens) > 50 for seq in many):
+        machine.step()
+    before = [len(seq.tokens) for seq in many]
+    for _ in range(100):
+        machine.step()
+    assert [len(seq.tokens) - b for seq, b in zip(many, before, strict=True)] == [100] * 100
