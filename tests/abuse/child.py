@@ -23,6 +23,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # sessions share the processors (autogroup): it is like a host
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -24,9 +21,8 @@ from frontend.client import (
     UnavailableError,
 )
 from shared.channels import open_blocking_channel
-from shared.keeper_state import read_keeper_state
 from tests.certificates import Authority, Issued, replace
-from tests.stack import ROOT, running_stack
+from tests.stack import ROOT, RealStack, running_stack
 
 TOKEN = "e2e-token-0123456789"
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
@@ -38,11 +34,15 @@ pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 @dataclass(frozen=True)
 class SecureStack:
-    address: str
+    running: RealStack
     public: Authority
     client: Issued
     internal_ca: str
     internal: Issued
+
+    @property
+    def address(self) -> str:
+        return self.running.address
 
     @property
     def tls(self) -> TLS:
@@ -68,7 +68,7 @@ def stack(certificates: Path) -> Iterator[SecureStack]:
     }
     with running_stack(**settings) as running:
         client = public.issue("client", "DNS:client")
-        yield SecureStack(running.address, public, client, within.ca, internal)
+        yield SecureStack(running, public, client, within.ca, internal)
 
 
 def generate(stack: SecureStack) -> str:
@@ -138,16 +138,8 @@ def test_services_follow_to_another_authority(stack: SecureStack, certificates: 
     with open_blocking_channel(stack.address, stack.tls, ()) as channel:
         health = HealthStub(channel).Watch(HealthCheckRequest(), timeout=TIMEOUT_S)
         assert next(health).status == HealthCheckResponse.SERVING
-        schedulers = [p for p in psutil.Process().children(recursive=True) if _is_scheduler(p)]
-        (keeper,) = (p for p in schedulers if p.parent() not in schedulers)
-        state = read_keeper_state(keeper.pid)
-        assert state is not None
-        os.kill(state.pid, signal.SIGKILL)
+        stack.running.kill("scheduler")
         assert next(health).status == HealthCheckResponse.NOT_SERVING
         assert next(health).status == HealthCheckResponse.SERVING
         health.cancel()
     assert generate(stack) == before
-
-
-def _is_scheduler(process: psutil.Process) -> bool:
-    return "scheduler_svc" in process.cmdline()
