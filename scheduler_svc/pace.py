@@ -2,9 +2,10 @@
 
 A prompt's token takes the longer the more come before it, and a step the longer the more decode in
 it; how long depends on the model and the machine. So steps are timed. While several clients have
-requests, prompts get no more of a step than the decodes take, or a little. And where so many decode
-that a step takes long, and longer than twice what the client with the fewest would need alone, the
-others' decodes take turns. A single client's are limited in number only, which computes more.
+requests, prompts get half as long of a step as the decodes take, or a little. And where so many
+decode that a step takes long, and longer than twice what the client with the fewest would need
+alone, the others' decodes take turns. A single client's are limited in number only, which computes
+more.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from math import inf
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Step
 
-_MIN_S = 0.01  # for prompts, where decodes take less
-_LONG_S = 0.05  # for decodes
+_SHARE = 0.5  # of the time that decodes take, for prompts
+_MIN_S = 0.01  # for prompts at least
+_LONG_S = 0.05  # for decodes, or for prompts alone
 _MAX_COST = 1.25  # in time per token, of turns
 _FORGETTING = 0.9999  # of a time that keeps decodes out, per step, so that it is measured again
 _MIN_TOKENS = 16  # of the first prompt in a step, so that it gets on
@@ -35,19 +37,19 @@ class Pace:
 
     def measured(self, step: Step, seconds: float) -> None:
         """Takes in the time from the previous step's answer to this one's."""
-        num_decodes, prompts = step.num_decodes, step.rows[step.num_decodes :]
-        if not prompts:
-            _learn(self._steps, num_decodes.bit_length(), seconds)
-            return
-        if num_decodes:
-            seconds -= _nearest(self._steps, num_decodes.bit_length()) or 0.0
-        tokens = Counter[int]()
-        for row in prompts:
+        decodes, tokens = step.num_decodes.bit_length(), Counter[int]()
+        for row in step.rows[step.num_decodes :]:
             tokens[(row.start + row.num_tokens).bit_length()] += row.num_tokens
-        known = {size: _nearest(self._tokens, size) or 1.0 for size in tokens}
-        scale = seconds / sum(known[size] * count for size, count in tokens.items())
+        each = {size: _nearest(self._tokens, size) or 0.0 for size in tokens}
+        prompts_s = sum(each[size] * count for size, count in tokens.items())
+        if not tokens or (prompts_s and decodes and decodes not in self._steps):
+            _learn(self._steps, decodes, seconds - prompts_s)
+            return
+        if decodes:
+            seconds -= _nearest(self._steps, decodes) or 0.0
         for size in tokens:
-            _learn(self._tokens, size, known[size] * scale)
+            value = each[size] * seconds / prompts_s if prompts_s else seconds / tokens.total()
+            _learn(self._tokens, size, value)
 
     def fitting(self, decodes: list[Sequence]) -> list[Sequence]:
         """Those of a step's possible decodes that have their turn, in the same order."""
@@ -88,12 +90,16 @@ class Pace:
 
     def seconds_for_prompts(self, num_decodes: int) -> float:
         """The seconds that prompts may take of a step with so many decodes."""
+        if not num_decodes:
+            return _LONG_S
         seconds = _nearest(self._steps, num_decodes.bit_length())
-        return inf if seconds is None else max(seconds, _MIN_S)
+        return inf if seconds is None else max(_SHARE * seconds, _MIN_S)
 
     def seconds_per_token(self, context: int) -> float:
         """The seconds that a prompt's token takes with `context` tokens before it."""
-        return _nearest(self._tokens, context.bit_length()) or 0.0
+        size = context.bit_length()
+        seconds = _nearest(self._tokens, size) or 0.0
+        return seconds if size in self._tokens else 2 * seconds  # as for twice the context, at most
 
 
 class PromptBudget:

@@ -32,6 +32,8 @@ from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import Answer, End, Output, Row, Step, take_prompt_logprobs
 from scheduler_svc.waiting_queue import WaitingQueue
 
+_SHARED_S = 10.0  # after which a client is alone that others no longer send anything beside
+
 _line_of = attrgetter("seq.line")
 
 
@@ -61,6 +63,7 @@ class Scheduler:
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
         self._budgets = Budgets()
         self._now = 0.0  # when a step was last scheduled
+        self._shared_until = 0.0
         self._waiting = WaitingQueue(_prefill_budget(limits, num_decodes=1) // 2)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_featured = 0  # of the running, those whose rows may need feature columns
@@ -174,7 +177,7 @@ class Scheduler:
                 if seq.num_scheduled_tokens == len(seq.block_table) * block_size:
                     full.append(seq)
 
-        if self._waiting.num_clients > 1 and decodes:
+        if decodes and self._is_shared():
             decodes = self.pace.fitting(decodes)
             full = [seq for seq in full if seq in decodes] if full else full
 
@@ -335,10 +338,16 @@ class Scheduler:
             line.add_output(num_tokens)
             self._budgets.charge_output(line.client, num_tokens, self._now)
 
+    def _is_shared(self) -> bool:
+        """Whether several clients have sequences, or had a moment ago and may soon again."""
+        if self._waiting.num_clients > 1:
+            self._shared_until = self._now + _SHARED_S
+        return self._now < self._shared_until
+
     def _prompt_budget(self, num_decodes: int) -> PromptBudget:
         """The budget of prompts in a step with so many decodes."""
         tokens, seconds = _prefill_budget(self.limits, num_decodes), inf
-        if num_decodes and self._waiting.num_clients > 1:
+        if self._is_shared():
             seconds = self.pace.seconds_for_prompts(num_decodes)
         return PromptBudget(self.pace, tokens, seconds)
 
