@@ -12,6 +12,7 @@ from tests.abuse.attacks import ATTACKS
 from tests.abuse.campaign import run_campaign
 
 _WIDTH = 210  # of the table, in columns
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 def main() -> int:
@@ -33,6 +34,8 @@ def main() -> int:
         for attack in ATTACKS.values():
             print(f"{attack.name:20} {attack.about}")
         return 0
+    if _AUTOGROUP.exists() and _AUTOGROUP.read_text().strip() == "1":
+        print(f"{_AUTOGROUP} is 1: a busy stack keeps other sessions waiting, honest clients too")
     chosen = [ATTACKS[name] for name in args.attack or ATTACKS]
     with tqdm(total=len(chosen), unit="attack") as progress:
 
