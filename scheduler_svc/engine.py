@@ -135,13 +135,13 @@ class Engine:
     def abort_connection(self, connection: int, limit: int | None = None) -> bool:
         """Ends all sequences that came from one frontend's stream, or up to `limit` of them.
         Returns whether there may be others."""
-        if self._constraints:
-            self._constraints.abort_connection(connection)
+        constraints = self._constraints
+        more = constraints is not None and constraints.abort_connection(connection, limit)
         keys = [key for key in self.scheduler.open_sequences() if key.connection == connection]
         for key in keys[:limit]:
             self.scheduler.abort(key)
         self.wake()
-        return limit is not None and len(keys) > limit
+        return more or (limit is not None and len(keys) > limit)
 
     async def rest(self) -> None:
         """Returns once there is nothing to do and no step is in flight."""

@@ -75,10 +75,16 @@ class Constraints:
         if task := self._beginning.get(key):
             task.cancel()
 
-    def abort_connection(self, connection: int) -> None:
-        for key, task in self._beginning.items():
-            if key.connection == connection:
-                task.cancel()
+    def abort_connection(self, connection: int, limit: int | None) -> bool:
+        """Drops up to `limit` of a connection's. Returns whether there may be others."""
+        tasks = [
+            task
+            for key, task in self._beginning.items()
+            if key.connection == connection and not task.cancelling()
+        ]
+        for task in tasks[:limit]:
+            task.cancel()
+        return limit is not None and len(tasks) > limit
 
     def advance(self, outputs: Seq[Output]) -> None:
         """Has the masks computed that follow a step's tokens. Each grammar's sequences go on as

@@ -314,6 +314,24 @@ async def test_requests_that_wait_for_grammars_count_as_waiting() -> None:
         rig.engine.abort_connection(0)
 
 
+async def test_a_lost_connection_drops_a_few_of_those_that_wait_per_turn() -> None:
+    grammars = FakeGrammars()
+    grammars.compiled.clear()
+    async with running(grammars) as rig:
+        for number in range(20):
+            rig.engine.submit(odd(number))
+        await asyncio.sleep(0)
+        waiting = rig.engine._constraints._beginning  # type: ignore[union-attr]
+        left = [len(waiting)]
+        more = True
+        while more:
+            more = rig.engine.abort_connection(0, 8)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            left.append(len(waiting))
+        assert left == [20, 12, 4, 0]
+
+
 @pytest.mark.parametrize("whole_connection", [False, True])
 async def test_one_that_is_aborted_while_it_waits_leaves_nothing(whole_connection: bool) -> None:
     for gate in ("compiled", "filled"):
