@@ -29,6 +29,9 @@ UNREAD_FACTOR = 4
 # Calls that begin in one iteration of the event loop: each takes it some tenths of a millisecond.
 _CALLS_AT_ONCE = 2
 
+# Of larger messages one is parsed per iteration: the largest, of packed numbers, take 25 ms.
+_LARGE_BYTES = 64 << 10
+
 # Streams that anybody may send; those between services are read as they come.
 _PUBLIC_STREAMS = "/grpc.reflection."
 
@@ -56,6 +59,7 @@ class MessageReader(aio.ServerInterceptor):
         self._max_message_bytes = max_message_bytes
         self._memory = memory
         self._turns = Turns(_CALLS_AT_ONCE)
+        self._parsing = Turns(1)
         self._handlers: dict[str, Any] = {}  # by method
 
     async def intercept_service(
@@ -117,6 +121,8 @@ class MessageReader(aio.ServerInterceptor):
             with _as_unreadable():
                 for _ in scan(data, descriptor):
                     await asyncio.sleep(0)
+        if len(data) > _LARGE_BYTES:
+            await self._parsing.take(caller.name)
         with _as_unreadable():
             return parse(data)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -28,10 +29,11 @@ from shared.pb.frontend_pb2_grpc import (
     InferenceServiceStub,
     add_InferenceServiceServicer_to_server,
 )
-from shared.reading import let_go
+from shared.reading import MessageReader, let_go
 from shared.server import Server
 from tests.http2 import connect
 from tests.shared.test_wire_scan import FLOODS
+from tests.turns import counting_turns
 
 SERVICE = "nanovllm.v1.InferenceService"
 
@@ -165,6 +167,24 @@ async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
         rig.service.leave.set()
         for call in calls:
             assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_large_messages_are_parsed_one_per_turn_of_the_loop() -> None:
+    size = 100_000
+    reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
+
+    async def read() -> bytes:
+        return bytes(size)
+
+    context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
+    with counting_turns() as turns:
+
+        def parse(data: bytes) -> None:
+            turns.done(len(data))
+
+        await asyncio.gather(*(reader._read(context, parse) for _ in range(16)))
+    assert turns.total == 16 * size
+    assert turns.max == size
 
 
 async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -> None:
