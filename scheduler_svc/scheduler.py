@@ -167,19 +167,17 @@ class Scheduler:
         self._now = now
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        full: list[Sequence] = []  # decodes that need a block
-        block_size = self.blocks.block_size
         for seq in self._running:
             if seq.num_unscheduled_tokens > 1:
                 prompts.append(seq)
             elif seq.num_unscheduled_tokens:  # else it ends when a step in flight is answered
                 decodes.append(seq)
-                if seq.num_scheduled_tokens == len(seq.block_table) * block_size:
-                    full.append(seq)
-
-        if decodes and self._is_shared():
+        is_shared = self._is_shared()
+        if decodes and is_shared:
             decodes = self.pace.fitting(decodes)
-            full = [seq for seq in full if seq in decodes] if full else full
+        size = self.blocks.block_size
+        # Those that need a block.
+        full = [seq for seq in decodes if seq.num_scheduled_tokens == len(seq.block_table) * size]
 
         crowded = len(full) > self.blocks.num_free_blocks
         if crowded and self._last_answered < self._last_step:
@@ -194,7 +192,8 @@ class Scheduler:
 
         number = self._last_step + 1
         rows = [_schedule_row(seq, 1, number, i) for i, seq in enumerate(decodes)]
-        budget = self._prompt_budget(len(rows))
+        seconds = self.pace.seconds_for_prompts(len(rows)) if is_shared else inf
+        budget = PromptBudget(self.pace, _prefill_budget(self.limits, len(rows)), seconds)
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
             if num_tokens:
                 rows.append(_schedule_row(seq, num_tokens, number, len(rows)))
@@ -343,13 +342,6 @@ class Scheduler:
         if self._waiting.num_clients > 1:
             self._shared_until = self._now + _SHARED_S
         return self._now < self._shared_until
-
-    def _prompt_budget(self, num_decodes: int) -> PromptBudget:
-        """The budget of prompts in a step with so many decodes."""
-        tokens, seconds = _prefill_budget(self.limits, num_decodes), inf
-        if self._is_shared():
-            seconds = self.pace.seconds_for_prompts(num_decodes)
-        return PromptBudget(self.pace, tokens, seconds)
 
     def _schedule_prompts(
         self, budget: PromptBudget, prompts: list[Sequence], now: float, *, may_admit: bool

@@ -24,8 +24,8 @@ BUGS = [
     Bug(
         "a decode takes its block one token late",
         "scheduler.py",
-        "if seq.num_scheduled_tokens == len(seq.block_table) * block_size:",
-        "if seq.num_scheduled_tokens == len(seq.block_table) * block_size + 1:",
+        "if seq.num_scheduled_tokens == len(seq.block_table) * size]",
+        "if seq.num_scheduled_tokens == len(seq.block_table) * size + 1]",
     ),
     Bug(
         "blocks are freed while a step is in flight",
