@@ -21,8 +21,6 @@ from shared.tls import ClientTls, channel_credentials
 Options = Sequence[tuple[str, str | int]]
 
 KEEPALIVE_S = 10.0
-# A peer that pings more often than this is told to go (ENHANCE_YOUR_CALM).
-_MIN_PING_INTERVAL_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 
 
@@ -38,16 +36,6 @@ def keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
         ("grpc.keepalive_permit_without_calls", 0),
         # By default gRPC sends two pings on a silent stream and then hardly any.
         ("grpc.http2.max_pings_without_data", 0),
-    )
-
-
-def server_keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Options for a server, which allow pings at twice the rate of a client with the same interval
-    or the default one."""
-    allowed_s = min(_MIN_PING_INTERVAL_S, keepalive_s / 2)
-    return (
-        *keepalive_options(keepalive_s),
-        ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * allowed_s)),
     )
 
 

@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.channels import Options, server_keepalive_options
+from shared.channels import Options, keepalive_options
 from shared.config import ServiceSettings
 from shared.health import HealthServicer
 from shared.interceptors import StatusInterceptor
@@ -178,7 +178,11 @@ def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Opt
         # the room that it needs anyway.
         ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.http2.bdp_probe", 0),
-        *server_keepalive_options(settings.keepalive_s),
+        *keepalive_options(settings.keepalive_s),
+        # Any number of pings is answered. By default gRPC closes a connection on which there are
+        # too many, after what is being written to it, and each further one costs it more than the
+        # last: floods kept all its threads from other connections for up to a second (1.85).
+        ("grpc.http2.max_ping_strikes", 0),
     ]
 
 

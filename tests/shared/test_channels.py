@@ -1,4 +1,5 @@
-"""Keepalive: a silent stream lives on, and either end notices if its peer vanishes."""
+"""Keepalive: a silent stream lives on, either end notices if its peer vanishes, and pings are no
+flood."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from shared.channels import Dialer
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.echo_server import echo_server
+from tests.http2_frames import PING, frame, raw_connection
 
 KEEPALIVE_S = 2.0  # a ping answered late, on a busy machine, must not look unanswered
 TIMEOUT_S = 60
@@ -85,14 +87,24 @@ async def test_a_silent_stream_outlives_many_pings() -> None:
     ):
         stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
         assert (await stream.read()).text == "open"
-        # The client has nothing to say, so these are pings: more of them than a server would take
-        # by default.
+        # The client has nothing to say, so these are pings.
         async with asyncio.timeout(TIMEOUT_S):
             for _ in range(8):
                 await network.sent.acquire()
         assert not echo.abandoned.is_set()
         echo.finish.set()
         assert (await stream.read()).text == "done"
+
+
+async def test_any_number_of_pings_is_answered() -> None:
+    async with echo_server() as (address, _), raw_connection(address) as connection:
+        for _ in range(100):
+            await connection.send(*[frame(PING, bytes(8))] * 500)
+        async with asyncio.timeout(TIMEOUT_S):
+            while connection.received["PING"] < 50_000 and not connection.closed:
+                await asyncio.sleep(0)
+        assert connection.received["PING"] == 50_000
+        assert connection.received["GOAWAY"] == 0
 
 
 async def test_both_ends_notice_that_the_other_is_gone() -> None:
