@@ -24,6 +24,8 @@ from scheduler_svc.suspects import Suspects
 
 log = structlog.get_logger(__name__)
 
+_SHARE_FOR_MASKS = 0.5  # of a step's time; the rest is for planning and sending the next one
+
 
 class WorkersLostError(Exception):
     """A worker is gone and has taken the cache with it."""
@@ -171,7 +173,10 @@ class Engine:
             self.emit(expired)
         if self._suspects or self._trying:
             await self._try_suspects()
+        wait_s = 0.0
         while len(self._in_flight) < self._max_in_flight:
+            if wait_s := self._masks_wait_s():
+                break
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
@@ -181,7 +186,7 @@ class Engine:
             self._at_rest.set()
             await self._wake.wait()
             self._at_rest.clear()
-        elif await self._answered():
+        elif await self._answered(wait_s):
             assert self._answer is not None
             answer, self._answer = self._answer.result(), None
             step, sent = self._in_flight.popleft()
@@ -198,9 +203,9 @@ class Engine:
             self.scheduler.pace.measured(step, step_time_s)
             self._last_answer = now
 
-    async def _answered(self) -> bool:
-        """Waits for the answer to the oldest step. Returns False if something new turns up first
-        and another step may be sent."""
+    async def _answered(self, wait_s: float) -> bool:
+        """Waits for the answer to the oldest step. Returns False if another step may be sent and
+        something new turns up first, or `wait_s` seconds pass; 0: any number."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._executor.receive())
         if len(self._in_flight) == self._max_in_flight:
@@ -208,9 +213,20 @@ class Engine:
             return True
         answer: asyncio.Future[Any] = self._answer
         news = asyncio.ensure_future(self._wake.wait())
-        await asyncio.wait([answer, news], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [answer, news], timeout=wait_s or None, return_when=asyncio.FIRST_COMPLETED
+        )
         news.cancel()
         return answer.done()
+
+    def _masks_wait_s(self) -> float:
+        """The seconds for which the next step waits for masks, so that their sequences are in it:
+        the workers are busy with the one before for longer."""
+        if not self._in_flight or not self._constraints or not self._constraints.are_due:
+            return 0.0
+        step, _ = self._in_flight[-1]
+        wait_s = _SHARE_FOR_MASKS * self.scheduler.pace.seconds(step)
+        return max(0.0, self._last_answer + wait_s - self.clock())
 
     async def _recover(self, reason: str) -> None:
         in_flight = {

@@ -1,11 +1,11 @@
 """Keeps one client's streams at their pace, whatever another has computed.
 
 A prompt's token takes the longer the more come before it, and a step the longer the more decode in
-it; how long depends on the model and the machine. So steps are timed. While several clients have
-requests, prompts get half as long of a step as the decodes take, or a little. And where so many
-decode that a step takes long, and longer than twice what the client with the fewest would need
-alone, the others' decodes take turns. A single client's are limited in number only, which computes
-more.
+it; how long depends on the model and the machine. So steps are timed; shorter times count for more,
+since the machine may do other things meanwhile. While several clients have requests, prompts get
+half as long of a step as the decodes take, or a little. And where so many decode that a step takes
+long, and longer than twice what the client with the fewest would need alone, the others' decodes
+take turns. A single client's are limited in number only, which computes more.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Step
 
 _SHARE = 0.5  # of the time that decodes take, for prompts
-_MIN_S = 0.01  # for prompts at least
+_MIN_S = 0.005  # for prompts at least
 _LONG_S = 0.05  # for decodes, or for prompts alone
 _MAX_COST = 1.25  # in time per token, of turns
 _FORGETTING = 0.9999  # of a time that keeps decodes out, per step, so that it is measured again
 _MIN_TOKENS = 16  # of the first prompt in a step, so that it gets on
-_WEIGHT = 0.25  # of a new measurement
+_MEASURE_EVERY = 16  # steps: one of decodes alone, to know what they take
+_FALL = 0.25  # weight of a new measurement if it is shorter than what was known
+_RISE = 0.1  # its weight if it is longer: that may be what else the machine does
 _MAX_FACTOR = 4.0  # between what was known and one measurement: machines pause
 _LEAST_S = 1e-7  # of a token or a step
 
@@ -34,19 +36,18 @@ class Pace:
         self._steps: dict[int, float] = {}  # seconds of steps of decodes only, by their number
         self._tokens: dict[int, float] = {}  # seconds of a prompt's token, by its context
         self._turn = 0
+        self._since_measure = 0  # steps
 
     def measured(self, step: Step, seconds: float) -> None:
         """Takes in the time from the previous step's answer to this one's."""
-        decodes, tokens = step.num_decodes.bit_length(), Counter[int]()
-        for row in step.rows[step.num_decodes :]:
-            tokens[(row.start + row.num_tokens).bit_length()] += row.num_tokens
-        each = {size: _nearest(self._tokens, size) or 0.0 for size in tokens}
-        prompts_s = sum(each[size] * count for size, count in tokens.items())
-        if not tokens or (prompts_s and decodes and decodes not in self._steps):
-            _learn(self._steps, decodes, seconds - prompts_s)
+        decodes, tokens = step.num_decodes.bit_length(), _prompt_tokens(step)
+        if not tokens:
+            _learn(self._steps, decodes, seconds)
             return
         if decodes:
             seconds -= _nearest(self._steps, decodes) or 0.0
+        each = {size: _nearest(self._tokens, size) or 0.0 for size in tokens}
+        prompts_s = sum(each[size] * count for size, count in tokens.items())
         for size in tokens:
             value = each[size] * seconds / prompts_s if prompts_s else seconds / tokens.total()
             _learn(self._tokens, size, value)
@@ -88,12 +89,25 @@ class Pace:
                 return room
         return num_decodes
 
+    def seconds(self, step: Step) -> float:
+        """The seconds that a step takes, as far as they are known."""
+        decodes = step.num_decodes.bit_length()
+        seconds = (decodes and _nearest(self._steps, decodes)) or 0.0
+        for size, count in _prompt_tokens(step).items():
+            seconds += count * (_nearest(self._tokens, size) or 0.0)
+        return seconds
+
     def seconds_for_prompts(self, num_decodes: int) -> float:
-        """The seconds that prompts may take of a step with so many decodes."""
+        """The seconds that prompts may take of the next step, which has so many decodes; 0 where
+        these are to be measured alone."""
         if not num_decodes:
             return _LONG_S
-        seconds = _nearest(self._steps, num_decodes.bit_length())
-        return inf if seconds is None else max(_SHARE * seconds, _MIN_S)
+        seconds = self._steps.get(num_decodes.bit_length())
+        self._since_measure += 1
+        if seconds is None or self._since_measure > _MEASURE_EVERY:
+            self._since_measure = 0
+            return 0.0
+        return max(_SHARE * seconds, _MIN_S)
 
     def seconds_per_token(self, context: int) -> float:
         """The seconds that a prompt's token takes with `context` tokens before it."""
@@ -133,6 +147,8 @@ class PromptBudget:
         return room
 
     def _room(self, seq: Sequence) -> int:
+        if not self._seconds:
+            return 0
         room = min(self._tokens, seq.num_unscheduled_tokens)
         cost = self._cost(seq, room)
         if room * cost > self._seconds:
@@ -153,10 +169,19 @@ class PromptBudget:
             self._whole._spend(tokens, seconds)
 
 
+def _prompt_tokens(step: Step) -> Counter[int]:
+    """The tokens of prompts in a step, by the size of their context."""
+    tokens = Counter[int]()
+    for row in step.rows[step.num_decodes :]:
+        tokens[(row.start + row.num_tokens).bit_length()] += row.num_tokens
+    return tokens
+
+
 def _learn(times: dict[int, float], size: int, seconds: float) -> None:
     known = _nearest(times, size) or max(seconds, _LEAST_S)
     bounded = min(max(seconds, known / _MAX_FACTOR), known * _MAX_FACTOR)
-    times[size] = known + _WEIGHT * (bounded - known) if size in times else bounded
+    weight = _RISE if bounded > known else _FALL
+    times[size] = known + weight * (bounded - known) if size in times else bounded
 
 
 def _nearest(times: dict[int, float], size: int) -> float | None:

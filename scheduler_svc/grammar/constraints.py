@@ -99,6 +99,11 @@ class Constraints:
             self._masking.add(task)
             task.add_done_callback(self._masking.discard)
 
+    @property
+    def are_due(self) -> bool:
+        """Whether masks of running sequences are being computed."""
+        return bool(self._masking)
+
     def close(self) -> None:
         for task in (*self._beginning.values(), *self._masking):
             task.cancel()

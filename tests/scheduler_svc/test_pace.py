@@ -81,6 +81,20 @@ def test_another_clients_prompts_take_no_more_of_a_step_than_streams_do(machine:
     assert sorted(times)[len(times) * 95 // 100] < 2.5 * machine.step_s
 
 
+def test_what_decodes_take_is_known_while_prompts_never_end(machine: Machine) -> None:
+    machine.token_s = 3e-5
+    machine.step_s *= 4
+    for _ in range(50):
+        machine.step()
+    machine.step_s /= 4
+    times: list[float] = []
+    while len(times) < 500:
+        long = machine.add(PROMPTS, _LONG, 1)
+        while len(long.tokens) == _LONG:
+            times.append(machine.step())
+    assert sorted(times[400:500])[95] < 3 * machine.step_s
+
+
 def test_ones_own_prompts_are_limited_in_tokens_only(machine: Machine) -> None:
     long = machine.add(STREAMS, _LONG, 1)
     steps = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -20,6 +20,7 @@ from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar import constraints
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
 from scheduler_svc.grammar.grammars import Grammars
+from scheduler_svc.pace import Pace
 from scheduler_svc.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence
@@ -67,6 +68,7 @@ class FakeGrammars:
         self.filled = asyncio.Event()
         self.filled.set()
         self.filling = asyncio.Event()
+        self.on_filling: Callable[[], None] = lambda: None
         self.error: Exception | None = None
 
     async def compile(
@@ -81,6 +83,7 @@ class FakeGrammars:
 
     async def masks(self, matchers: Seq[OddTokens]) -> list[bytes | GrammarError | None]:
         self.filling.set()
+        self.on_filling()
         await self.filled.wait()
         return [matcher.outcome() for matcher in matchers]
 
@@ -89,13 +92,15 @@ class FakeGrammars:
 
 
 class Worker:
-    """Answers at once, but loses the workers at the steps numbered in `losses`."""
+    """Answers at once, if it may, but loses the workers at the steps numbered in `losses`."""
 
     def __init__(self, num_blocks: int, losses: Iterable[int]) -> None:
         self._num_blocks = num_blocks
         self._losses = set(losses)
         self._epoch = self._sent = 0
         self.masked_rows: list[int] = []  # of each step
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self._reset()
 
     def _reset(self) -> None:
@@ -115,7 +120,9 @@ class Worker:
         self._answers.put_nowait(read_answer(request, self._sanitizer.run(request)))
 
     async def receive(self) -> Answer:
-        return await self._answers.get()
+        answer = await self._answers.get()
+        await self.may_answer.wait()
+        return answer
 
     async def watch(self) -> str:
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -268,6 +275,33 @@ async def test_others_go_on_while_a_mask_is_computed() -> None:
         assert len(rig.tokens(1)) < 3
         grammars.filled.set()
         await rig.ended(1)
+
+
+async def test_the_next_step_waits_for_masks_while_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pace, "seconds", lambda *_: 1000.0)
+    grammars = FakeGrammars()
+    async with running(grammars) as rig:
+        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(20)))
+        rig.engine.submit(odd(1, 3))
+        while not rig.tokens(1):
+            rig.news.clear()
+            await asyncio.wait_for(rig.news.wait(), 10)
+        grammars.filling.clear()
+        grammars.filled.clear()
+        grammars.on_filling = rig.worker.may_answer.clear
+        await asyncio.wait_for(grammars.filling.wait(), 10)
+        sent = len(rig.worker.masked_rows)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(rig.worker.masked_rows) == sent
+        grammars.filled.set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert rig.worker.masked_rows[sent:] == [1]
+        rig.worker.may_answer.set()
+        await rig.ended(1, 7)
 
 
 async def test_others_go_on_while_a_grammar_is_compiled() -> None:
