@@ -162,17 +162,17 @@ class Constraints:
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
         """The next token's mask per sequence; None if it has ended."""
         matchers = [self._matchers[seq] for seq in seqs]
-        mask_bytes = 4 * -(-self._engine.scheduler.limits.vocab_size // 32)
+        nothing = bytes(4 * -(-self._engine.scheduler.limits.vocab_size // 32))
         masks: list[bytes | None] = []
         for seq, outcome in zip(seqs, await self._grammars.masks(matchers), strict=True):
-            if isinstance(outcome, bytes) and len(outcome) == mask_bytes:
+            if isinstance(outcome, bytes) and len(outcome) == len(nothing) and outcome != nothing:
                 masks.append(without_early_end(seq, outcome))
                 continue
             masks.append(None)
             if isinstance(outcome, GrammarError):
                 self._end(seq, FinishCause.INVALID, str(outcome))
             elif isinstance(outcome, bytes):  # workers would fail at it, and with it everybody's
-                log.error("a mask of another size", bytes=len(outcome), expected=mask_bytes)
+                log.error("a mask of another size, or of nothing", bytes=len(outcome))
                 self._end(seq, FinishCause.INTERNAL, "internal error")
             else:  # of a model without end tokens, or resubmitted with all its tokens
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")

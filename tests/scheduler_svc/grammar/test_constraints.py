@@ -466,15 +466,16 @@ async def test_a_client_whose_grammars_wait_leaves_room_for_anothers() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_a_mask_of_another_size_ends_its_sequence_alone(
-    after: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spoil", [lambda mask: mask[:-4], lambda mask: bytes(len(mask))])
+async def test_a_mask_of_another_size_or_of_nothing_ends_its_sequence_alone(
+    spoil: Callable[[bytes], bytes], after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = OddTokens.outcome
 
     def outcome(self: OddTokens) -> bytes | GrammarError | None:
         mask = real(self)
         is_bad = isinstance(mask, bytes) and len(self._tokens) - self._start == after
-        return mask[:-4] if isinstance(mask, bytes) and is_bad else mask
+        return spoil(mask) if isinstance(mask, bytes) and is_bad else mask
 
     monkeypatch.setattr(OddTokens, "outcome", outcome)
     async with running(FakeGrammars()) as rig:
