@@ -11,7 +11,7 @@ else needs it; else the caller with the most places loses its oldest.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
 from shared.callers import Caller
@@ -27,6 +27,10 @@ _MAX_WAIT_S = 30.0  # for a place
 _MAX_LINE = 4096  # messages of one caller that wait for a place
 _PATIENCE_S = 1.0  # with slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
+
+
+# What waits for a place, the first one first.
+_Line = OrderedDict["asyncio.Future[None]", Caller]
 
 
 class Hold:
@@ -53,8 +57,7 @@ class MessageMemory:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         self._places: Counter[str] = Counter()  # of messages to be read
-        # By caller, the one whose turn it is first.
-        self._waiting: dict[str, deque[tuple[Caller, asyncio.Future[None]]]] = {}
+        self._waiting: dict[str, _Line] = {}  # by caller, the one whose turn it is first
         self._reading: dict[asyncio.Timeout, str] = {}  # oldest first, with the caller's name
         self._eviction: asyncio.TimerHandle | None = None
 
@@ -123,8 +126,7 @@ class MessageMemory:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if len(self._waiting.get(caller.name, ())) >= _MAX_LINE:
             raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
-        line = self._waiting.setdefault(caller.name, deque())
-        line.append((caller, granted))
+        self._waiting.setdefault(caller.name, OrderedDict())[granted] = caller
         self._grant()
         self._watch()
         try:
@@ -133,8 +135,8 @@ class MessageMemory:
         except BaseException as error:
             if granted.done() and not granted.cancelled():
                 self._leave_place(caller)
-            elif (caller, granted) in (line := self._waiting.get(caller.name, deque())):
-                line.remove((caller, granted))
+            elif line := self._waiting.get(caller.name):
+                line.pop(granted, None)
                 if not line:
                     del self._waiting[caller.name]
             if isinstance(error, TimeoutError):
@@ -147,10 +149,10 @@ class MessageMemory:
 
     def _grant(self) -> None:
         """Gives places to those who wait, as long as there are any."""
-        while ready := [name for name, line in self._waiting.items() if self._fits(line[0][0])]:
+        while ready := [name for name, line in self._waiting.items() if self._fits(_first(line))]:
             name = min(ready, key=self._used_by.__getitem__)
             line = self._waiting.pop(name)
-            caller, future = line.popleft()
+            future, caller = line.popitem(last=False)
             if line:
                 self._waiting[name] = line  # behind the others
             if not future.done():
@@ -170,3 +172,7 @@ class MessageMemory:
             oldest = next(limit for limit, name in self._reading.items() if name == holder)
             oldest.reschedule(asyncio.get_running_loop().time())
         self._watch()
+
+
+def _first(line: _Line) -> Caller:
+    return next(iter(line.values()))

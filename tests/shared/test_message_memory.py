@@ -17,6 +17,16 @@ PLACE, TOTAL = 100, 400
 ALICE, BOB = Caller("alice", 200), Caller("bob", 200)
 
 
+class CountingCaller(Caller):
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountingCaller.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = Caller.__hash__
+
+
 class Sender:
     """Sends one message, when told to."""
 
@@ -153,6 +163,22 @@ async def test_who_finds_no_place_in_time_is_told(monkeypatch: pytest.MonkeyPatc
         hold.release()
     assert memory.used == 0
     await Sender(memory, ALICE).send(1)
+
+
+async def test_whoever_leaves_the_line_is_not_searched_for() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    memory = MessageMemory(PLACE, TOTAL)
+    senders = [Sender(memory, CountingCaller("alice", 200)) for _ in range(3_000)]
+    await turns()
+    random.Random(seed).shuffle(senders)
+    CountingCaller.comparisons = 0
+    for each in senders:
+        each.task.cancel()
+    await turns()
+    assert memory.used == 0
+    assert not memory._waiting
+    assert CountingCaller.comparisons < 10 * len(senders)
 
 
 async def test_nothing_is_lost_however_calls_end() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared import process
 from shared.keeper_state import read_keeper_state
 from tests.stack import wait_for
 
@@ -279,3 +282,43 @@ def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:
     code += f"process.raise_descriptor_limit(); assert {ask} == (hard, hard) and hard > 64"
     limited = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "-", sys.executable, "-c", code]
     subprocess.run(limited, check=True, timeout=60)
+
+
+async def test_old_objects_are_left_alone_while_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "_COLLECTIONS_EVERY_S", 0)
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    async def generations_collected() -> set[int]:
+        generations.clear()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return {*generations}
+
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.callbacks.append(note)
+    collecting = asyncio.create_task(process.collect_old_garbage())
+    try:
+        assert 2 in await generations_collected()
+        generations.clear()
+        many = [[i] for i in range(200_000)]
+        assert {*generations} == {0, 1}
+        assert 2 not in await generations_collected()
+        monkeypatch.setattr(process, "_MOST", 1000)
+        collecting.cancel()
+        collecting = asyncio.create_task(process.collect_old_garbage())
+        assert 2 in await generations_collected()
+        assert 2 not in await generations_collected()  # it is no garbage
+        many.clear()
+        assert 2 in await generations_collected()
+    finally:
+        collecting.cancel()
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
