@@ -43,7 +43,11 @@ class Waiter:
         permit = self._permit = asyncio.get_running_loop().create_future()
         if ready:
             self.wake()
-        await permit
+        try:
+            await permit
+        except asyncio.CancelledError:
+            await self._turns.take(self._caller)  # a lost connection ends all its calls at once
+            raise
 
     def wake(self) -> None:
         """Tells the call that there is news."""

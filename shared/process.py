@@ -23,7 +23,7 @@ from shared.logging import configure_logging
 from shared.parent import end_with_parent
 
 _COLLECTIONS_EVERY_S = 10.0  # of old objects
-_FEW = 50_000  # objects, which take 20 to 30 ms
+_FEW = 20_000  # objects, which take 10 to 15 ms
 _MOST = 2_000_000  # more than those of all calls that a service takes: some must be garbage
 
 Settings = TypeVar("Settings", bound=ServiceSettings)

@@ -9,6 +9,7 @@ from frontend.token_stream import FinishReason, TokenStream, Waiter
 from shared.errors import InternalError
 from shared.turns import Turns
 from tests.frontend.conftest import read
+from tests.turns import counting_turns
 
 SAMPLING = Sampling(
     temperature=0.0, seed=0, max_tokens=100, eos_token_ids=(), stop_token_ids=(), stop=()
@@ -85,6 +86,24 @@ async def test_a_reader_that_is_cancelled_takes_no_permit() -> None:
     assert await readers[1] == [5]
     with pytest.raises(asyncio.CancelledError):
         await readers[0]
+
+
+async def test_calls_that_are_cancelled_at_once_end_one_after_another() -> None:
+    with counting_turns() as turns:
+
+        async def call(stream: TokenStream) -> None:
+            try:
+                await read(stream, 0)
+            finally:
+                turns.done(1)
+
+        calls = [asyncio.create_task(call(stream)) for stream in token_streams(*"aaabb")]
+        await asyncio.sleep(0)
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert all(each.cancelled() for each in calls)
+    assert (turns.total, turns.max) == (5, 1)
 
 
 async def test_the_end_and_an_error_are_read_without_tokens() -> None:
