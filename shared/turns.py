@@ -16,6 +16,7 @@ class Turns:
         self._per_iteration = per_iteration
         # By caller, the one whose turn it is first; none is empty.
         self._waiting: OrderedDict[str, _Permits] = OrderedDict()
+        self._rests_until = 0.0  # loop time
 
     def request(self, caller: str, permit: asyncio.Future[None]) -> None:
         """Resolves `permit` as soon as it is its turn among the caller's, and the caller's."""
@@ -29,7 +30,15 @@ class Turns:
         self.request(caller, permit)
         await permit
 
+    def rest(self, seconds: float) -> None:
+        """Permits nothing for so long from now on: work that took much has been done."""
+        self._rests_until = asyncio.get_running_loop().time() + seconds
+
     def _grant(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._rests_until:
+            loop.call_at(self._rests_until, self._grant)
+            return
         granted = 0
         while self._waiting and granted < self._per_iteration:
             caller, permits = next(iter(self._waiting.items()))
@@ -42,4 +51,4 @@ class Turns:
                 permit.set_result(None)
                 granted += 1
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._grant)
+            loop.call_soon(self._grant)

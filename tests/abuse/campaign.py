@@ -150,5 +150,5 @@ def _settle(rig: Rig) -> bool:
 
 
 def _cores(before: Counter[str], after: Counter[str], seconds: float) -> Counter[str]:
-    """The cores used by each program; those of processes that died meanwhile are lost."""
+    """The cores used by each program."""
     return Counter({name: (after[name] - before[name]) / seconds for name in after})

@@ -18,12 +18,13 @@ _MB = 1e6
 
 
 def cpu_s(directory: Path) -> Counter[str]:
-    """The CPU seconds that living processes have used, by what they run."""
+    """The CPU seconds that processes have used, by what they run, with those of their children
+    that have ended, which they have waited for: grammars' processes above all."""
     used: Counter[str] = Counter()
     for process in stack_members(directory):
         with suppress(psutil.Error):
             times = process.cpu_times()
-            used[_program(process)] += times.user + times.system
+            used[_program(process)] += sum(times[:4])  # user, system, and its children's
     return used
 
 

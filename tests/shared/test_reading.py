@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from frontend.settings import FrontendSettings
+from shared import reading
 from shared.callers import CALLER, Caller
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
@@ -185,6 +186,28 @@ async def test_large_messages_are_parsed_one_per_turn_of_the_loop() -> None:
         await asyncio.gather(*(reader._read(context, parse) for _ in range(16)))
     assert turns.total == 16 * size
     assert turns.max == size
+
+
+async def test_after_a_large_message_others_have_as_much_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
+    clock = Mock(monotonic=Mock(side_effect=[0.0, 1000.0]))
+    parsed: list[int] = []
+
+    async def read(size: int) -> None:
+        context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=AsyncMock(return_value=bytes(size)))
+        await reader._read(context, lambda data: parsed.append(len(data)))
+
+    monkeypatch.setattr(reading, "time", clock)  # parsing takes 1000 s
+    calls = [asyncio.create_task(read(size)) for size in (100_000, 100_000, 100)]
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    await calls[2]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sorted(parsed) == [100, 100_000]
+    for each in calls:
+        each.cancel()
 
 
 async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -> None:
