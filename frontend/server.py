@@ -40,8 +40,6 @@ from shared.server import Server
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
-# Calls that a connection may have beyond its client's limit: those to be refused, and health.
-_SPARE_CALLS = 64
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -217,7 +215,6 @@ def public_server(settings: FrontendSettings, ready: Callable[[], object] | None
         settings,
         SERVICE_NAME,
         interceptors=[ClientInterceptor(tokens, max_requests, Audit(Usage()), paths)],
-        max_calls=max_requests + _SPARE_CALLS,
         reuse_port=True,
         ready=ready,
     )

@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 
 # More is refused with RESOURCE_EXHAUSTED; by default gRPC would begin to refuse at half of it.
 _MAX_METADATA_BYTES = 16 << 10
-_INTERNAL_CALLS = 1024
+_CALLS_PER_CONNECTION = 1024
+_CALLS_PER_READ = 4
 # Calls and connections of a process; more are refused with RESOURCE_EXHAUSTED, or closed.
 MAX_CALLS = 16_384
 MAX_CONNECTIONS = 4096
@@ -67,7 +68,7 @@ class Server:
         *,
         interceptors: Sequence[aio.ServerInterceptor] = (),
         callers: Callers | None = None,
-        max_calls: int = _INTERNAL_CALLS,
+        max_calls: int = _CALLS_PER_CONNECTION,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
     ) -> None:
@@ -168,6 +169,8 @@ def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Opt
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", max_calls),
+        # Then other connections are looked after: calls may be reset as soon as they are made.
+        ("grpc.http2.max_requests_per_read", _CALLS_PER_READ),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         # By default gRPC cancels some of the calls beyond 1,000 that the loop has yet to see.
         ("grpc.server.max_pending_requests", MAX_CALLS),

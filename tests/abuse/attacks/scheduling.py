@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AsyncExitStack
 from typing import Any
 
 from shared.pb import frontend_pb2 as pb
 from tests.abuse.attack import SERVICE, Target, attack
 
+_CALLS_PER_CONNECTION = 1024  # the most that a server takes
 _FIRST = -(1 << 31)  # the priority that is admitted before all others
 
 
@@ -19,10 +21,12 @@ def _request(prompt: list[int], priority: int = 0, **sampling: Any) -> pb.Genera
 
 async def _flood(target: Target, requests: list[pb.GenerateRequest], at_once: int) -> None:
     rng = random.Random(1)
-    async with target.channel() as channel:
+    async with AsyncExitStack() as open_channels:
+        count = -(-at_once // _CALLS_PER_CONNECTION)
+        channels = [await open_channels.enter_async_context(target.channel()) for _ in range(count)]
 
         async def send() -> None:
-            await target.generate(channel, rng.choice(requests))
+            await target.generate(rng.choice(channels), rng.choice(requests))
 
         await target.begin()
         await target.flood(send, at_once)
