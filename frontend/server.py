@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 import uuid
 from array import array
@@ -235,8 +234,6 @@ async def serve(server: Server, settings: FrontendSettings) -> None:
     )
     servicer = InferenceServicer(facts, tokenizer, scheduler)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    # What is loaded by now stays: the garbage collector need not walk over it again and again.
-    gc.freeze()
     await server.start(f"{settings.host}:{settings.port}")
     async with asyncio.TaskGroup() as tasks:
         connection = tasks.create_task(scheduler.run())

@@ -76,6 +76,7 @@ async def _serve_and_beat(
     heartbeat: Heartbeat,
 ) -> None:
     def ready() -> None:
+        gc.freeze()  # what is loaded by now stays, too
         heartbeat.ready()
         heartbeat.beat()
 
