@@ -300,7 +300,8 @@ async def test_old_objects_are_left_alone_while_there_are_many(
             await asyncio.sleep(0)
         return {*generations}
 
-    thresholds = gc.get_threshold()
+    enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.enable()  # importing a service's `__main__`, as other tests do, disables it
     gc.freeze()
     gc.callbacks.append(note)
     collecting = asyncio.create_task(process.collect_old_garbage())
@@ -322,3 +323,5 @@ async def test_old_objects_are_left_alone_while_there_are_many(
         gc.callbacks.remove(note)
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+        if not enabled:
+            gc.disable()
