@@ -40,6 +40,7 @@ class Engine:
         self.clients: list[SchedulerClient] = []
         self._keeper = keeper
         self._deaths = deaths
+        self._ready: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -49,11 +50,25 @@ class Engine:
 
     async def connect(self, address: str) -> None:
         """Starts another client, and waits until it is ready."""
-        readiness: asyncio.Queue[bool] = asyncio.Queue()
-        client = SchedulerClient(address, readiness.put)
+        ready = asyncio.Event()
+
+        async def note(is_ready: bool) -> None:
+            if is_ready:
+                ready.set()
+            else:
+                ready.clear()
+
+        client = SchedulerClient(address, note)
         self.clients.append(client)
+        self._ready.append(ready)
         self._tasks.append(asyncio.create_task(client.run()))
-        assert await asyncio.wait_for(readiness.get(), WAIT_S)
+        await self.all_connected()
+
+    async def all_connected(self) -> None:
+        """Waits until all clients are ready: some may not know of the last scheduler yet."""
+        async with asyncio.timeout(WAIT_S):
+            for ready in self._ready:
+                await ready.wait()
 
     async def kill_at_a_step(self) -> None:
         """Kills the scheduler once it has sent a step."""
@@ -117,6 +132,7 @@ async def assert_found(engine: Engine, deadly: Sequence[int], num_innocents: int
     for place, kind in enumerate(deadly, start=1):
         prompts.insert(place * len(prompts) // (len(deadly) + 1), [kind, place])
     streams = []
+    await engine.all_connected()
     for number, prompt in enumerate(prompts):
         client = engine.clients[number % len(engine.clients)]
         streams.append((submit(client, prompt), client))
