@@ -56,6 +56,13 @@ class ModelConfig:
     # `quantization_config` as it is in the file, for `worker_svc.quantization`.
     quantization: Mapping[str, Any] | None = None
 
+    @property
+    def num_weights(self) -> int:
+        """The weights that each token is multiplied by."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
 
 class _ConfigFile(BaseModel, strict=True):
     """The fields of config.json that matter here, with transformers' defaults for Qwen3."""

@@ -34,6 +34,8 @@ from worker_svc.step_result import PendingStep
 from worker_svc.warm_up import plain_decodes, warm_up_steps
 from worker_svc.weights import WeightReader, model_fingerprint
 
+_READING = 8  # multiply-adds that a CPU does in the time in which it reads a weight
+
 
 @dataclass(frozen=True)
 class RunnerInfo:
@@ -76,6 +78,7 @@ class ModelRunner:
         shape = attention_shape(config, settings.tp, platform.device)
         shape = dataclasses.replace(shape, kv_dtype=settings.kv_dtype)
 
+        self.config = config
         self._settings = settings
         self._platform = platform
         self._max_model_len = max_model_len
@@ -170,7 +173,7 @@ class ModelRunner:
         """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, returns
         before the step, or even the one before it, is done."""
         with torch.inference_mode():
-            stopwatch = self._platform.start()
+            stopwatch = self._platform.start(self._work(step))
             if len(step.copies):
                 sources, destinations = self._upload(list(np.ascontiguousarray(step.copies.T)))
                 copy_blocks(self._caches, self._tokens, sources, destinations)
@@ -207,6 +210,14 @@ class ModelRunner:
     def compiling(self) -> bool:
         """Whether a step may be waiting for a compiler right now."""
         return self._platform.compiling
+
+    def _work(self, step: Step) -> int:
+        """This rank's multiply-adds in a step, and what reading the weights takes, in the same."""
+        config = self.config
+        attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
+        attention = 2 * attended * config.num_layers * config.num_heads * config.head_dim
+        products = (len(step.input_ids) + _READING) * config.num_weights
+        return (products + attention) // self._tp.size
 
     def _allocate(self, num_blocks: int) -> None:
         size = self._backend.block_size

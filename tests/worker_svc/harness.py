@@ -57,7 +57,8 @@ def save_model(
 
 
 def worker_settings(model: Path, **overrides: Any) -> WorkerSettings:
-    return WorkerSettings(model=str(model), device=DEVICE.type, threads=1, **overrides)
+    settings = {"device": DEVICE.type, "threads": 1, **overrides}
+    return WorkerSettings(model=str(model), **settings)
 
 
 def i4(values: Sequence[int]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu_features import has
 from worker_svc.model_runner import ModelRunner
+from worker_svc.platforms import cpu
 
 NUM_BLOCKS = 256
 SHAPES: dict[str, dict[str, Any]] = {
@@ -168,7 +170,8 @@ def test_batch_composition_does_not_change_tokens(tiny_dir: Path, dtype: str) ->
 def test_neither_chunks_nor_neighbours_change_a_bit(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """So that no preemption, restart or batch changes a token in any format."""
+    """Nor does the number of threads: no preemption, restart or batch changes a token in any
+    format."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_model(tmp_path, hidden_size=64, intermediate_size=96)
     runner, batch = make_runner(tmp_path, **settings)
@@ -179,9 +182,21 @@ def test_neither_chunks_nor_neighbours_change_a_bit(
         done = 0
         while done < len(text):
             end = done + int(rng.integers(1, 90))
+            torch.set_num_threads(threads := min(1 + end % 2, numba.config.NUMBA_NUM_THREADS))
+            numba.set_num_threads(threads)
             alone = runner.logits(batch.step([(100 + number, text[done:end])]))
             done = end
         assert torch.equal(alone[0], crowd[number])
+
+
+def test_small_steps_run_on_one_thread(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, batch = make_runner(tiny_dir, threads=2)
+    short, long = prompts(301, [40, 200])
+    for small, threads in ((cpu.SMALL_STEP, [1, 1]), (100 * runner.config.num_weights, [1, 2])):
+        monkeypatch.setattr(cpu, "SMALL_STEP", small)
+        for text, expected in zip((short, long), threads, strict=True):
+            runner.run(batch.step([(0, text)]))
+            assert torch.get_num_threads() == expected
 
 
 def test_rows_that_sample_nothing(tiny_dir: Path) -> None:

@@ -74,8 +74,8 @@ class Platform(ABC):
         return torch.Tensor.copy_
 
     @abstractmethod
-    def start(self) -> Stopwatch:
-        """Begins a step."""
+    def start(self, multiply_adds: int) -> Stopwatch:
+        """Begins a step of about so much work."""
 
     def graph_pool(self) -> Any:
         """Memory for `capture`, shared by graphs that never run at the same time."""

@@ -25,6 +25,8 @@ DEFAULT_BLOCK_SIZE = 16
 # Share of the memory that is free after the warm-up step. Others need it too: other ranks, the page
 # cache, the rest of the stack.
 CACHE_SHARE = 0.4
+# Multiply-adds of a step that one thread computes in some 20 ms.
+SMALL_STEP = 256_000_000
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class CpuPlatform(Platform):
         among the ranks of one machine. Both libraries keep the number per thread."""
         share = max(num_cores() // settings.tp, 1)
         threads = share if settings.threads == "auto" else settings.threads
-        torch.set_num_threads(threads)
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        self._max_threads = threads
+        self._use(threads)
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
         dtype = checkpoint if setting == "auto" else getattr(torch, setting)
@@ -82,8 +84,16 @@ class CpuPlatform(Platform):
         size = settings.block_size
         return TorchBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
-    def start(self) -> CpuStopwatch:
+    def start(self, multiply_adds: int) -> CpuStopwatch:
+        """Begins a step. A small one is computed on one thread: dozens of short parallel parts of
+        which each waits for the last thread take many times as long as soon as the machine is busy
+        with anything else, such as the rest of the stack."""
+        self._use(1 if multiply_adds < SMALL_STEP else self._max_threads)
         return CpuStopwatch()
+
+    def _use(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
     def capture(
         self,

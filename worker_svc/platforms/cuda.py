@@ -125,7 +125,7 @@ class CudaPlatform(Platform):
     def weight_copies(self) -> PinnedCopies:
         return PinnedCopies()
 
-    def start(self) -> CudaStopwatch:
+    def start(self, multiply_adds: int) -> CudaStopwatch:
         return CudaStopwatch(self.device)
 
     def graph_pool(self) -> Any:

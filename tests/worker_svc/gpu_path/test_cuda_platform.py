@@ -171,9 +171,9 @@ def test_results_are_fetched_before_a_later_step_can_overwrite_them(cuda: FakeCu
     platform = make_platform(rank=1)
     tokens = torch.tensor([5, 6], dtype=torch.int32)
     cuda.log.clear()
-    first = platform.start().fetch([tokens, torch.tensor([0.5])])
+    first = platform.start(0).fetch([tokens, torch.tensor([0.5])])
     assert not first.ready()
-    platform.start()
+    platform.start(0)
     events = ["event 1", "event 2", "event 3", "event 4"]
     assert cuda.log == [f"main records {event}" for event in events]
     arrays, seconds = first.wait()
