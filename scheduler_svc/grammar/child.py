@@ -27,7 +27,7 @@ from scheduler_svc.grammar.wire import Answer, Request
 _PR_SET_NO_NEW_PRIVS = 38
 _MAX_DESCRIPTORS = 16
 # Past so much processor time for a mask, others go first, of this process and every other.
-_HEAVY_CPU_S = 0.05
+_HEAVY_CPU_S = 0.01
 _NICE = 10
 # Answers are sent together, unless the first of them has waited this long for the others.
 _SEND_AFTER_S = 0.005
