@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.egg_info import egg_info
 
@@ -47,4 +48,16 @@ class ClientMetadata(egg_info):
         Path(self.egg_info, "top_level.txt").write_text(f"{PACKAGE}\n")
 
 
-setup(cmdclass={"build_py": BuildClient, "egg_info": ClientMetadata})
+class ClientWheel(bdist_wheel):
+    """Leaves out the command line, which starts what only a checkout has."""
+
+    def run(self) -> None:
+        self.distribution.entry_points = {}
+        if self.dist_info_dir:
+            Path(self.dist_info_dir, "entry_points.txt").unlink(missing_ok=True)
+        super().run()
+
+
+setup(
+    cmdclass={"bdist_wheel": ClientWheel, "build_py": BuildClient, "egg_info": ClientMetadata},
+)

@@ -8,10 +8,12 @@ gc.disable()  # see `shared.process`
 
 import os
 import sys
+from functools import partial
 
 from frontend.event_loop import EventLoop
+from frontend.metrics import RequestMetrics
 from frontend.model_files import ModelFilesError
-from frontend.server import public_server, serve
+from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from frontend.tokenizer import import_auto_tokenizer
 from shared.config import settings_or_exit
@@ -22,11 +24,20 @@ def main() -> int:
     settings = settings_or_exit(FrontendSettings, sys.argv[1:])
     _hide_torch()
     import_auto_tokenizer()  # for all forks
-    return run_service("frontend", settings, _serve, (ModelFilesError,), EventLoop)
+    metrics = RequestMetrics(settings.model)
+    return run_service(
+        "frontend",
+        settings,
+        partial(_serve, metrics),
+        (ModelFilesError,),
+        EventLoop,
+        metrics=metrics,
+        index=settings.index,
+    )
 
 
-async def _serve(settings: FrontendSettings, ready: Ready | None = None) -> None:
-    await serve(public_server(settings, ready), settings)
+async def _serve(metrics: RequestMetrics, settings: FrontendSettings, ready: Ready) -> None:
+    await serve(public_server(settings, ready, metrics), settings, metrics)
 
 
 def _hide_torch() -> None:

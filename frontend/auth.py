@@ -11,7 +11,7 @@ import hmac
 import inspect
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,19 @@ from frontend.audit import Audit
 from frontend.call import Call
 from frontend.refusals import Refusals
 from frontend.tenants import Client, read_clients
+from frontend.tracing import traced
 from shared.callers import CALLER, Caller, host_of
-from shared.errors import InvalidArgumentError, QueueFullError, UnauthenticatedError
+from shared.errors import (
+    InvalidArgumentError,
+    PermissionDeniedError,
+    QueueFullError,
+    UnauthenticatedError,
+    UnimplementedError,
+)
 from shared.interceptors import within, wrap_behavior
 from shared.message_memory import MAX_BYTES_PER_CALLER
 from shared.tls import FileError
+from shared.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -90,12 +98,22 @@ class ClientInterceptor(aio.ServerInterceptor):
 
     Args:
         methods: by path, those that are recorded by name.
+        operators_methods: paths of those that check an operator's token themselves, and need no
+            client's.
     """
 
     def __init__(
-        self, tokens: Tokens | None, max_requests: int, audit: Audit, methods: Mapping[str, str]
+        self,
+        tokens: Tokens | None,
+        max_requests: int,
+        audit: Audit,
+        methods: Mapping[str, str],
+        operators_methods: Collection[str] = (),
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._tokens = tokens
+        self._operators_methods = frozenset(operators_methods)
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
@@ -111,7 +129,8 @@ class ClientInterceptor(aio.ServerInterceptor):
             return await continuation(handler_call_details)
         method = self._methods.get(handler_call_details.method, "other")
         client = None
-        if self._tokens is not None:
+        operators = handler_call_details.method in self._operators_methods
+        if self._tokens is not None and not operators:
             client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
             if client is None:
                 await self._refusals.wait(_NOBODY)
@@ -124,7 +143,7 @@ class ClientInterceptor(aio.ServerInterceptor):
 
         def count(behavior: Any) -> Any:
             return self._paced(
-                within(behavior, lambda context: self._place(method, context.peer(), client)),
+                within(behavior, lambda context: self._place(method, context, client)),
                 client,
             )
 
@@ -152,11 +171,14 @@ class ClientInterceptor(aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)
 
     @contextmanager
-    def _place(self, method: str, peer: str, client: Client | None) -> Iterator[None]:
+    def _place(self, method: str, context: Context, client: Client | None) -> Iterator[None]:
         """Holds one of the client's places for as long as a call takes."""
-        call = Call(method, peer, client)
+        call = Call(method, context.peer(), client)
         caller = call.caller
-        with self._audit.records(call):
+        with (
+            self._audit.records(call),
+            traced(self._tracing, call, context.invocation_metadata()),
+        ):
             self._check_places(caller, client)
             self._requests[caller] += 1
             try:
@@ -172,6 +194,23 @@ class ClientInterceptor(aio.ServerInterceptor):
             limit, name = client.max_requests, "max_requests"
         if self._requests[caller] >= limit:
             raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S)
+
+
+def check_operator(operators: Tokens | None, context: Context) -> None:
+    """Checks that a call comes from one of `operators`; None: there are none.
+
+    Raises:
+        UnimplementedError: there are none.
+        PermissionDeniedError: it does not.
+    """
+    if operators is None:
+        raise UnimplementedError(
+            "off: it needs an operator's token, and operator_tokens_file is unset"
+        )
+    if operators.find(_bearer_token(context.invocation_metadata())) is None:
+        raise PermissionDeniedError(
+            "needs an operator's token: metadata 'authorization: Bearer TOKEN'"
+        )
 
 
 async def _refuse(requests: object, context: object) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from frontend.call_trace import CallTrace
 from frontend.tenants import Client
 from shared.callers import host_of
 
@@ -32,6 +33,7 @@ class Call:
     client: Client | None = None
     began_at: float = field(default_factory=time.monotonic)
     work: Callable[[], Work] | None = None  # once there is a generation
+    trace: CallTrace | None = None
 
     @property
     def caller(self) -> str:

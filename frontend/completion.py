@@ -35,8 +35,11 @@ class CompletionBuilder:
     count only after the first `min_tokens` tokens, as in vLLM.
     """
 
-    def __init__(self, table: Mapping[int, bytes], sampling: Sampling) -> None:
-        """`table`: the bytes of each token."""
+    def __init__(
+        self, table: Mapping[int, bytes], sampling: Sampling, *, with_text: bool = True
+    ) -> None:
+        """`table`: the bytes of each token; `with_text`: whether anybody reads the deltas' text."""
+        self._with_text = with_text or bool(sampling.stop)
         self._detokenizer = IncrementalDetokenizer(table)
         self._matcher = (
             StopStringMatcher(sampling.stop, include=sampling.include_stop)
@@ -55,7 +58,7 @@ class CompletionBuilder:
         """Adds the next tokens, up to the one that completes a stop string."""
         offset = self.num_tokens
         if self._matcher is None:
-            text = self._decode(token_ids)
+            text = self._decode(token_ids) if self._with_text else ""
         else:
             text, token_ids = self._feed_until_stop(self._matcher, token_ids)
         self.num_tokens += len(token_ids)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import structlog
 
+from frontend.call import CALL
 from frontend.completion import CompletionBuilder, Delta
 from frontend.logprobs import CompletionLogprobs
+from frontend.metrics import ABORT, ERROR, LENGTH, STOP, RequestMetrics
 from frontend.request import Request
 from frontend.scheduler_client import SchedulerClient
 from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
-from shared.errors import InternalError, ServiceError
+from shared.errors import DeadlineError, InternalError, ServiceError
 from shared.turns import Turns
 
 log = structlog.get_logger(__name__)
@@ -24,6 +26,14 @@ log = structlog.get_logger(__name__)
 # read for a while, or resumes after many tokens.
 _MAX_TOKENS = 128
 _MAX_SCORED_TOKENS = 32  # each of which makes up to 21 messages
+
+# A completion's finish reason as vLLM names it, in its API and its metrics.
+VLLM_REASONS = {
+    FinishReason.EOS: STOP,
+    FinishReason.STOP: STOP,
+    FinishReason.LENGTH: LENGTH,
+    FinishReason.ABORTED: ABORT,
+}
 
 # Runs a function on a thread.
 OnThread = Callable[[Callable[[], None]], Awaitable[None]]
@@ -34,7 +44,7 @@ class Ending:
     """The end of a completion; `score` is for beam search."""
 
     reason: FinishReason
-    stop_reason: str
+    stop_reason: str | int | None  # the stop string found, or the stop token
     score: float
 
 
@@ -106,7 +116,7 @@ class CompletionReader:
             return Ending(FinishReason.STOP, builder.stop_string, stream.score)
         assert stream.finish is not None
         stopped = stream.finish is FinishReason.STOP
-        return Ending(stream.finish, str(stream.tokens[-1]) if stopped else "", stream.score)
+        return Ending(stream.finish, stream.tokens[-1] if stopped else None, stream.score)
 
 
 class Generation:
@@ -118,9 +128,14 @@ class Generation:
         readers: Sequence[CompletionReader],
         close: Callable[[TokenStream], None],
         received_at: float,
+        metrics: RequestMetrics,
     ) -> None:
         """`close`: drops a stream that has not ended; `received_at`: when the request arrived, by
         `time.monotonic`."""
+        self._metrics = metrics
+        call = CALL.get()
+        self._trace = call.trace if call else None
+        self._has_tokens = False
         self.request = request
         self._all = readers
         self._open = list(readers)
@@ -162,28 +177,47 @@ class Generation:
             if each.has_news():
                 if deltas and self.request.sampling.stop:
                     await asyncio.sleep(0)  # the search may take a quarter of a millisecond a token
+                began_at = time.monotonic() if self._trace else 0.0
                 deltas.append((each, each.next_delta()))
+                if self._trace:
+                    self._trace.add_detokenizing(began_at)
         for each, _ in deltas:
             if each.ending is not None:
                 # After a stop string this frees the blocks before the client reads on.
                 self._close(each.stream)
                 self._open.remove(each)
+                self._metrics.finished[VLLM_REASONS[each.ending.reason]] += 1
+        self._observe()
         if self._prompt_logprobs is not None:
             deltas[0][1].prompt_logprobs = self._prompt_logprobs.rows
             self._prompt_logprobs = None
         return deltas
 
+    def abort(self) -> None:
+        """Ends the completions where they are."""
+        self._prompt_logprobs = None
+        for each in self._open:
+            self._close(each.stream)
+            if not each.stream.ended:
+                each.stream.complete(FinishReason.ABORTED)
+
     def close(self) -> None:
         """Drops the completions that have not ended."""
         for each in self._open:
             self._close(each.stream)
+            failed = each.stream.error and not isinstance(each.stream.error, DeadlineError)
+            self._metrics.finished[ERROR if failed else ABORT] += 1
+
+    @property
+    def start(self) -> Start:
+        """How it began, as far as that is known: a completion resumed with all of its tokens gets
+        no token that could bring it."""
+        return self._all[0].stream.start or Start(cached_prompt_tokens=0, queue_s=0.0)
 
     def totals(self) -> Totals:
         """The statistics so far."""
-        streams = [each.stream for each in self._all]
-        # A completion resumed with all of its tokens gets no token that could bring its start.
-        start = streams[0].start or Start(cached_prompt_tokens=0, queue_s=0.0)
-        first_token_at = min((s.first_token_at for s in streams if s.first_token_at), default=None)
+        start = self.start
+        first_token_at = self._first_token_at()
         return Totals(
             prompt_tokens=len(self.request.prompt_ids),
             cached_prompt_tokens=start.cached_prompt_tokens,
@@ -192,6 +226,17 @@ class Generation:
             first_token_s=first_token_at - self._received_at if first_token_at else 0.0,
             total_s=time.monotonic() - self._received_at,
         )
+
+    def _first_token_at(self) -> float | None:
+        times = (each.stream.first_token_at for each in self._all)
+        return min((at for at in times if at is not None), default=None)
+
+    def _observe(self) -> None:
+        if not self._has_tokens and (first_token_at := self._first_token_at()) is not None:
+            self._has_tokens = True
+            self._metrics.time_to_first_token.observe(first_token_at - self._received_at)
+        if self.ended:
+            self._metrics.latency.observe(time.monotonic() - self._received_at)
 
     def _has_news(self) -> bool:
         if self._waits_for_prompt():
@@ -213,17 +258,23 @@ async def begin(
     table: Mapping[int, bytes],
     received_at: float,
     on_thread: OnThread,
+    *,
+    with_text: bool = True,
 ) -> Generation:
     """Submits a request, unless the tokens to resume after already complete it.
 
     Args:
         table: the bytes of each token.
+        with_text: whether anybody reads the deltas' text.
 
     Raises:
         UnavailableError: there is no engine.
     """
     sampling = request.sampling
-    builders = [CompletionBuilder(table, sampling) for _ in range(sampling.num_completions)]
+    builders = [
+        CompletionBuilder(table, sampling, with_text=with_text)
+        for _ in range(sampling.num_completions)
+    ]
     if request.resume_token_ids:
         await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
     reason = _end_of_resumed(request, builders[0])
@@ -233,7 +284,7 @@ async def begin(
         streams = [TokenStream(0, request, Waiter(Turns(1)))]
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
-    return Generation(request, readers, scheduler.close, received_at)
+    return Generation(request, readers, scheduler.close, received_at, scheduler.metrics)
 
 
 def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> None:

@@ -29,6 +29,10 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+    bos_token_id: int = 0
+    pad_token_id: int = 0
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
@@ -50,6 +54,10 @@ def read_model_facts(directory: Path) -> ModelFacts:
         vocab_size=vocab_size,
         eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         defaults=_sampling_defaults(generation, generation_path, vocab_size),
+        model_type=str(config.get("model_type") or ""),
+        architectures=tuple(map(str, config.get("architectures") or ())),
+        bos_token_id=_token_id(config.get("bos_token_id")),
+        pad_token_id=_token_id(config.get("pad_token_id")),
     )
 
 
@@ -99,6 +107,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFilesError(f"{path}: not a JSON object")
     return values
+
+
+def _token_id(value: object) -> int:
+    """A token that a model may be without; 0 then."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 31 else 0
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:

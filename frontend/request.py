@@ -17,6 +17,7 @@ class GrammarKind(enum.Enum):
     REGEX = enum.auto()
     EBNF = enum.auto()
     JSON = enum.auto()  # any object or array; no text
+    STRUCTURAL_TAG = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ _FINISH_REASONS = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }
 
 
@@ -51,7 +52,7 @@ def stream_response(
         response.logprobs.extend(logprobs(delta.logprobs, table))
     if (ending := completion.ending) is not None:
         response.finish_reason = _FINISH_REASONS[ending.reason]
-        response.stop_reason = ending.stop_reason
+        response.stop_reason = _stop_reason(ending)
         response.score = ending.score
     if totals is not None:
         response.usage.CopyFrom(usage(totals))
@@ -83,7 +84,7 @@ class WholeCompletion:
         """Returns the message, once the fields are known that it only has at the end."""
         self._message.text = "".join(self._texts)
         self._message.finish_reason = _FINISH_REASONS[ending.reason]
-        self._message.stop_reason = ending.stop_reason
+        self._message.stop_reason = _stop_reason(ending)
         self._message.score = ending.score
         return b"".join((self._message.SerializeToString(), *self._logprobs))
 
@@ -123,6 +124,10 @@ def prompt_logprobs(
         message(prompt_logprobs=logprobs(piece, table)).SerializeToString()
         for piece in in_pieces(rows, _ROWS_AT_ONCE)
     )
+
+
+def _stop_reason(ending: Ending) -> str:
+    return "" if ending.stop_reason is None else str(ending.stop_reason)
 
 
 def usage(totals: Totals) -> pb.Usage:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import structlog
-from grpc import aio
+from grpc import StatusCode, aio
 
 from frontend.call import CALL
 from frontend.logprobs import PromptLogprobs
+from frontend.metrics import RequestMetrics
 from frontend.request import Request
 from frontend.scheduler_messages import (
     abort_message,
@@ -33,7 +35,7 @@ from frontend.scheduler_messages import (
 from frontend.suspects import Suspects
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
 from shared.channels import PLAINTEXT, Dialer
-from shared.errors import InternalError, QueueFullError, UnavailableError
+from shared.errors import DataLossError, InternalError, QueueFullError, UnavailableError, passed_on
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.tls import FileError
@@ -70,6 +72,7 @@ class SchedulerClient:
         on_ready: Callable[[bool], Awaitable[None]],
         resume_timeout_s: float = 300.0,  # a worker may have died as well, and has weights to load
         dialer: Dialer = PLAINTEXT,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         """`on_ready` is told whether the engine serves, at each change; open requests outlive a
         lost connection by `resume_timeout_s`."""
@@ -77,6 +80,8 @@ class SchedulerClient:
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
         self._dialer = dialer
+        self.metrics = metrics or RequestMetrics()
+        self._lost_at: float | None = None  # the connection, time.monotonic
         self._next_number = 1
         self._open: dict[int, TokenStream] = {}
         # What the connected scheduler does not have, and what it may have still; some ended.
@@ -92,6 +97,12 @@ class SchedulerClient:
         # Both None while there is no connection.
         self._info: pb.EngineInfo | None = None
         self._outgoing: Outgoing | None = None
+        self._stub: SchedulerServiceAsyncStub | None = None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request that is submitted now would run."""
+        return self._info is not None and self._serving and not self._holding
 
     @property
     def engine_info(self) -> pb.EngineInfo:
@@ -103,6 +114,77 @@ class SchedulerClient:
         if self._info is None:
             raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
         return self._info
+
+    async def load(self) -> pb.GetLoadResponse:
+        """Asks the connected engine for its state and counts.
+
+        Raises:
+            UnavailableError: there is no connection, or it is lost meanwhile.
+        """
+        stub = self._connected()
+        try:
+            return await stub.GetLoad(pb.GetLoadRequest(), timeout=_CONNECT_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            raise UnavailableError("no engine is ready", _RETRY_AFTER_S) from error
+
+    async def watch_blocks(self) -> AsyncGenerator[pb.BlockEvents, None]:
+        """Yields what the connected engine's prefix cache holds, then what happens in it.
+
+        Raises:
+            DataLossError: the caller did not read fast enough.
+            UnavailableError: there is no connection, or it is lost meanwhile.
+        """
+        call = self._connected().WatchBlocks(pb.WatchBlocksRequest())
+        try:
+            async for message in call:
+                yield message
+        except aio.AioRpcError as error:
+            if error.code() is StatusCode.DATA_LOSS:
+                raise DataLossError(error.details() or "") from error
+            raise UnavailableError("no engine is ready", _RETRY_AFTER_S) from error
+        finally:
+            call.cancel()
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        """Empties the connected engine's prefix cache once nothing runs; returns whether nothing
+        did within `timeout_s`.
+
+        Raises:
+            UnavailableError: there is no connection, or it is lost meanwhile.
+        """
+        stub = self._connected()
+        try:
+            return (await stub.FlushCache(pb.FlushCacheRequest(timeout_s=timeout_s))).flushed
+        except aio.AioRpcError as error:
+            raise UnavailableError("no engine is ready", _RETRY_AFTER_S) from error
+
+    async def start_profile(self, request: pb.StartProfileRequest) -> Sequence[str]:
+        """Has the connected engine's workers record their next steps -> paths of traces to come.
+
+        Raises:
+            InvalidArgumentError, FailedPreconditionError: the workers refuse.
+            UnavailableError: there is no connection, or it is lost meanwhile.
+        """
+        stub = self._connected()
+        try:
+            return (await stub.StartProfile(request)).traces
+        except aio.AioRpcError as error:
+            lost = UnavailableError("no engine is ready", _RETRY_AFTER_S)
+            raise passed_on(error, lost) from error
+
+    async def stop_profile(self) -> Sequence[str]:
+        """Ends what `start_profile` began -> paths of the traces. Raises the same."""
+        stub = self._connected()
+        try:
+            return (await stub.StopProfile(pb.StopProfileRequest())).traces
+        except aio.AioRpcError as error:
+            lost = UnavailableError("no engine is ready", _RETRY_AFTER_S)
+            raise passed_on(error, lost) from error
+
+    def _connected(self) -> SchedulerServiceAsyncStub:
+        if self._stub is None:
+            raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
+        return self._stub
 
     def submit(self, request: Request) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
@@ -122,6 +204,10 @@ class SchedulerClient:
         streams = [TokenStream(first, request, waiter, 0, prompt)]
         for index in range(1, sampling.num_completions):
             streams.append(TokenStream(first + index, request, waiter, index))
+        if call and call.trace:
+            traceparent = call.trace.begin_generation()
+            for stream in streams:
+                stream.traceparent = traceparent
         self._open.update((stream.number, stream) for stream in streams)
         if sampling.logprobs is not None:
             self._scored.update(streams)
@@ -156,9 +242,12 @@ class SchedulerClient:
                 with contextlib.suppress(TimeoutError):  # then the call says why
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         await channel.channel_ready()
-                return await self._converse(SchedulerServiceStub(channel))
+                self._stub = SchedulerServiceStub(channel)
+                return await self._converse(self._stub)
         except FileError as error:
             return str(error)
+        finally:
+            self._stub = None
 
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         """Runs one connection from start to end; returns why it ended."""
@@ -195,6 +284,8 @@ class SchedulerClient:
             outgoing.put_nowait(suspects_message(losses))
         self._withheld, self._withdrawn = set(self._open), set()
         await self._submit_rest(outgoing)
+        if self._lost_at is not None:
+            self.metrics.recovery.observe(time.monotonic() - self._lost_at)
         await self._on_ready(True)
 
     async def _submit_rest(self, outgoing: Outgoing) -> None:
@@ -252,6 +343,7 @@ class SchedulerClient:
 
     async def _on_disconnected(self) -> None:
         self._info = self._outgoing = None
+        self._lost_at = time.monotonic()
         self._suspects.end_trial()
         self._giving_up = asyncio.get_running_loop().call_later(
             self._resume_timeout_s, self._give_up
@@ -273,6 +365,7 @@ class SchedulerClient:
         One pass over plain lists and one wake-up per request; no task and no await per token.
         """
         grown = set()
+        now, observe = time.monotonic(), self.metrics.inter_token_latency.observe
         for number, offset, token_id in new_tokens(output):
             stream = self._open.get(number)
             if stream is None or offset < len(stream.tokens):
@@ -280,12 +373,15 @@ class SchedulerClient:
             if offset > len(stream.tokens):
                 self._fail_on_gap(stream, offset)
                 continue
-            stream.append(token_id)
+            if stream.last_token_at is not None:
+                observe(now - stream.last_token_at)
+            stream.append(token_id, now)
             grown.add(stream)
         for started in output.started:
             stream = self._open.get(started.request)
             if stream is not None and stream.start is None:
                 stream.start = Start(started.cached_prompt_tokens, started.queue_s)
+                self.metrics.queue_time.observe(started.queue_s)
         for finished in output.finished:
             stream = self._open.pop(finished.request, None)
             if stream is not None:

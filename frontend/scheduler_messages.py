@@ -40,6 +40,7 @@ _GRAMMAR_KINDS = {
     GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
     GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
     GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
+    GrammarKind.STRUCTURAL_TAG: pb.GRAMMAR_KIND_STRUCTURAL_TAG,
     GrammarKind.JSON: pb.GRAMMAR_KIND_JSON,
 }
 # The scheduler may object to a field that the client knows.
@@ -71,6 +72,7 @@ def submit_message(
             cache_salt=request.cache_salt,
             resubmitted=resubmitted,
             n=n,
+            traceparent=stream.traceparent,
             client=_client(request.client) if request.client else None,
         )
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from shared.config import ServiceSettings
+from shared.config import Addresses, ServiceSettings, split_commas
 from shared.tls import ServerTls
 
 
@@ -16,8 +16,8 @@ class PublicSettings(ServiceSettings):
     _tls_prefix: ClassVar[str] = "tls"
     _plaintext: ClassVar[str] = "allow_public_plaintext"
 
-    host: str = "127.0.0.1"
-    port: int = Field(50051, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="public address")
+    port: int = Field(50051, ge=0, le=65535, description="public port, which names the stack")
     tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
     tls_key: str = Field("", description="PEM file")
     tls_client_ca: str = Field("", description="PEM file: clients need a certificate signed by it")
@@ -62,8 +62,27 @@ class FrontendSettings(PublicSettings):
     model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
     scheduler_address: str = "127.0.0.1:50052"
     tokenizer_threads: int = Field(2, gt=0)
+    index: int = Field(0, ge=0, description="of this frontend among those that share the port")
+    operator_tokens_file: str = Field(
+        "",
+        description="who sends a token on one of its lines may flush, profile and watch the cache",
+    )
+    engine_addresses: Addresses = Field(
+        (), description="host:port at which each frontend serves vLLM's engine protocol"
+    )
+
+    _split = field_validator("engine_addresses", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_calling("scheduler_address", self.scheduler_address)
+        for address in self.engine_addresses:
+            self._check_listening("engine_addresses", address)
+        if self.engine_addresses and self.index >= len(self.engine_addresses):
+            raise ValueError(f"engine_addresses: none for the frontend with index {self.index}")
         return self
+
+    @property
+    def engine_address(self) -> str:
+        """Where this frontend serves vLLM's engine protocol; empty: nowhere."""
+        return self.engine_addresses[self.index] if self.engine_addresses else ""

@@ -5,9 +5,9 @@ Only the scheduler can tell whether a schema, a regular expression or a grammar 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from frontend.json_text import parse_json
 from frontend.request import Grammar, GrammarKind
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
@@ -20,6 +20,7 @@ _KINDS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
     "grammar": GrammarKind.EBNF,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
 }
 
 
@@ -44,8 +45,8 @@ def check_structured_output(message: pb.StructuredOutput) -> Grammar:
     size = len(text.encode())
     if not 0 < size <= MAX_GRAMMAR_BYTES:
         raise InvalidArgumentError(field, f"{size} bytes; must be 1 to {MAX_GRAMMAR_BYTES}")
-    if kind == "json_schema":
-        _check_json(field, text)
+    if kind in ("json_schema", "structural_tag"):
+        parse_json(field, text)
     return Grammar(_KINDS[kind], text)
 
 
@@ -85,17 +86,3 @@ def _escaped_character(character: str) -> str:
         return character
     code = ord(character)
     return f"\\u{code:04X}" if code <= 0xFFFF else f"\\U{code:08X}"
-
-
-def _check_json(field: str, text: str) -> None:
-    def refuse_constant(name: str) -> None:
-        raise InvalidArgumentError(field, f"not JSON: {name} is no JSON value")
-
-    try:
-        json.loads(text, parse_constant=refuse_constant)
-    except json.JSONDecodeError as error:
-        raise InvalidArgumentError(
-            field, f"not JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
-        raise InvalidArgumentError(field, "not readable: too deep, or a number too long") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import time
 from dataclasses import dataclass
 
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
@@ -19,6 +18,7 @@ class FinishReason(enum.Enum):
     EOS = enum.auto()
     LENGTH = enum.auto()
     STOP = enum.auto()
+    ABORTED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,14 @@ class TokenStream:
         self.request = request
         self.waiter = waiter
         self.index = index
+        self.traceparent = ""  # of the engine's spans
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs
         self.logprobs: CompletionLogprobs | None = None
         if request.sampling.logprobs is not None:
             self.logprobs = CompletionLogprobs(len(self.tokens))
         self.first_token_at: float | None = None  # time.monotonic
+        self.last_token_at: float | None = None
         self.start: Start | None = None
         self.finish: FinishReason | None = None  # set once the completion is complete
         self.score = 0.0  # for beam search
@@ -97,10 +99,11 @@ class TokenStream:
         if self.error is not None:
             raise self.error
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, now: float) -> None:
         """Adds a token. Wake the waiter once all tokens of a step have been added."""
         if self.first_token_at is None:
-            self.first_token_at = time.monotonic()
+            self.first_token_at = now
+        self.last_token_at = now
         self.tokens.append(token_id)
 
     def complete(self, reason: FinishReason, score: float = 0.0) -> None:

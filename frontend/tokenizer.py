@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 from tokenizers import decoders, normalizers
 
 from frontend.call import CALL
+from frontend.chat_template import ChatTemplate
+from frontend.conversation import read_conversation
 from frontend.detokenizer import IncrementalDetokenizer, token_bytes
 from frontend.fair_threads import FairThreads
 from frontend.model_files import ModelFilesError, check_tokenizer_files
+from frontend.tracing import part_of_call
 from shared.errors import InvalidArgumentError
+from shared.pb import frontend_pb2 as pb
 
 Result = TypeVar("Result")
 
@@ -33,6 +37,7 @@ class Tokenizer:
         """
         self._hf = _load(directory)
         self._backend = self._hf.backend_tokenizer
+        self._template = ChatTemplate(self._hf)
         self._threads = FairThreads(threads, "tokenizer")
         added = self._backend.get_added_tokens_decoder()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
@@ -52,25 +57,27 @@ class Tokenizer:
         Raises:
             InvalidArgumentError: the text has more than `max_tokens`.
         """
-        return await self.on_thread(lambda: self._encode("text", text, max_tokens, special=True))
+        with part_of_call("tokenize"):
+            return await self.on_thread(
+                lambda: self._encode("text", text, max_tokens, special=True)
+            )
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
-    ) -> list[int]:
+    async def encode_chat(self, chat: pb.Chat, max_tokens: int | None = None) -> list[int]:
         """Encodes a chat, up to where the assistant's answer begins.
 
         Args:
-            messages: `role` and `content` of each.
             max_tokens: as for `encode_text`.
 
         Raises:
-            InvalidArgumentError: it is too long, or the chat template refuses it.
+            InvalidArgumentError: a field is wrong, the chat template refuses it, or it is too long.
         """
 
         def encode() -> list[int]:
-            return self._encode("chat", self._render(messages), max_tokens, special=False)
+            text = self._template.render(read_conversation(chat))
+            return self._encode("chat", text, max_tokens, special=False)
 
-        return await self.on_thread(encode)
+        with part_of_call("tokenize"):
+            return await self.on_thread(encode)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Decodes `token_ids` as a completion's text is, leaving out special tokens."""
@@ -107,20 +114,6 @@ class Tokenizer:
             raise InvalidArgumentError(field, f"{len(encoding)} tokens; the limit is {max_tokens}")
         ids: list[int] = encoding.ids
         return ids
-
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if not self._hf.chat_template:
-            raise InvalidArgumentError("chat", "this model has no chat template")
-        try:
-            text: str = self._hf.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is code: it may raise anything
-            # A reason spelled out in the template is safe to repeat; one made from the chat is not.
-            spelled_out = str(error) and str(error) in str(self._hf.chat_template)
-            reason = f": {error}" if spelled_out else ""
-            raise InvalidArgumentError("chat", f"the model's template fails{reason}") from error
-        return text
 
 
 def _shrink_bound(normalizer: Any) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
 
-ROLES = ("system", "user", "assistant")
 MAX_REQUEST_ID_LENGTH = 256  # characters
 MAX_CACHE_SALT_LENGTH = 256  # characters
 MAX_TOKENIZED = 1 << 17  # tokens of a call to Tokenize or Detokenize
@@ -43,22 +42,6 @@ def check_priority(priority: int, allowed: tuple[int, int]) -> None:
         )
 
 
-def check_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """Checks the messages of a chat and returns them as chat templates take them.
-
-    Raises:
-        InvalidArgumentError: there are none, or a role is unknown.
-    """
-    if not chat.messages:
-        raise InvalidArgumentError("chat.messages", "empty; give at least one message")
-    for index, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise InvalidArgumentError(
-                f"chat.messages[{index}].role", f"unknown; must be one of {', '.join(ROLES)}"
-            )
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
-
-
 def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
     """Checks that a prompt has at least one token and leaves room for another.
 
@@ -73,6 +56,20 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
             f"{length} tokens; the limit is {max_model_len - 1}: the {max_model_len} that the "
             "engine holds, less one to generate",
         )
+
+
+def check_truncation(truncate: int, max_tokens: int, max_model_len: int) -> int:
+    """The number of a prompt's last tokens to keep; -1 asks for as many as leave room for
+    `max_tokens`, or for one if that is 0.
+
+    Raises:
+        InvalidArgumentError: it is neither -1 nor above 0.
+    """
+    field = "truncate_prompt_tokens"
+    if truncate != -1 and truncate < 1:
+        raise InvalidArgumentError(field, f"{truncate}; must be -1 or above 0")
+    room = max_model_len - max(max_tokens, 1)
+    return max(room if truncate == -1 else min(truncate, room), 1)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -15,22 +15,32 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.grammar.host import run_host
 from scheduler_svc.grammar.host_link import HostLink
+from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.server import SchedulerServicer
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.step_traces import StepTraces
 from shared.config import settings_or_exit
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 from shared.process import Ready, run_service
 from shared.roles import Callers
 from shared.server import Server
+from shared.tracing import open_tracing
 
 
-async def serve(settings: SchedulerSettings, ready: Ready | None = None, *, link: HostLink) -> None:
+async def serve(
+    settings: SchedulerSettings,
+    ready: Ready | None = None,
+    *,
+    link: HostLink,
+    metrics: EngineMetrics | None = None,
+) -> None:
     """Serves until a signal arrives.
 
     Args:
         link: to the grammar host, which runs beside this.
+        metrics: where the engine counts.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.
@@ -43,7 +53,9 @@ async def serve(settings: SchedulerSettings, ready: Ready | None = None, *, link
     servicer = SchedulerServicer()
     add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.scheduler_address)
-    engine = asyncio.create_task(_run_engine(settings, server, servicer, link))
+    engine = asyncio.create_task(
+        _run_engine(settings, server, servicer, link, metrics or EngineMetrics())
+    )
 
     def on_failed(_: object) -> None:  # it only ends by failing
         servicer.fail()
@@ -59,7 +71,11 @@ async def serve(settings: SchedulerSettings, ready: Ready | None = None, *, link
 
 
 async def _run_engine(
-    settings: SchedulerSettings, server: Server, servicer: SchedulerServicer, link: HostLink
+    settings: SchedulerSettings,
+    server: Server,
+    servicer: SchedulerServicer,
+    link: HostLink,
+    metrics: EngineMetrics,
 ) -> None:
     workers = WorkerClient(
         settings.worker_addresses,
@@ -67,9 +83,11 @@ async def _run_engine(
         None if settings.max_num_batched_tokens == "auto" else settings.max_num_batched_tokens,
         settings.hang_timeout_s,
         settings.dialer,
+        metrics,
     )
 
     async def on_serving(serving: bool) -> None:
+        metrics.serving = serving
         servicer.set_serving(serving)
         await server.set_serving(serving)
 
@@ -96,6 +114,8 @@ async def _run_engine(
             sync=settings.sync,
             grammars=Grammars(link),
             on_serving=on_serving,
+            metrics=metrics,
+            traces=StepTraces(open_tracing(settings.otlp_endpoint, "scheduler")),
         )
         info = scheduler_pb2.EngineInfo(
             max_model_len=limits.max_model_len,
@@ -107,20 +127,21 @@ async def _run_engine(
             max_waiting=limits.max_waiting,
             tensor_parallel_size=len(settings.worker_addresses),
         )
-        await asyncio.gather(servicer.run(engine, info), server.set_serving(True), engine.run())
+        await asyncio.gather(servicer.run(engine, info, workers), on_serving(True), engine.run())
     finally:
         await workers.close()
 
 
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
-    link = HostLink.create()
+    link, metrics = HostLink.create(), EngineMetrics(settings.model)
     return run_service(
         "scheduler",
         settings,
-        partial(serve, link=link),
+        partial(serve, link=link, metrics=metrics),
         (WorkerMismatchError,),
         companion=partial(run_host, link, Path(settings.model)),
+        metrics=metrics,
     )
 
 

@@ -26,9 +26,12 @@ import hashlib
 import secrets
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import xxhash
 
+from scheduler_svc.block_watch import BlockWatch, Cleared, Removed, StoredBlock
 from scheduler_svc.sequence import Sequence
 
 _NAME_BYTES = 16
@@ -45,6 +48,7 @@ class BlockManager:
         self._seed = secrets.randbits(64)
         # Copied rather than made anew, which takes half as long again.
         self._keyed = hashlib.blake2b(key=secrets.token_bytes(32), digest_size=_NAME_BYTES)
+        self._watches: list[BlockWatch] = []
         self.reset()
 
     def reset(self) -> None:
@@ -54,7 +58,27 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._block_of: dict[bytes, int] = {}  # name -> block, for published blocks
         self._name_of: dict[int, bytes] = {}
+        self._contents: dict[bytes, StoredBlock] = {}  # by name
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
+        for watch in self._watches:
+            watch.add(Cleared())
+
+    def flush(self) -> bool:
+        """Empties every block; False, with nothing changed, while any is in use."""
+        if self.num_free_blocks < self.num_blocks:
+            return False
+        self.reset()
+        return True
+
+    @contextmanager
+    def watched(self) -> Iterator[BlockWatch]:
+        """Has a watch told what is published and what of it is evicted, as long as it is open."""
+        watch = BlockWatch(self._parents_first())
+        self._watches.append(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.remove(watch)
 
     @property
     def num_free_blocks(self) -> int:
@@ -145,6 +169,7 @@ class BlockManager:
             if name not in self._block_of:  # else another sequence computed the same prefix
                 self._block_of[name] = block
                 self._name_of[block] = name
+                self._store(seq, i)
         seq.num_published_blocks = full
 
     def free(self, seq: Sequence) -> None:
@@ -173,14 +198,18 @@ class BlockManager:
         assert all(b in self._name_of for b in self._cached), "a cached block without a name"
         assert not any(b in self._name_of for b in self._free), "a named block among the empty"
         assert {n: b for b, n in self._name_of.items()} == self._block_of, "names"
+        assert self._contents.keys() == self._block_of.keys(), "contents"
 
     def _take(self) -> int:
         if self._free:
             block = self._free.popleft()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._name_of.pop(block)]
+            name = self._name_of.pop(block)
+            del self._block_of[name], self._contents[name]
             self.num_evictions += 1
+            for watch in self._watches:
+                watch.add(Removed(name))
         self._ref_counts[block] = 1
         return block
 
@@ -193,6 +222,27 @@ class BlockManager:
                 self._free.append(block)
             if block in self._copies:  # in vain
                 self._release(self._copies.pop(block))
+
+    def _store(self, seq: Sequence, i: int) -> None:
+        """Notes what the sequence's block number `i`, which is being published, holds."""
+        tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
+        parent = seq.block_hashes[i - 1] if i else None
+        stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.cache_salt)
+        self._contents[stored.name] = stored
+        for watch in self._watches:
+            watch.add(stored)
+
+    def _parents_first(self) -> list[StoredBlock]:
+        """All published blocks, each behind the one that it follows, if that is still there."""
+        ordered: dict[bytes, StoredBlock] = {}
+        for stored in self._contents.values():
+            chain: list[StoredBlock] = []
+            block: StoredBlock | None = stored
+            while block is not None and block.name not in ordered:
+                chain.append(block)
+                block = self._contents.get(block.parent) if block.parent else None
+            ordered.update((each.name, each) for each in reversed(chain))
+        return list(ordered.values())
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         full = seq.num_cacheable_tokens // self.block_size

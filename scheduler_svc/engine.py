@@ -17,9 +17,11 @@ import structlog
 from scheduler_svc.grammar.constraints import Constraints
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.load import Load
+from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.step import Answer, End, Output, Step
+from scheduler_svc.step_traces import StepTraces
 from scheduler_svc.suspects import Suspects
 
 log = structlog.get_logger(__name__)
@@ -80,8 +82,13 @@ class Engine:
         sync: bool = False,
         grammars: Grammars | None = None,
         on_serving: Callable[[bool], Awaitable[None]] = _tell_nobody,
+        metrics: EngineMetrics | None = None,
+        traces: StepTraces | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.metrics = metrics or EngineMetrics()
+        self.metrics.scheduler = scheduler
+        self._traces = traces or StepTraces(None)
         self.clock = clock
         self.load = Load(scheduler, clock())
         self._executor = executor
@@ -92,6 +99,7 @@ class Engine:
         self._max_in_flight = 1 + self._steps_ahead
         self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
         self._last_answer = 0.0
+        self._free_since = clock()  # when workers could have begun the next step
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
         self._at_rest = asyncio.Event()
@@ -115,6 +123,8 @@ class Engine:
         """Takes in a sequence that may be scheduled right away."""
         if end := self.scheduler.add(seq, n):
             self.refuse(seq, end)
+        else:
+            self._traces.add(seq)
         self.wake()
 
     def refuse(self, seq: Sequence, end: End) -> None:
@@ -180,18 +190,22 @@ class Engine:
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
+            self._traces.begin(step)
             self._in_flight.append((step, self.clock()))  # first: if it cannot be sent, it failed
             await self._executor.send(step)
         if not self._in_flight:
             self._at_rest.set()
             await self._wake.wait()
             self._at_rest.clear()
+            self._free_since = self.clock()
         elif await self._answered(wait_s):
             assert self._answer is not None
             answer, self._answer = self._answer.result(), None
             step, sent = self._in_flight.popleft()
+            gap_s, self._free_since = max(0.0, sent - self._free_since), self.clock()
             outputs = self.scheduler.apply(step, answer)
             self.emit(outputs)
+            self._traces.end(step)
             if self._suspects:
                 for row in step.rows:
                     self._suspects.passed(row.seq, row.start + row.num_tokens)
@@ -199,6 +213,7 @@ class Engine:
                 self._constraints.advance(outputs)
             now = self.clock()
             step_time_s = now - max(sent, self._last_answer)
+            self.metrics.observe_step(step, step_time_s, gap_s)
             self.load.update(step_time_s, now)
             self.scheduler.pace.measured(step, step_time_s)
             self._last_answer = now
@@ -229,6 +244,7 @@ class Engine:
         return max(0.0, self._last_answer + wait_s - self.clock())
 
     async def _recover(self, reason: str) -> None:
+        lost_at = self.clock()
         in_flight = {
             row.seq: row.start + row.num_tokens
             for step, _ in self._in_flight
@@ -241,9 +257,13 @@ class Engine:
             log.error("a request fails whenever it is computed", request=culprit.key)
             self.emit(self.scheduler.fail(culprit, "internal error"))
         self._forget_steps()
+        self._traces.lost(reason)
         self.scheduler.requeue_all()
         await self._serve(False)
         await self._executor.recover()
+        self._free_since = self.clock()
+        self.metrics.recovery.observe(self._free_since - lost_at)
+        self._traces.recovered(lost_at)
         await self._try_suspects()
         self._watch()
 

@@ -19,6 +19,7 @@ class GrammarKind(IntEnum):
     REGEX = 2
     EBNF = 3
     JSON = 4  # any object or array; no text
+    STRUCTURAL_TAG = 5
 
 
 @dataclass(frozen=True, slots=True)

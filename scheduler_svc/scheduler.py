@@ -202,9 +202,10 @@ class Scheduler:
         self._last_step = number
         self.stats.steps += 1
         self.stats.step_sequences += len(rows)
-        self.stats.step_tokens += sum(row.num_tokens for row in rows)
+        num_tokens = sum(row.num_tokens for row in rows)
+        self.stats.step_tokens += num_tokens
         copies, has_features = self.blocks.take_copies(), self._num_featured > 0
-        return Step(number, rows, copies, has_features, len(decodes))
+        return Step(number, rows, copies, has_features, len(decodes), num_tokens)
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         """Applies the answer to the oldest step in flight, and returns the news."""

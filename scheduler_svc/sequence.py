@@ -87,6 +87,7 @@ class Sequence:
         "status",
         "stepwise",
         "tokens",
+        "traceparent",
     )
 
     def __init__(
@@ -102,6 +103,7 @@ class Sequence:
         cache_salt: str = "",
         resubmitted: bool = False,
         client: Client = ANONYMOUS,
+        traceparent: str = "",
     ) -> None:
         # The request.
         self.key = SequenceKey(*key)
@@ -112,6 +114,9 @@ class Sequence:
         self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
         self.resubmitted = resubmitted  # it had been accepted before the connection was lost
         self.client = client
+        self.traceparent = (
+            traceparent  # of the span that its own belong to; empty: it is not traced
+        )
         # Its tokens.
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)

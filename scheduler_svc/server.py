@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import structlog
 from grpc import aio
 
+from scheduler_svc.edge.block_events import event_messages, snapshot_parts
 from scheduler_svc.edge.frontend_messages import read_sequence, step_output
+from scheduler_svc.edge.worker_client import WorkerClient
 from scheduler_svc.engine import Engine
 from scheduler_svc.sequence import SequenceKey
 from scheduler_svc.step import Output
 from scheduler_svc.trials import Trials
-from shared.errors import InternalError, UnavailableError
-from shared.pb import scheduler_pb2
+from shared.errors import DataLossError, InternalError, UnavailableError
+from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 
 log = structlog.get_logger(__name__)
@@ -28,6 +31,9 @@ _MAX_UNREAD = 1 << 18
 # What one turn of the event loop may do.
 _OUTPUTS_AT_ONCE = 4096
 _ABORTS_AT_ONCE = 64
+# Between messages that tell watchers of the cache nothing but the load.
+_LOAD_EVERY_S = 0.5
+_FLUSH_POLL_S, _MAX_FLUSH_S = 0.02, 600.0
 # With a status that says when to retry, a frontend knows that this process has not died.
 _AT_ONCE = 0.0
 
@@ -98,6 +104,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._trials: Trials | None = None
+        self._workers: WorkerClient | None = None
         self._failed = False
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
@@ -105,10 +112,16 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count()
 
-    async def run(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
+    async def run(
+        self,
+        engine: Engine,
+        info: scheduler_pb2.EngineInfo,
+        workers: WorkerClient | None = None,
+    ) -> None:
         """Answers frontends, whose streams wait until then, and tries their suspects. Runs until
-        cancelled."""
+        cancelled. Without `workers`, nothing can be profiled."""
         self._engine, self._info, self._trials = engine, info, Trials(engine)
+        self._workers = workers
         self._ready.set()
         await self._trials.run()
 
@@ -172,6 +185,9 @@ class SchedulerServicer(SchedulerServiceServicer):
         self, request: scheduler_pb2.GetLoadRequest, context: object
     ) -> scheduler_pb2.GetLoadResponse:
         engine, _ = await self._started_engine()
+        return self._load(engine)
+
+    def _load(self, engine: Engine) -> scheduler_pb2.GetLoadResponse:
         scheduler, blocks, now = engine.scheduler, engine.scheduler.blocks, engine.clock()
         return scheduler_pb2.GetLoadResponse(
             waiting=scheduler.num_waiting,
@@ -187,6 +203,59 @@ class SchedulerServicer(SchedulerServiceServicer):
             evicted_blocks=blocks.num_evictions,
             **dataclasses.asdict(scheduler.stats),
         )
+
+    async def WatchBlocks(  # type: ignore[override]  # writes to the context instead of yielding
+        self,
+        request: scheduler_pb2.WatchBlocksRequest,
+        context: aio.ServicerContext[scheduler_pb2.WatchBlocksRequest, scheduler_pb2.BlockEvents],
+    ) -> None:
+        engine, _ = await self._started_engine()
+        with engine.scheduler.blocks.watched() as watch:
+            for part in snapshot_parts(watch.snapshot):
+                part.load.CopyFrom(self._load(engine))
+                await context.write(part)
+            watch.snapshot.clear()
+            while not watch.fell_behind:
+                events = await watch.read(_LOAD_EVERY_S)
+                for message in event_messages(events):
+                    message.load.CopyFrom(self._load(engine))
+                    await context.write(message)
+        raise DataLossError("too many events were not read: watch again")
+
+    async def FlushCache(
+        self, request: scheduler_pb2.FlushCacheRequest, context: object
+    ) -> scheduler_pb2.FlushCacheResponse:
+        engine, _ = await self._started_engine()
+        deadline = time.monotonic() + min(request.timeout_s, _MAX_FLUSH_S)
+        flushed = engine.scheduler.blocks.flush()
+        while not flushed and time.monotonic() < deadline:
+            await asyncio.sleep(_FLUSH_POLL_S)
+            flushed = engine.scheduler.blocks.flush()
+        return scheduler_pb2.FlushCacheResponse(flushed=flushed)
+
+    async def StartProfile(
+        self, request: scheduler_pb2.StartProfileRequest, context: object
+    ) -> scheduler_pb2.StartProfileResponse:
+        passed_on = worker_pb2.StartProfileRequest(
+            activities=request.activities,
+            with_stack=request.with_stack,
+            record_shapes=request.record_shapes,
+        )
+        if request.HasField("num_steps"):
+            passed_on.num_steps = request.num_steps
+        traces = await (await self._profiled_workers()).start_profile(passed_on)
+        return scheduler_pb2.StartProfileResponse(traces=traces)
+
+    async def StopProfile(
+        self, request: scheduler_pb2.StopProfileRequest, context: object
+    ) -> scheduler_pb2.StopProfileResponse:
+        traces = await (await self._profiled_workers()).stop_profile()
+        return scheduler_pb2.StopProfileResponse(traces=traces)
+
+    async def _profiled_workers(self) -> WorkerClient:
+        await self._ready.wait()
+        assert self._workers is not None
+        return self._workers
 
     async def _started_engine(self) -> tuple[Engine, Trials]:
         await self._ready.wait()

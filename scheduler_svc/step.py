@@ -30,13 +30,16 @@ class Row:
 class Step:
     """`copies` are blocks (from, to), copied before anything is written. `has_features` is false
     where no row can ask for more than a temperature and a seed. The first `num_decodes` rows are
-    decodes; the others are of prompts."""
+    decodes; the others are of prompts. `num_tokens` is the sum of the rows'.
+    `traceparents` are the trace contexts of those that are traced."""
 
     number: int  # 1, 2, 3, ...
     rows: list[Row]
     copies: Seq[tuple[int, int]] = ()
     has_features: bool = True
     num_decodes: int = 0
+    num_tokens: int = 0
+    traceparents: Seq[str] = ()
 
 
 @dataclass(slots=True, eq=False)

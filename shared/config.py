@@ -48,6 +48,20 @@ class ServiceSettings(SecuritySettings):
     )
     exit_with_parent: bool = Field(False, description="end when the parent process is gone")
     max_message_bytes: int = Field(4 << 20, gt=0, description="largest request accepted")
+    metrics_host: str = Field("127.0.0.1", description="has metrics_port")
+    metrics_port: int = Field(0, ge=0, le=65535, description="for Prometheus (0: none)")
+    metrics_directory: str = Field(
+        "",
+        description="serves Prometheus on a free port of loopback instead, which a file here names",
+    )
+    otlp_endpoint: str = Field(
+        "",
+        pattern="^(https?://.+)?$",
+        description="of a collector of OpenTelemetry traces: http://HOST:PORT (empty: no traces)",
+    )
+    trace_sample_ratio: float = Field(
+        0.01, ge=0, le=1, description="of the calls that do not say whether to trace them"
+    )
 
     @property
     def callers_need_tokens(self) -> bool:
@@ -69,11 +83,13 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # The services' own settings. No service imports another, yet each must tell the others' settings
 # from misspelt ones, so a new setting is named here, too.
 _NAMES_OF_SERVICES = """
-    allow_public_plaintext attention auth_tokens_file block_size device dtype enforce_eager host
-    kv_blocks kv_dtype master_addr master_port max_model_len max_num_batched_tokens
-    max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting max_waiting_tokens
-    memory_utilization model port quantization rank scheduler_address sync threads tls_cert
-    tls_client_ca tls_key tokenizer_threads tp worker_addresses
+    allow_public_plaintext attention auth_tokens_file block_size device dtype
+    enforce_eager engine_addresses host http_port index kv_blocks kv_dtype master_addr master_port
+    max_model_len max_num_batched_tokens max_num_prefill_tokens max_num_seqs
+    max_requests_per_client max_waiting max_waiting_tokens memory_utilization model
+    operator_tokens_file port profile_directory
+    quantization rank scheduler_address sync threads tls_cert tls_client_ca tls_key
+    tokenizer_threads tp ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
 # Settings of a stack's clients, including the launcher, which may share the services' environment.

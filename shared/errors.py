@@ -7,6 +7,9 @@
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
     ├── PermissionDeniedError    PERMISSION_DENIED    the caller's certificate is for something else
+    ├── OutOfRangeError          OUT_OF_RANGE         a place in a stream that is not there any more
+    ├── DataLossError            DATA_LOSS            a stream's reader fell behind; begin again
+    ├── UnimplementedError       UNIMPLEMENTED        a method that this model or stack is without
     ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
     └── InternalError            INTERNAL             what happened is in the log, not in the reply
@@ -22,6 +25,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -94,6 +98,18 @@ class PermissionDeniedError(ServiceError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
+class OutOfRangeError(ServiceError):
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class DataLossError(ServiceError):
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class UnimplementedError(ServiceError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
 class UnavailableError(ServiceError):
     """The request cannot be served now; `retry_after_s` is set if it is known when to retry."""
 
@@ -113,6 +129,18 @@ class DeadlineError(ServiceError):
 
 class InternalError(ServiceError):
     code = grpc.StatusCode.INTERNAL
+
+
+def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
+    """The refusal with which another service ended a call, for the caller of this one; `otherwise`
+    if the call ended for another reason."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        field, _, reason = details.partition(": ")
+        return InvalidArgumentError(field, reason)
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return FailedPreconditionError(details)
+    return otherwise
 
 
 def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:

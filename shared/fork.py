@@ -32,6 +32,7 @@ class Fork:
         self.status: int | None = None  # of the last one
         self.reason = ""  # why the last one ended
         self.was_ready = False  # one was
+        self.restarts = 0
         self._hang_timeout_s = hang_timeout_s
         self._serves = serves
         self._peer: socket.socket | None = None
@@ -125,6 +126,7 @@ class Fork:
             pause_s = min(_FIRST_PAUSE_S * 2 ** min(self._failures, 10), _LAST_PAUSE_S)
             self._failures += 1
         self._ready = False
+        self.restarts += 1
         self.due = time.monotonic() + pause_s
         log.error(
             "died, and a fork takes its place",

@@ -40,9 +40,13 @@ class Heartbeat:
     Args:
         keeper: the keeper's process id.
         hang_timeout_s: a side that the other does not hear for this long is killed.
+        restarts: how many forks of this keeper died before this one.
     """
 
-    def __init__(self, peer: socket.socket, keeper: int, hang_timeout_s: float) -> None:
+    def __init__(
+        self, peer: socket.socket, keeper: int, hang_timeout_s: float, restarts: int = 0
+    ) -> None:
+        self.restarts = restarts
         self.interval_s = hang_timeout_s / BEATS
         self._peer = peer
         self._keeper = keeper

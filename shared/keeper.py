@@ -107,7 +107,7 @@ class Keeper:
         os.close(self._woken)
         os.close(self._waking)
         gc.enable()
-        heartbeat = Heartbeat(theirs, keeper, self._hang_timeout_s)
+        heartbeat = Heartbeat(theirs, keeper, self._hang_timeout_s, fork.restarts)
         try:
             fork.function(heartbeat)
         except Exception as error:

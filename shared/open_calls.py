@@ -13,8 +13,14 @@ from grpc import aio
 from shared.errors import UnavailableError
 from shared.interceptors import within, wrap_behavior
 
-# Calls to gRPC's own services, health watches above all, go on for as long as their clients want.
-_ENDLESS = ("/grpc.health.", "/grpc.reflection.")
+# These go on for as long as their clients want: gRPC's own services, health watches above all, and
+# those that watch the prefix cache.
+_ENDLESS = (
+    "/grpc.health.",
+    "/grpc.reflection.",
+    "/nanovllm.scheduler.v1.SchedulerService/WatchBlocks",
+    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
+)
 _Task = asyncio.Task[object]
 
 
@@ -30,7 +36,7 @@ class OpenCalls(aio.ServerInterceptor):
 
     @property
     def count(self) -> int:
-        """The number of open calls, without those to health and reflection."""
+        """The number of open calls that would end by themselves."""
         return len(self._served)
 
     async def finished(self, timeout_s: float) -> None:

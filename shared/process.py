@@ -15,12 +15,17 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import structlog
+
 from shared.config import ServiceSettings
 from shared.fork import CANNOT_START
 from shared.heartbeat import Heartbeat
 from shared.keeper import Keeper
 from shared.logging import configure_logging
+from shared.metrics import ServiceMetrics
+from shared.metrics_endpoint import open_endpoint
 from shared.parent import end_with_parent
+from shared.tracing import preload
 
 _COLLECTIONS_EVERY_S = 10.0  # of old objects
 _FEW = 20_000  # objects, which take 10 to 15 ms
@@ -28,6 +33,8 @@ _MOST = 2_000_000  # more than those of all calls that a service takes: some mus
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 Ready = Callable[[], object]
+
+log = structlog.get_logger(__name__)
 
 
 def run_service(
@@ -37,6 +44,8 @@ def run_service(
     start_errors: tuple[type[Exception], ...] = (),
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     companion: Callable[[Callable[[], None]], None] | None = None,
+    metrics: ServiceMetrics | None = None,
+    index: int = 0,
     **bound: object,
 ) -> int:
     """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
@@ -48,17 +57,28 @@ def run_service(
         companion: runs in a fork of its own, forked before the first that serves, which it
             outlives; another takes its place when it ends. It gets a function to call at least
             every `hang_timeout_s` / 6 seconds: once it has, silence is a hang.
+        metrics: served to Prometheus if the settings say where.
+        index: which of the service's processes this is.
 
     Returns:
         The exit status, see `Keeper.run`.
     """
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()
+    preload(settings.otlp_endpoint)
     if settings.exit_with_parent:
         end_with_parent()
     expected: tuple[type[Exception], ...] = (OSError, *start_errors)
+    try:
+        # Before there are forks, so that all of them have the same address.
+        endpoint = metrics and open_endpoint(settings, name, index, metrics)
+    except OSError as error:
+        log.error("cannot start", reason=str(error))
+        return CANNOT_START
 
     def run(heartbeat: Heartbeat) -> None:
+        if endpoint:
+            endpoint.serve(heartbeat.restarts)
         try:
             with asyncio.Runner(loop_factory=loop_factory) as runner:
                 runner.run(_serve_and_beat(serve, settings, heartbeat))
@@ -66,8 +86,13 @@ def run_service(
             heartbeat.fail(str(error))
             sys.exit(CANNOT_START)
 
-    accompany = None if companion is None else lambda heartbeat: companion(heartbeat.beat)
-    return Keeper(run, settings.hang_timeout_s, accompany).run()
+    def accompany(heartbeat: Heartbeat) -> None:
+        if endpoint:
+            endpoint.close()
+        assert companion is not None
+        companion(heartbeat.beat)
+
+    return Keeper(run, settings.hang_timeout_s, accompany if companion else None).run()
 
 
 async def _serve_and_beat(

@@ -55,6 +55,8 @@ class Server:
         max_calls: open calls per connection, beyond which its client waits.
         reuse_port: whether several processes may listen on the same port.
         ready: called when the server is SERVING for the first time.
+        beside: another server of this process, whose interceptors and memory for messages this one
+            shares, and with which it is told to stop.
 
     Raises:
         FileError: a file of certificates cannot be used.
@@ -71,11 +73,15 @@ class Server:
         max_calls: int = _CALLS_PER_CONNECTION,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
+        beside: Server | None = None,
     ) -> None:
+        if beside:
+            interceptors = beside.interceptors
         if settings.callers_need_tokens and not interceptors:
             raise ValueError("auth_tokens_file: no interceptor checks tokens")
         self._settings = settings
         self._ready = ready
+        self.interceptors: Sequence[aio.ServerInterceptor] = interceptors
         self._calls = OpenCalls()
         tls = settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
@@ -86,7 +92,9 @@ class Server:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))
         place = UNREAD_FACTOR * settings.max_message_bytes
-        self.messages = MessageMemory(place, max(MAX_BYTES, _MIN_PLACES * place))
+        self.messages: MessageMemory = (
+            beside.messages if beside else MessageMemory(place, max(MAX_BYTES, _MIN_PLACES * place))
+        )
         reader = MessageReader(settings.max_message_bytes, self.messages)
         self.grpc = aio.server(
             interceptors=[*first, *interceptors, reader],
@@ -99,7 +107,7 @@ class Server:
             reflection.enable_server_reflection(
                 (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
             )
-        self._stopping = asyncio.Event()
+        self._stopping: asyncio.Event = beside._stopping if beside else asyncio.Event()
 
     async def set_serving(self, serving: bool) -> None:
         """Sets what `grpc.health.v1.Health` answers from now on."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from frontend.server import public_server
+from frontend.service import public_server
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb

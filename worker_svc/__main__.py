@@ -11,6 +11,7 @@ from worker_svc.openmp import let_threads_spin_briefly
 let_threads_spin_briefly()
 
 import sys
+from functools import partial
 
 from shared.config import settings_or_exit
 from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -18,6 +19,7 @@ from shared.process import Ready, run_service
 from shared.roles import Callers
 from shared.server import Server
 from worker_svc.errors import StartError
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.platforms.choice import preload
 from worker_svc.server import WorkerService
 from worker_svc.settings import WorkerSettings
@@ -25,11 +27,13 @@ from worker_svc.settings import WorkerSettings
 SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 
 
-async def serve(settings: WorkerSettings, ready: Ready | None = None) -> None:
+async def serve(
+    settings: WorkerSettings, ready: Ready | None = None, *, metrics: WorkerMetrics | None = None
+) -> None:
     """Serves until SIGTERM; healthy once the model is loaded and warm, and `ready` once it has been
     configured: until then, what fails may fail for good."""
     server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"))
-    service = WorkerService(settings, server.stop, ready)
+    service = WorkerService(settings, server.stop, ready, metrics)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])
     try:
@@ -45,7 +49,16 @@ async def serve(settings: WorkerSettings, ready: Ready | None = None) -> None:
 def main() -> int:
     settings = settings_or_exit(WorkerSettings, sys.argv[1:])
     preload(settings.device)
-    return run_service("worker", settings, serve, (StartError,), rank=settings.rank)
+    metrics = WorkerMetrics(settings.model)
+    return run_service(
+        "worker",
+        settings,
+        partial(serve, metrics=metrics),
+        (StartError,),
+        metrics=metrics,
+        index=settings.rank,
+        rank=settings.rank,
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -16,15 +18,19 @@ from worker_svc.distributed import COLLECTIVE_TIMEOUT
 from worker_svc.errors import is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.model_runner import ModelRunner
+from worker_svc.profiler import ProfileOptions, Profiler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits
 from worker_svc.step_result import PendingStep, StepResult
 
 log = structlog.get_logger(__name__)
 
+Result = TypeVar("Result")
+
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
 # Joining the other ranks has its own timeout; allocating and capturing take what they take.
 _MAX_CONFIGURE_S = 600.0
+_MAX_PROFILE_S = 60.0  # to start one, or to write a piece of it
 
 
 @dataclass
@@ -51,6 +57,7 @@ class Execution:
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
+        self._profiler = Profiler(settings.profile_directory, settings.rank)
         self._min_step_s = 0.0
 
     async def load(self) -> None:
@@ -71,17 +78,40 @@ class Execution:
         self._watch.stop()
         self._launches.shutdown(cancel_futures=True)
         self._results.shutdown(cancel_futures=True)
+        self._profiler.close()
 
     async def configure(
         self, runner: ModelRunner, epoch: int, num_blocks: int, superseded: Callable[[], bool]
     ) -> None:
         """Runs `ModelRunner.configure` after the steps submitted so far."""
 
-        def configure() -> None:
-            with self._watch.doing(f"configuring epoch {epoch}", _MAX_CONFIGURE_S):
-                runner.configure(epoch, num_blocks, superseded)
+        await self._between_steps(
+            lambda: runner.configure(epoch, num_blocks, superseded),
+            f"configuring epoch {epoch}",
+            _MAX_CONFIGURE_S,
+        )
 
-        await asyncio.get_running_loop().run_in_executor(self._launches, configure)
+    async def start_profile(self, runner: ModelRunner, options: ProfileOptions) -> Path:
+        """Runs `Profiler.start` after the steps submitted so far."""
+        return await self._between_steps(
+            lambda: self._profiler.start(options, runner.info.device),
+            "starting a profile",
+            _MAX_PROFILE_S,
+        )
+
+    async def stop_profile(self) -> Path:
+        """Runs `Profiler.stop` after the steps submitted so far -> the trace that was written."""
+        written = await self._between_steps(self._profiler.stop, "ending a profile", _MAX_PROFILE_S)
+        return await asyncio.wrap_future(written)
+
+    async def _between_steps(self, run: Callable[[], Result], what: str, max_s: float) -> Result:
+        """Calls `run`, which is about `what`, on the execution thread."""
+
+        def watched() -> Result:
+            with self._watch.doing(what, max_s):
+                return run()
+
+        return await asyncio.get_running_loop().run_in_executor(self._launches, watched)
 
     def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> asyncio.Future[StepResult]:
         """Runs `step` after those submitted before it, unless it is cancelled before its turn.
@@ -104,7 +134,7 @@ class Execution:
             if epoch.ended:
                 raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
             started = time.monotonic()
-            with self._watch.running(step, self._min_step_s):
+            with self._watch.running(step, self._min_step_s), self._profiler.named(step):
                 pending = runner.launch(step)
             if pending.ready():
                 self._watch.record(step, time.monotonic() - started)
@@ -115,6 +145,9 @@ class Execution:
             result.set_exception(error)
         except Exception as error:
             result.set_exception(_fail(epoch, step.step_id, error))
+        if self._profiler.count_step():
+            with self._watch.doing("writing a profile", _MAX_PROFILE_S):
+                self._profiler.write_piece()
 
     def _wait(
         self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]

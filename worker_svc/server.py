@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +20,20 @@ from shared.pb.worker_pb2 import (
     ConfigureResponse,
     GetInfoRequest,
     GetInfoResponse,
+    StartProfileRequest,
+    StartProfileResponse,
     StepRequest,
     StepResponse,
+    StopProfileRequest,
+    StopProfileResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
+from shared.tracing import open_tracing
 from worker_svc.errors import StartError
 from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
+from worker_svc.profiler import MAX_STEPS, ProfileOptions
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 from worker_svc.step_result import StepResult
@@ -38,6 +47,7 @@ MAX_EPOCHS_AHEAD = 1 << 32
 MAX_FIRST_EPOCH = 1 << 63
 # Steps of a stream received but not answered; more stay unread. A scheduler sends one ahead.
 MAX_STEPS_AHEAD = 8
+_MAX_SPANS = 16  # of a step
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Launched:
 
     step: Step
     result: asyncio.Future[StepResult]
+    traceparents: Seq[str]
 
 
 class WorkerService(WorkerServiceServicer):
@@ -61,12 +72,15 @@ class WorkerService(WorkerServiceServicer):
         settings: WorkerSettings,
         stop: Callable[[], object] = lambda: None,
         ready: Callable[[], object] | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
+        self._metrics = metrics or WorkerMetrics()
         self._settings = settings
         self._stop = stop
         self._ready = ready
         self._start_error: StartError | None = None
         self._execution = Execution(settings)
+        self._tracing = open_tracing(settings.otlp_endpoint, "worker", settings.rank)
         self._incarnation = uuid.uuid4().hex
         self._newest_epoch = 0  # asked for, maybe not reached
         self._epoch: Epoch | None = None
@@ -169,6 +183,23 @@ class WorkerService(WorkerServiceServicer):
                 if launched := running.get_nowait():
                     _drop(launched.result)
 
+    async def StartProfile(
+        self, request: StartProfileRequest, context: Context
+    ) -> StartProfileResponse:
+        options = ProfileOptions(
+            num_steps=request.num_steps if request.HasField("num_steps") else MAX_STEPS,
+            activities=frozenset(request.activities),
+            with_stack=request.with_stack,
+            record_shapes=request.record_shapes,
+        )
+        trace = await self._execution.start_profile(self._loaded(), options)
+        return StartProfileResponse(trace=str(trace))
+
+    async def StopProfile(
+        self, request: StopProfileRequest, context: Context
+    ) -> StopProfileResponse:
+        return StopProfileResponse(trace=str(await self._execution.stop_profile()))
+
     async def _read_steps(
         self,
         requests: AsyncIterator[StepRequest],
@@ -182,12 +213,17 @@ class WorkerService(WorkerServiceServicer):
                 step = decode_step(request, epoch.limits, epoch.last_step)
                 epoch.last_step = step
                 result = self._execution.submit(self._loaded(), epoch, step)
-                running.put_nowait(Launched(step, result))
+                running.put_nowait(Launched(step, result, [*request.traceparents[:_MAX_SPANS]]))
         finally:
             running.put_nowait(None)
 
     async def _answer(self, launched: Launched) -> StepResponse:
         result = await launched.result
+        self._metrics.execution.observe(result.seconds)
+        if self._tracing:
+            began_at = time.monotonic() - result.seconds
+            for traceparent in launched.traceparents:
+                self._tracing.add("execution", traceparent, began_at, rank=self._settings.rank)
         response = StepResponse(step_id=launched.step.step_id, step_time_s=result.seconds)
         if self._settings.rank == 0:
             response.token_ids = result.token_ids.tobytes()

@@ -18,8 +18,12 @@ class WorkerSettings(ServiceSettings):
     max_message_bytes: int = Field(64 << 20, gt=0)
     drain_timeout_s: float = Field(0.0, ge=0)
     model: str = Field("models/demo", description="model directory as Hugging Face lays it out")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: a GPU if there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: the model's"
+    )
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto", description="format of the weights (auto: the checkpoint's)"
     )
@@ -41,19 +45,20 @@ class WorkerSettings(ServiceSettings):
         le=65535,
         description="default: MASTER_PORT",
     )
-    max_num_seqs: int = Field(256, gt=0)
+    max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
     max_num_batched_tokens: AutoInt = Field(
         "auto", description="tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)"
     )
-    max_model_len: AutoInt = "auto"
-    kv_blocks: AutoInt = "auto"
-    block_size: AutoInt = "auto"
+    max_model_len: AutoInt = Field("auto", description="tokens in a sequence (auto: the model's)")
+    kv_blocks: AutoInt = Field("auto", description="blocks of the KV cache (auto: measured)")
+    block_size: AutoInt = Field("auto", description="tokens in a block (auto: the backend's)")
     memory_utilization: float | Literal["auto"] = Field("auto", description="share of the memory")
     attention: Literal[
         "auto", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton", "triton", "torch"
     ] = Field("auto", description="attention backend; a+b: a for prompts, b for decodes")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     threads: AutoInt = Field("auto", description="CPU threads of a step")
+    profile_directory: str = Field("", description="for traces of torch's profiler; empty: off")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

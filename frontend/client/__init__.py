@@ -23,6 +23,7 @@ from frontend.client.errors import (
 from frontend.client.llm import LLM
 from frontend.client.private_stack import PrivateStack
 from frontend.client.types import (
+    Chat,
     Chunk,
     Completion,
     EngineCapacity,
@@ -40,6 +41,7 @@ __all__ = [
     "LLM",
     "TLS",
     "AsyncLLM",
+    "Chat",
     "Chunk",
     "Completion",
     "DeadlineError",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 from frontend.client import wire
 from frontend.client.calls import Calls
@@ -16,6 +16,7 @@ from frontend.client.connections import Connections, split_addresses
 from frontend.client.progress import Progress
 from frontend.client.resume import ResumableRequest
 from frontend.client.types import (
+    Chat,
     Chunk,
     Completion,
     Message,
@@ -128,6 +129,44 @@ class AsyncLLM:
             progress.close()
         return [completion for completions in results for completion in completions]
 
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Completion]:
+        """Returns the answers to one conversation or a list of them. `generate` and `stream` do the
+        same for a `Chat`.
+
+        Args:
+            tools, chat_template_kwargs, continue_final_message: as in `Chat`, for all of them.
+            sampling_params, use_tqdm, timeout_s, priority, cache_salt: as for `generate`.
+        """
+        chats = [
+            Chat(
+                cast(Sequence[Message], each),
+                tools or (),
+                chat_template_kwargs or {},
+                continue_final_message,
+            )
+            for each in as_prompts(messages)
+        ]
+        return await self.generate(
+            chats,
+            sampling_params,
+            use_tqdm,
+            timeout_s=timeout_s,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
     async def stream(
         self,
         prompt: Prompt,
@@ -157,7 +196,7 @@ class AsyncLLM:
                 if chunk is not None:
                     yield chunk
 
-    async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+    async def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
         request = wire.encode_tokenize(prompt)
         return list((await self._calls.unary(lambda stub: stub.Tokenize(request))).token_ids)
@@ -206,4 +245,4 @@ class AsyncLLM:
     async def _count_tokens(self, prompt: Prompt) -> int:
         if isinstance(prompt, str) or is_chat(prompt):
             return len(await self.tokenize(prompt))
-        return len(prompt)
+        return len(cast(Sequence[int], prompt))

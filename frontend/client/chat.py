@@ -163,18 +163,23 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 def main(args: list[str]) -> int:
     options = parse_args(args)
-    # The parent may have set it to be ignored, as shells do for background jobs.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     params = SamplingParams(
         temperature=options.temperature,
         max_tokens=options.max_tokens,
         seed=options.seed,
         stop=options.stop,
     )
+    return hold_conversation(options.address, params, options.system)
+
+
+def hold_conversation(address: str, params: SamplingParams, system: str) -> int:
+    """Talks with the model at `address` on this terminal; returns the exit status."""
+    # The parent may have set it to be ignored, as shells do for background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with LLM(options.address) as llm:
-            chat = Chat(llm, params, options.system, sys.stdout)
-            print(f"{chat.model_name} at {options.address}; /help lists the commands", flush=True)
+        with LLM(address) as llm:
+            chat = Chat(llm, params, system, sys.stdout)
+            print(f"{chat.model_name} at {address}; /help lists the commands", flush=True)
             converse(chat, line_reader(), sys.stdout)
     except UnavailableError as error:
         print(f"no server is ready ({error.message}): run make up first", file=sys.stderr)

@@ -7,14 +7,22 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from frontend.client.async_llm import AsyncLLM
 from frontend.client.private_stack import PrivateStack
-from frontend.client.types import Chunk, Completion, Message, ModelInfo, Prompt, SamplingParams
+from frontend.client.types import (
+    Chat,
+    Chunk,
+    Completion,
+    Message,
+    ModelInfo,
+    Prompt,
+    SamplingParams,
+)
 from shared.tls import ClientTls as TLS
 
 Result = TypeVar("Result")
@@ -99,6 +107,34 @@ class LLM:
             )
         )
 
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Completion]:
+        """Returns the answers to one conversation or a list of them, as `AsyncLLM.chat` does."""
+        return self._run(
+            self._llm.chat(
+                messages,
+                sampling_params,
+                use_tqdm,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message,
+                timeout_s=timeout_s,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
+
     def stream(
         self,
         prompt: Prompt,
@@ -136,7 +172,7 @@ class LLM:
         finally:
             pumping.cancel()
 
-    def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
         return self._run(self._llm.tokenize(prompt))
 

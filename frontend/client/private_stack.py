@@ -13,13 +13,13 @@ from typing import IO, Self
 
 from frontend.client.errors import StackError
 
-_LAUNCHER = Path(__file__).parents[2] / "deploy"
+_LAUNCHER = Path(__file__).parents[2] / "cli"
 _STOP_TIMEOUT_S = 30.0
 _REASON_LINES = 12
 
 
 class PrivateStack:
-    """Runs `python -m deploy run` and stops it on `close`, when collected, or at exit.
+    """Runs `python -m cli run` and stops it on `close`, when collected, or at exit.
 
     The launcher stops the stack when its stdin closes, so nothing is left behind even if the
     program that owns it is killed.
@@ -42,7 +42,7 @@ class PrivateStack:
                 "without one: give the address of a server"
             )
         flags = {"port": 0, "model": Path(model), **variables}
-        command = [sys.executable, "-P", "-m", "deploy", "run"]
+        command = [sys.executable, "-P", "-m", "cli", "run"]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         with tempfile.TemporaryFile() as errors:

@@ -9,11 +9,28 @@ from typing import Any, Literal, TypedDict, TypeGuard, cast
 
 FinishReason = Literal["eos", "length", "stop"]
 
-# A turn of a chat: {"role": "system", "user" or "assistant", "content": its text}.
-Message = Mapping[str, str]
+# A turn of a chat: "role" and "content". An assistant's may have "reasoning_content", and
+# "tool_calls": [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}], the
+# arguments a mapping or JSON. One of the role "tool" has a "tool_call_id", and the call's result as
+# its content.
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what the model's chat template is told beside them."""
+
+    messages: Sequence[Message]
+    # Each {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
+    tools: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the template's variables
+    continue_final_message: bool = False  # the last message goes on, instead of an answer to it
+
 
 # A text, token ids, or a chat.
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message] | Chat
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,7 @@ class StructuredOutput:
     grammar: str | None = None  # EBNF, starting at the rule `root`
     choice: Sequence[str] | None = None
     json_object: bool | None = None  # True: any JSON, an object or an array
+    structural_tag: str | None = None  # text with constrained parts, as xgrammar's JSON
 
 
 @dataclass(frozen=True)
@@ -131,8 +149,8 @@ class ModelInfo:
     capacity: EngineCapacity
 
 
-def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
-    return (
+def is_chat(prompt: object) -> TypeGuard[Sequence[Message] | Chat]:
+    return isinstance(prompt, Chat) or (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str)
         and len(prompt) > 0
@@ -142,7 +160,7 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Makes a list of one or several prompts: a flat list of ids or of messages is one prompt."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Chat):
         return [prompts]
     items: list[Any] = list(prompts)
     if items and isinstance(items[0], numbers.Integral | Mapping):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
 from frontend.client.errors import InvalidRequestError
 from frontend.client.types import (
+    Chat,
     Chunk,
     EngineCapacity,
     FinishReason,
@@ -62,7 +63,7 @@ def encode_request(
         raise InvalidRequestError(f"cannot be sent: {error}") from error
 
 
-def encode_tokenize(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
+def encode_tokenize(prompt: str | Sequence[Message] | Chat) -> pb.TokenizeRequest:
     """Encodes a text or a chat to tokenize.
 
     Raises:
@@ -131,8 +132,32 @@ def decode_model(message: pb.GetModelResponse) -> ModelInfo:
     )
 
 
-def _encode_chat(messages: Sequence[Message]) -> pb.Chat:
-    return pb.Chat(messages=[pb.ChatMessage(**message) for message in messages])
+def _encode_chat(chat: Sequence[Message] | Chat) -> pb.Chat:
+    if not isinstance(chat, Chat):
+        chat = Chat(chat)
+    kwargs = chat.chat_template_kwargs
+    return pb.Chat(
+        messages=map(_encode_message, chat.messages),
+        tools=map(json.dumps, chat.tools),
+        chat_template_kwargs=json.dumps(kwargs) if kwargs else "",
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _encode_message(message: Message) -> pb.ChatMessage:
+    calls = map(_encode_tool_call, message.get("tool_calls") or ())
+    return pb.ChatMessage(**{**message, "tool_calls": calls})
+
+
+def _encode_tool_call(call: Mapping[str, Any]) -> pb.ToolCall:
+    fields = {"type": "function", "function": {}, **call}
+    if (kind := fields.pop("type")) != "function":
+        raise ValueError(f"tool_calls: type is {kind!r}; must be 'function'")
+    arguments = fields["function"].get("arguments", "")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    fields["function"] = pb.FunctionCall(**{**fields["function"], "arguments": arguments})
+    return pb.ToolCall(**fields)
 
 
 def _encode_sampling(params: SamplingParams) -> pb.SamplingParams:

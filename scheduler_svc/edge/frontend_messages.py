@@ -35,6 +35,7 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
         cache_salt=submit.cache_salt,
         resubmitted=submit.resubmitted,
         client=_client(submit.client) if submit.client.name else ANONYMOUS,
+        traceparent=submit.traceparent,
     )
 
 

@@ -50,6 +50,7 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
         samples=bytes([row.samples for row in rows]),
         temperatures=array("f", [seq.params.temperature for seq in seqs]).tobytes(),
         seeds=array("Q", [seq.params.seed for seq in seqs]).tobytes(),
+        traceparents=step.traceparents,
     )
     if step.copies:
         request.copies = array("i", chain.from_iterable(step.copies)).tobytes()

@@ -14,10 +14,12 @@ import grpc
 import structlog
 from grpc import aio
 
+from scheduler_svc.edge import profiles
 from scheduler_svc.edge.execute_stream import ExecuteStream
 from scheduler_svc.edge.step_encoding import MalformedAnswerError, encode_step, read_answer
 from scheduler_svc.edge.worker_group import WorkerGroup, WorkerMismatchError, agree
 from scheduler_svc.engine import WorkersLostError
+from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Row, Step
@@ -54,6 +56,7 @@ class WorkerClient:
         max_num_batched_tokens: likewise; None for what the workers say.
         hang_timeout_s: a rank that stays silent this long is lost.
         dialer: how to connect.
+        metrics: where epochs are counted.
 
     Raises:
         FileError: a file of certificates cannot be used.
@@ -66,6 +69,7 @@ class WorkerClient:
         max_num_batched_tokens: int | None,
         hang_timeout_s: float,
         dialer: Dialer = PLAINTEXT,
+        metrics: EngineMetrics | None = None,
     ) -> None:
         self._addresses = addresses
         self._dialer = dialer
@@ -82,6 +86,7 @@ class WorkerClient:
         self._epoch = 0
         self._step_id = 0
         self._num_answers = 0
+        self._metrics = metrics or EngineMetrics()
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
@@ -155,6 +160,12 @@ class WorkerClient:
             return read_answer(request, answers[0])
         except MalformedAnswerError as error:
             raise WorkersLostError(str(error)) from error
+
+    async def start_profile(self, request: worker_pb2.StartProfileRequest) -> list[str]:
+        return await profiles.start_profile(self._stubs, request)
+
+    async def stop_profile(self) -> list[str]:
+        return await profiles.stop_profile(self._stubs)
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -236,6 +247,7 @@ class WorkerClient:
         # Together: the ranks meet each other in this call.
         await asyncio.gather(*(stub.Configure(request) for stub in self._stubs))
         self._streams = [ExecuteStream(stub) for stub in self._stubs]
+        self._metrics.epochs += 1
         return replace(
             group,
             num_blocks=self._num_blocks,

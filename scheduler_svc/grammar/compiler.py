@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from xgrammar import CompiledGrammar as XGrammar
 from xgrammar import Grammar, GrammarCompiler, TokenizerInfo, VocabType
 
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
-from scheduler_svc.grammar.schema import patterns, schema_problem
+from scheduler_svc.grammar.schema import patterns, schema_problem, schemas_in_tag
 from scheduler_svc.sampling import GrammarKind
 
 # Consecutive whitespace within a JSON text: enough to indent, too little to go on for ever.
@@ -65,6 +67,8 @@ def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> Compi
                 grammar = compilers.any.compile_regex(text)
             case GrammarKind.EBNF:
                 grammar = compilers.any.compile_grammar(text)
+            case GrammarKind.STRUCTURAL_TAG:
+                grammar = _compile_tag(compilers, text)
             case _:
                 for pattern in patterns(text):
                     _check_pattern(pattern)
@@ -80,6 +84,45 @@ def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> Compi
     if not matcher.finished:
         matcher.mask()  # raises if nothing matches
     return compiled
+
+
+def _compile_tag(compilers: Compilers, text: str) -> XGrammar:
+    tag = json.loads(text)
+    if isinstance(tag, dict) and "structures" in tag:
+        tag = _triggered_tags(tag)
+    schemas = list(schemas_in_tag(tag))
+    for schema in schemas:
+        if problem := schema_problem(schema):
+            raise GrammarError(GrammarKind.STRUCTURAL_TAG, f"a 'json_schema' in it: {problem}")
+        for pattern in patterns(schema):
+            _check_pattern(pattern)
+    compiler = compilers.json if schemas else compilers.any
+    return compiler.compile_structural_tag(json.dumps(tag))
+
+
+def _triggered_tags(older: dict[str, Any]) -> dict[str, Any]:
+    """The structural tag that one of the older form means."""
+    try:
+        tags = [
+            {
+                "type": "tag",
+                "begin": each["begin"],
+                "content": {"type": "json_schema", "json_schema": _schema_of(each)},
+                "end": each["end"],
+            }
+            for each in older["structures"]
+        ]
+    except (KeyError, TypeError) as error:
+        reason = "'structures' must be a list of objects with 'begin', 'schema' and 'end'"
+        raise GrammarError(GrammarKind.STRUCTURAL_TAG, reason) from error
+    triggers = older.get("triggers", [])
+    triggered = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return {"type": "structural_tag", "format": triggered}
+
+
+def _schema_of(structure: dict[str, Any]) -> Any:
+    schema = structure["schema"]
+    return json.loads(schema) if isinstance(schema, str) else schema
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -20,6 +20,7 @@ import structlog
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
 from scheduler_svc.grammar.grammar import CompiledGrammar, Grammar, Matcher
 from scheduler_svc.grammar.grammars import Grammars
+from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.sampling import GrammarKind
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
@@ -35,6 +36,8 @@ class Engine(Protocol):
     """The part of the engine that is needed here."""
 
     scheduler: Scheduler
+    metrics: EngineMetrics
+    clock: Callable[[], float]
 
     def queue(self, seq: Sequence, n: int) -> None:
         """Queues a sequence and the other completions of its prompt, or emits its end."""
@@ -138,7 +141,9 @@ class Constraints:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
         kind, client = GrammarKind(grammar.kind), seq.client.name or None
+        began_at = self._engine.clock()
         compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
+        self._engine.metrics.grammar_compile.observe(self._engine.clock() - began_at)
         self._match(seq, compiled)
         (mask,) = await self._masks([seq])
         if seq.status is not Status.FINISHED:
@@ -155,8 +160,10 @@ class Constraints:
     async def _advance(self, grown: list[Sequence]) -> None:
         going_on = [seq for seq in grown if seq.status is not Status.FINISHED]
         if going_on:
+            began_at = self._engine.clock()
             for seq, mask in zip(going_on, await self._masks(going_on), strict=True):
                 self._engine.scheduler.release(seq, mask)
+            self._engine.metrics.grammar_mask.observe(self._engine.clock() - began_at)
             self._engine.wake()
 
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:

@@ -11,6 +11,7 @@ _FIELDS = {
     GrammarKind.REGEX: "regex",
     GrammarKind.EBNF: "grammar",
     GrammarKind.JSON: "json_object",
+    GrammarKind.STRUCTURAL_TAG: "structural_tag",
 }
 
 

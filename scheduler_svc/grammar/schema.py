@@ -63,6 +63,23 @@ def patterns(text: str) -> set[str]:
     return set(_patterns(json.loads(text)))
 
 
+def schemas_in_tag(tag: Any, depth: int = 0) -> Iterator[str]:
+    """All JSON schemas in a structural tag.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+    for name, value in tag.items() if isinstance(tag, dict) else ():
+        if name == "json_schema":
+            yield json.dumps(value)
+        else:
+            yield from schemas_in_tag(value, depth + 1)
+    for value in tag if isinstance(tag, list) else ():
+        yield from schemas_in_tag(value, depth + 1)
+
+
 def _patterns(schema: Any) -> Iterator[str]:
     if isinstance(schema, dict):
         if isinstance(pattern := schema.get("pattern"), str):
@@ -110,13 +127,27 @@ def _head_problems(schema: dict[str, Any], head: str) -> Iterator[str]:
 
 
 def _says_nothing_new(schema: dict[str, Any], keyword: str, head: str) -> bool:
-    """Whether a type stands beside values that all have it anyway."""
-    if keyword != "type" or head not in ("const", "enum"):
+    """Whether a type stands beside values or schemas that all have it anyway."""
+    if keyword != "type" or head == "$ref":
         return False
-    values = [schema["const"]] if head == "const" else schema["enum"]
+    values = [schema["const"]] if head == "const" else schema[head]
     types = _types(schema)
-    return isinstance(values, list) and all(
-        any(_IS_TYPE[name](value) for name in types) for value in values
+    if not isinstance(values, list):
+        return False
+    if head in ("const", "enum"):
+        return all(any(_IS_TYPE[name](value) for name in types) for value in values)
+    return all(_has_type(value, types) for value in values)
+
+
+def _has_type(schema: Any, types: list[str]) -> bool:
+    """Whether what matches a schema is of one of `types`."""
+    if not isinstance(schema, dict) or any(head in schema for head in _HEADS):
+        return False
+    own = _types(schema) if "type" in schema else []
+    if "type" not in schema and (read := _read_untyped(schema)):
+        own = ["object" if read is _OBJECT else "array"]
+    return bool(own) and all(
+        name in types or (name == "integer" and "number" in types) for name in own
     )
 
 

@@ -44,6 +44,26 @@ class SchedulerServiceStub:
                 request_serializer=shared_dot_pb_dot_scheduler__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_scheduler__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/nanovllm.scheduler.v1.SchedulerService/WatchBlocks',
+                request_serializer=shared_dot_pb_dot_scheduler__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_scheduler__pb2.BlockEvents.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/nanovllm.scheduler.v1.SchedulerService/FlushCache',
+                request_serializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/nanovllm.scheduler.v1.SchedulerService/StartProfile',
+                request_serializer=shared_dot_pb_dot_scheduler__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_scheduler__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/nanovllm.scheduler.v1.SchedulerService/StopProfile',
+                request_serializer=shared_dot_pb_dot_scheduler__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_scheduler__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -64,6 +84,34 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
+        with DATA_LOSS if the caller falls behind.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Empties the prefix cache, once no block of it is in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartProfile(self, request, context):
+        """Start and end a profile of the next steps on all ranks, with the workers' methods.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +124,26 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=shared_dot_pb_dot_scheduler__pb2.GetLoadRequest.FromString,
                     response_serializer=shared_dot_pb_dot_scheduler__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_scheduler__pb2.BlockEvents.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.StartProfileRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_scheduler__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.StopProfileRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_scheduler__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +200,114 @@ class SchedulerService:
             '/nanovllm.scheduler.v1.SchedulerService/GetLoad',
             shared_dot_pb_dot_scheduler__pb2.GetLoadRequest.SerializeToString,
             shared_dot_pb_dot_scheduler__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/nanovllm.scheduler.v1.SchedulerService/WatchBlocks',
+            shared_dot_pb_dot_scheduler__pb2.WatchBlocksRequest.SerializeToString,
+            shared_dot_pb_dot_scheduler__pb2.BlockEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.scheduler.v1.SchedulerService/FlushCache',
+            shared_dot_pb_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
+            shared_dot_pb_dot_scheduler__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.scheduler.v1.SchedulerService/StartProfile',
+            shared_dot_pb_dot_scheduler__pb2.StartProfileRequest.SerializeToString,
+            shared_dot_pb_dot_scheduler__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.scheduler.v1.SchedulerService/StopProfile',
+            shared_dot_pb_dot_scheduler__pb2.StopProfileRequest.SerializeToString,
+            shared_dot_pb_dot_scheduler__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,15 @@ class SchedulerServiceStub:
     """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
     """Reports what the engine holds now and has done since its start."""
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]
+    """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
+    with DATA_LOSS if the caller falls behind.
+    """
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
+    """Empties the prefix cache, once no block of it is in use."""
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.StartProfileRequest, _scheduler_pb2.StartProfileResponse]
+    """Start and end a profile of the next steps on all ranks, with the workers' methods."""
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.StopProfileRequest, _scheduler_pb2.StopProfileResponse]
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -47,6 +56,15 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Reports what the engine holds now and has done since its start."""
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]  # type: ignore[assignment]
+    """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
+    with DATA_LOSS if the caller falls behind.
+    """
+    FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
+    """Empties the prefix cache, once no block of it is in use."""
+    StartProfile: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StartProfileRequest, _scheduler_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Start and end a profile of the next steps on all ranks, with the workers' methods."""
+    StopProfile: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StopProfileRequest, _scheduler_pb2.StopProfileResponse]  # type: ignore[assignment]
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,5 +84,38 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.GetLoadResponse, _abc.Awaitable[_scheduler_pb2.GetLoadResponse]]:
         """Reports what the engine holds now and has done since its start."""
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _scheduler_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.BlockEvents], _abc.AsyncIterator[_scheduler_pb2.BlockEvents]]:
+        """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
+        with DATA_LOSS if the caller falls behind.
+        """
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _scheduler_pb2.FlushCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.FlushCacheResponse, _abc.Awaitable[_scheduler_pb2.FlushCacheResponse]]:
+        """Empties the prefix cache, once no block of it is in use."""
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _scheduler_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.StartProfileResponse, _abc.Awaitable[_scheduler_pb2.StartProfileResponse]]:
+        """Start and end a profile of the next steps on all ranks, with the workers' methods."""
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _scheduler_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.StopProfileResponse, _abc.Awaitable[_scheduler_pb2.StopProfileResponse]]: ...
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

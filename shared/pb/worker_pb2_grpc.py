@@ -49,6 +49,16 @@ class WorkerServiceStub:
                 request_serializer=shared_dot_pb_dot_worker__pb2.StepRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_worker__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/nanovllm.worker.v1.WorkerService/StartProfile',
+                request_serializer=shared_dot_pb_dot_worker__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_worker__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/nanovllm.worker.v1.WorkerService/StopProfile',
+                request_serializer=shared_dot_pb_dot_worker__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_worker__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -76,6 +86,21 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends the profile, unless all of its steps have run, and waits until its trace is written.
+        FAILED_PRECONDITION if none was started since the last call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +118,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=shared_dot_pb_dot_worker__pb2.StepRequest.FromString,
                     response_serializer=shared_dot_pb_dot_worker__pb2.StepResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=shared_dot_pb_dot_worker__pb2.StartProfileRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_worker__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=shared_dot_pb_dot_worker__pb2.StopProfileRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_worker__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +211,60 @@ class WorkerService:
             '/nanovllm.worker.v1.WorkerService/Execute',
             shared_dot_pb_dot_worker__pb2.StepRequest.SerializeToString,
             shared_dot_pb_dot_worker__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.worker.v1.WorkerService/StartProfile',
+            shared_dot_pb_dot_worker__pb2.StartProfileRequest.SerializeToString,
+            shared_dot_pb_dot_worker__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.worker.v1.WorkerService/StopProfile',
+            shared_dot_pb_dot_worker__pb2.StopProfileRequest.SerializeToString,
+            shared_dot_pb_dot_worker__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,12 @@ class WorkerServiceStub:
     """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
     INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
+    """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not."""
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]
+    """Ends the profile, unless all of its steps have run, and waits until its trace is written.
+    FAILED_PRECONDITION if none was started since the last call.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -52,6 +58,12 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]  # type: ignore[assignment]
     """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
     INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
+    """
+    StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not."""
+    StopProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]  # type: ignore[assignment]
+    """Ends the profile, unless all of its steps have run, and waits until its trace is written.
+    FAILED_PRECONDITION if none was started since the last call.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -80,6 +92,24 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResponse], _abc.AsyncIterator[_worker_pb2.StepResponse]]:
         """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
         INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
+        """
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _worker_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StartProfileResponse, _abc.Awaitable[_worker_pb2.StartProfileResponse]]:
+        """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not."""
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _worker_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StopProfileResponse, _abc.Awaitable[_worker_pb2.StopProfileResponse]]:
+        """Ends the profile, unless all of its steps have run, and waits until its trace is written.
+        FAILED_PRECONDITION if none was started since the last call.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,7 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
-from frontend.server import SERVICE_NAME, public_server, serve
+from frontend.metrics import RequestMetrics
+from frontend.server import SERVICE_NAME
+from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from frontend.token_stream import TokenStream
 from shared.pb import frontend_pb2 as pb
@@ -29,6 +31,14 @@ hypothesis.settings.register_profile("frontend", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("frontend")
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
+QWEN3_TEMPLATE = Path(__file__).with_name("qwen3_chat_template.jinja")
+
+
+def link_with_qwen3_template(directory: Path) -> None:
+    """Makes `directory` the demo model with the chat template of Qwen3."""
+    for path in DEMO.iterdir():
+        (directory / path.name).symlink_to(path)
+    (directory / "chat_template.jinja").symlink_to(QWEN3_TEMPLATE)
 
 
 @dataclass
@@ -40,6 +50,7 @@ class Service:
     scheduler: FakeScheduler
     channel: aio.Channel
     stub: Any
+    metrics: RequestMetrics
 
     async def wait_for_health(self, serving: bool) -> None:
         """Waits until the health service reports `serving`."""
@@ -102,12 +113,15 @@ def settings(scheduler: FakeScheduler) -> FrontendSettings:
 
 @pytest.fixture
 async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> AsyncIterator[Service]:
-    server = public_server(settings)
-    serving = asyncio.create_task(serve(server, settings))
+    metrics = RequestMetrics(settings.model)
+    server = public_server(settings, metrics=metrics)
+    serving = asyncio.create_task(serve(server, settings, metrics))
     address = f"{settings.host}:{settings.port}"
     try_again_soon = [("grpc.initial_reconnect_backoff_ms", 50)]
     async with aio.insecure_channel(address, options=try_again_soon) as channel:
-        service = Service(address, server, scheduler, channel, InferenceServiceStub(channel))
+        service = Service(
+            address, server, scheduler, channel, InferenceServiceStub(channel), metrics
+        )
         await channel.channel_ready()
         await service.wait_for_health(True)
         yield service

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from grpc import aio
+from grpc import StatusCode, aio
 
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import (
@@ -74,6 +75,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.suspects: asyncio.Queue[pb.Suspects] = asyncio.Queue()
+        self.profiles: list[pb.StartProfileRequest] = []
         self._connection: Connection | None = None
         self._server: aio.Server | None = None
 
@@ -150,6 +152,19 @@ class FakeScheduler(SchedulerServiceServicer):
                 connection.outbox.task_done()
         finally:
             reader.cancel()
+
+    async def StartProfile(
+        self, request: pb.StartProfileRequest, context: object
+    ) -> pb.StartProfileResponse:
+        self.profiles.append(request)
+        return pb.StartProfileResponse(traces=["/traces/rank-0", "/traces/rank-1"])
+
+    async def StopProfile(
+        self, request: pb.StopProfileRequest, context: aio.ServicerContext[Any, Any]
+    ) -> pb.StopProfileResponse:
+        if not self.profiles:
+            await context.abort(StatusCode.FAILED_PRECONDITION, "no profile is in progress")
+        return pb.StopProfileResponse(traces=["/traces/rank-1"])
 
     async def _read(
         self, messages: AsyncIterator[pb.FrontendMessage], connection: Connection

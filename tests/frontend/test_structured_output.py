@@ -28,6 +28,7 @@ def choice(*options: str) -> pb.StructuredOutput:
         (pb.StructuredOutput(regex="x" * KIB64), Grammar(GrammarKind.REGEX, "x" * KIB64)),
         (pb.StructuredOutput(grammar="root ::="), Grammar(GrammarKind.EBNF, "root ::=")),
         (pb.StructuredOutput(json_object=True), Grammar(GrammarKind.JSON)),
+        (pb.StructuredOutput(structural_tag="{}"), Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
         (choice("a", "b c"), Grammar(GrammarKind.EBNF, 'root ::= "a" | "b c"')),
         (
             choice('"\\', "\n\x00", "é\u2028", "👍\U000e0001"),

@@ -25,7 +25,7 @@ def token_streams(*callers: str) -> list[TokenStream]:
 
 def step(streams: list[TokenStream], token_id: int) -> None:
     for stream in streams:
-        stream.append(token_id)
+        stream.append(token_id, now=0.0)
         stream.waiter.wake()
 
 
@@ -52,7 +52,7 @@ async def test_who_comes_back_for_more_waits_behind_the_others() -> None:
             seen += len(tokens)
             order.append(stream.number)
             if seen < 4:
-                stream.append(0)  # the engine is faster than the readers
+                stream.append(0, now=0.0)  # the engine is faster than the readers
                 stream.waiter.wake()
 
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]

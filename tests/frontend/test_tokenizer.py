@@ -16,8 +16,9 @@ from frontend.model_files import ModelFilesError
 from frontend.tokenizer import Tokenizer
 from shared.errors import InvalidArgumentError
 from shared.model_directory import MAX_TOKENIZER_BYTES
+from shared.pb import frontend_pb2 as pb
 
-CHAT = [
+CHAT: list[Any] = [
     {"role": "system", "content": "You are kind."},
     {"role": "user", "content": "What is 17 + 25? 你好 👍"},
     {"role": "assistant", "content": "42"},
@@ -55,7 +56,7 @@ async def test_text_is_tokenized_as_by_transformers(
 
 async def test_chat_is_rendered_as_by_transformers(tokenizer: Tokenizer, hf: Any) -> None:
     expected = hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert await tokenizer.encode_chat(CHAT) == expected
+    assert await tokenizer.encode_chat(pb.Chat(messages=CHAT)) == expected
 
 
 async def test_decode_leaves_special_tokens_out(tokenizer: Tokenizer, hf: Any) -> None:
@@ -87,8 +88,9 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     monkeypatch.setattr(tokenizer, "_backend", unreachable)
     with pytest.raises(InvalidArgumentError, match=r"^text: 4000000 bytes .* limit is 100"):
         await tokenizer.encode_text("x" * 4_000_000, max_tokens=100)
+    long = pb.ChatMessage(role="user", content="x" * 4_000_000)
     with pytest.raises(InvalidArgumentError, match=r"^chat: "):
-        await tokenizer.encode_chat([{"role": "user", "content": "x" * 4_000_000}], max_tokens=100)
+        await tokenizer.encode_chat(pb.Chat(messages=[long]), max_tokens=100)
 
 
 async def test_text_that_just_fits_is_never_refused(tokenizer: Tokenizer, hf: Any) -> None:
@@ -106,7 +108,7 @@ async def test_a_reason_that_the_template_spells_out_is_repeated(copy: Path) -> 
     )
     tokenizer = Tokenizer(copy, threads=1)
     with pytest.raises(InvalidArgumentError, match="roles must alternate"):
-        await tokenizer.encode_chat(CHAT)
+        await tokenizer.encode_chat(pb.Chat(messages=CHAT))
     tokenizer.close()
 
 
@@ -117,7 +119,7 @@ async def test_a_failing_template_quotes_neither_chat_nor_code(copy: Path, templ
     edit(copy / "tokenizer_config.json", chat_template=template)
     tokenizer = Tokenizer(copy, threads=1)
     with pytest.raises(InvalidArgumentError) as caught:
-        await tokenizer.encode_chat(CHAT)
+        await tokenizer.encode_chat(pb.Chat(messages=CHAT))
     assert str(caught.value) == "chat: the model's template fails"
     tokenizer.close()
 
@@ -126,7 +128,7 @@ async def test_a_model_without_template_takes_no_chat(copy: Path) -> None:
     edit(copy / "tokenizer_config.json", chat_template=None)
     tokenizer = Tokenizer(copy, threads=1)
     with pytest.raises(InvalidArgumentError, match="no chat template"):
-        await tokenizer.encode_chat(CHAT)
+        await tokenizer.encode_chat(pb.Chat(messages=CHAT))
     tokenizer.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from frontend.server import public_server, serve
+from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from scheduler_svc import __main__ as scheduler_service
 from scheduler_svc.grammar.host_link import HostLink

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from frontend.validation import (
-    check_messages,
-    check_prompt_length,
-    check_request,
-    check_token_ids,
-)
+from frontend.validation import check_prompt_length, check_request, check_token_ids
 from shared.errors import InvalidArgumentError
 from shared.pb import frontend_pb2 as pb
 
@@ -33,15 +28,6 @@ def test_request_ids_may_have_256_printable_characters() -> None:
     check_request(pb.GenerateRequest(request_id="é" * 256))
 
 
-def test_roles_are_checked() -> None:
-    assert check_messages(_chat("system", "user", "assistant"))[1]["role"] == "user"
-    for role in ("", "tool", "User", "human"):
-        with pytest.raises(InvalidArgumentError, match=r"^chat.messages\[1\].role: unknown"):
-            check_messages(_chat("user", role))
-    with pytest.raises(InvalidArgumentError, match=r"^chat.messages: empty"):
-        check_messages(pb.Chat())
-
-
 def test_a_prompt_leaves_room_for_a_token() -> None:
     check_prompt_length("text", 1, max_model_len=10)
     check_prompt_length("text", 9, max_model_len=10)
@@ -56,7 +42,3 @@ def test_token_ids_are_below_the_vocabulary_size() -> None:
     check_token_ids("token_ids", [0, 9], vocab_size=10)
     with pytest.raises(InvalidArgumentError, match=r"^token_ids\[1\]: 10 is not below .* 10"):
         check_token_ids("token_ids", [0, 10, 11], vocab_size=10)
-
-
-def _chat(*roles: str) -> pb.Chat:
-    return pb.Chat(messages=[pb.ChatMessage(role=role, content="text") for role in roles])

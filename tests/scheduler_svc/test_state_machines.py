@@ -4,6 +4,7 @@ scheduler."""
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
 
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.block_watch import Removed, StoredBlock
 from scheduler_svc.edge.step_encoding import encode_step, read_answer
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
@@ -52,6 +54,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.content: dict[int, list[int]] = {}
         self.number = 0
+        self.watching = ExitStack()
+        self.watch = self.watching.enter_context(self.blocks.watched())
+        self.watched: dict[bytes, StoredBlock] = {}  # what it has been told is there
 
     @rule(target=sequences, tokens=prompts)
     def admit(self, tokens: list[int]) -> Sequence:
@@ -130,6 +135,35 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if seq in self.live:
             self.live.remove(seq)
             self.blocks.free(seq)
+
+    @rule()
+    def flush(self) -> None:
+        in_use = self.blocks.num_free_blocks < self.NUM_BLOCKS
+        assert self.blocks.flush() != in_use
+        if not in_use:
+            assert not self.blocks.num_cached_blocks
+
+    @invariant()
+    def a_watch_knows_what_is_published(self) -> None:
+        for event in self.watch.take():
+            if isinstance(event, StoredBlock):
+                assert event.name not in self.watched
+                self.watched[event.name] = event
+            elif isinstance(event, Removed):
+                del self.watched[event.name]
+            else:
+                self.watched.clear()
+        with self.blocks.watched() as another:
+            snapshot = another.snapshot
+        assert {each.name: each for each in snapshot} == self.watched
+        places = {each.name: place for place, each in enumerate(snapshot)}
+        for stored in snapshot:
+            block = self.blocks._block_of[stored.name]
+            prefix = self.content[block]
+            assert np.frombuffer(stored.token_ids, "<i4").tolist() == prefix[-BLOCK:]
+            assert (stored.parent is None) == (len(prefix) == BLOCK)
+            if stored.parent in places:
+                assert places[stored.parent] < places[stored.name], "a child before its parent"
 
     @invariant()
     def every_block_is_where_it_belongs(self) -> None:

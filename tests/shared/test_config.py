@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from deploy.gateway import GatewaySettings
+from deploy.page.__main__ import PageSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import KNOWN_NAMES, SettingsError, load_settings, settings_or_exit
@@ -32,7 +34,8 @@ def test_settings_are_frozen() -> None:
 
 
 def test_every_service_knows_the_names_of_all() -> None:
-    services = (FrontendSettings, SchedulerSettings, WorkerSettings)
+    engine = (FrontendSettings, SchedulerSettings, WorkerSettings)
+    services = (*engine, GatewaySettings, PageSettings)
     assert {name for each in services for name in each.model_fields} == KNOWN_NAMES
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from frontend.server import public_server
+from frontend.service import public_server
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.channels import open_channel, stays_on_host

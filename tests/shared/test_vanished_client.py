@@ -11,7 +11,7 @@ import pytest
 import structlog
 from grpc import aio
 
-from frontend.server import public_server
+from frontend.service import public_server
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb

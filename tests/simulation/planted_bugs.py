@@ -66,8 +66,14 @@ BUGS = [
     Bug(
         "eviction forgets to unname a block",
         "block_manager.py",
-        "            del self._block_of[self._name_of.pop(block)]",
-        "            self._name_of.pop(block)",
+        "            del self._block_of[name], self._contents[name]",
+        "            del self._contents[name]",
+    ),
+    Bug(
+        "those who watch the cache are not told of evictions",
+        "block_manager.py",
+        "                watch.add(Removed(name))",
+        "                pass",
     ),
     Bug(
         "a block's name leaves out the blocks before it",
@@ -314,8 +320,8 @@ BUGS = [
     Bug(
         "a submission does not wake the engine",
         "engine.py",
-        "            self.refuse(seq, end)\n        self.wake()\n",
-        "            self.refuse(seq, end)\n",
+        "            self._traces.add(seq)\n        self.wake()\n",
+        "            self._traces.add(seq)\n",
     ),
     Bug(
         "an answer of before a loss is taken for one of after it",

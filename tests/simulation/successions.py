@@ -278,6 +278,8 @@ class World:
     def unary_unary(self, *_: object, **__: object) -> None:
         pass
 
+    unary_stream = unary_unary
+
     def _start(self) -> None:
         self.scheduler = _Process(self)
         self._up.set()

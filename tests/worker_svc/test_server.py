@@ -57,8 +57,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def running(model: Path, tmp_path: Path) -> AsyncIterator[Worker]:
-    settings = worker_settings(model, max_num_seqs=8, max_num_batched_tokens=128)
+async def running(model: Path, tmp_path: Path, **overrides: Any) -> AsyncIterator[Worker]:
+    settings = worker_settings(model, max_num_seqs=8, max_num_batched_tokens=128, **overrides)
     server = Server(settings, "nanovllm.worker.v1.WorkerService")
     service = WorkerService(settings)
     add_WorkerServiceServicer_to_server(service, server.grpc)

@@ -113,9 +113,36 @@ def is_json(text: str) -> bool:
     return isinstance(json.loads(text), dict | list)
 
 
+def tool_calls(text: str) -> bool:
+    calls = re.findall(r"<call>(.*?)</call>", text, re.DOTALL)
+    for call in calls:
+        jsonschema.validate(json.loads(call), PERSON)
+    return bool(calls) and "<call>" not in re.sub(r"<call>.*?</call>", "", text, flags=re.DOTALL)
+
+
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<call>"],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<call>",
+                "content": {"type": "json_schema", "json_schema": PERSON},
+                "end": "</call>",
+            }
+        ],
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
+
+
 KINDS: dict[str, tuple[GrammarKind, str, Callable[[str], Any]]] = {
     "json_schema": (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), matches_person),
     "json": (GrammarKind.JSON, "", is_json),
+    "structural_tag": (GrammarKind.STRUCTURAL_TAG, json.dumps(TAG), tool_calls),
     "regex": (
         GrammarKind.REGEX,
         r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\.",
@@ -257,6 +284,15 @@ BAD = [
     (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "é."}', "'pattern' 'é.' may match"),
     (GrammarKind.JSON_SCHEMA, '{"type": "object", "patternProperties": {"é.": {}}}', "may match"),
     (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "json-pointer"}', "'format' 'json-"),
+    (GrammarKind.STRUCTURAL_TAG, "{}", "structural_tag: Invalid structural tag error: "),
+    (GrammarKind.STRUCTURAL_TAG, "[" * 100 + "]" * 100, "nested more than 64 deep"),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        json.dumps(TAG).replace('"const": "Bern"', '"not": {}'),
+        "structural_tag: a 'json_schema' in it: 'not' is not supported",
+    ),
+    (GrammarKind.STRUCTURAL_TAG, '{"structures": [{"begin": "a"}]}', "'structures' must be a list"),
+    (GrammarKind.STRUCTURAL_TAG, '{"structures": [{"begin": 1, "schema": {}, "end": ""}]}', "tag"),
     (GrammarKind.REGEX, "(a", "regex: Regex parsing error at position 3: The parenthesis is not"),
     (GrammarKind.REGEX, "a{3,1}", "regex: Lower bound is larger than upper bound: 3 > 1"),
     (GrammarKind.REGEX, "[^\\x00-\\U0010ffff]", "regex: after 0 tokens of the completion none"),
@@ -319,6 +355,18 @@ ENFORCED: list[dict[str, Any]] = [
     {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "integer"}}},
     {"oneOf": [{"type": "null"}, {"type": "integer"}], "discriminator": {"propertyName": "a"}},
     {"allOf": [{"type": "null"}]},
+    {"type": ["string", "number"], "anyOf": [{"type": "integer"}, {"type": "string"}]},
+    {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "anyOf": [
+                {"properties": {"name": {"enum": ["f", "g"]}, "n": {}}, "required": ["name"]},
+                {"properties": {"name": {"const": "h"}}, "required": ["name"]},
+            ],
+        },
+    },
     {"type": "array", "uniqueItems": False, "items": {"$ref": "#"}},
 ]
 
@@ -341,6 +389,8 @@ def test_a_schema_that_is_accepted_is_enforced(schema: dict[str, Any], compile: 
         {"allOf": [{"type": "string"}, {"maxLength": 3}]},
         {"anyOf": [{"required": ["a"]}], "type": "object"},
         {"oneOf": [{}], "anyOf": [{}]},
+        {"anyOf": [{"type": "integer"}, {}], "type": "integer"},
+        {"anyOf": [{"type": "number"}], "type": "integer"},
         {"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {"type": "string"}}},
         {"$dynamicRef": "#a"},
         {"type": "integer", "enum": ["a", 1]},
@@ -373,3 +423,13 @@ def test_the_vocabulary_is_what_the_tokenizer_decodes() -> None:
     for token, spelled in enumerate(VOCABULARY):
         decoded = tokenizer.decode([token], skip_special_tokens=True)
         assert spelled.decode(errors="replace") == decoded
+
+
+def test_the_older_form_of_a_structural_tag_means_triggered_tags(compile: Compile) -> None:
+    structure = {"begin": "<call>", "schema": json.dumps(PERSON), "end": "</call>"}
+    older = json.dumps({"structures": [structure], "triggers": ["<call>"]})
+    matcher = compile(GrammarKind.STRUCTURAL_TAG, older, ENDS)()
+    for token in spell(*"I do. <call>"):
+        assert IM_END in allowed(matcher.mask()) or token == spell(">")[0]
+        matcher.accept(token)
+    assert {text_of([token])[0] for token in allowed(matcher.mask())} == {"{"}

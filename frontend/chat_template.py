@@ -1,0 +1,119 @@
+"""Renders conversations with a model's own chat template, and refuses what it would ignore."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import meta, nodes
+
+from frontend.conversation import Conversation
+from shared.errors import InvalidArgumentError
+
+# Every template takes these, or says why not.
+_PLAIN_ROLES = ("system", "user", "assistant")
+_OTHER_ROLES = ("developer", "tool")
+_PROBE = "a probe's content"
+
+
+class ChatTemplate:
+    """The chat template of a transformers tokenizer, rendered by it, in its sandbox."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Variables that a request has fields for, or that are none of a client's business.
+        arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"messages", *arguments, *tokenizer.special_tokens_map}
+        self._understood: dict[str, _Understood] = {}  # by template: a model may have several
+
+    def render(self, conversation: Conversation) -> str:
+        """Renders a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            InvalidArgumentError: the template refuses it, or would ignore a part of it.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidArgumentError("chat", "this model has no chat template")
+        template = ""
+        try:
+            template = self._tokenizer.get_chat_template(tools=conversation.tools)
+            if template not in self._understood:
+                self._understood[template] = self._understand(template)
+            _check(conversation, self._understood[template])
+            text: str = self._tokenizer.apply_chat_template(
+                conversation.messages,
+                tools=conversation.tools,
+                continue_final_message=conversation.continue_final_message,
+                add_generation_prompt=not conversation.continue_final_message,
+                tokenize=False,
+                **conversation.template_kwargs,
+            )
+        except InvalidArgumentError:
+            raise
+        except Exception as error:  # a template is code: it may raise anything
+            if conversation.continue_final_message and isinstance(error, ValueError):
+                raise InvalidArgumentError(
+                    "chat.continue_final_message",
+                    "the model's template does not render the last message's content as it is",
+                ) from error
+            # A reason spelled out in the template is safe to repeat; one made from the chat is not.
+            spelled_out = str(error) and str(error) in template
+            reason = f": {error}" if spelled_out else ""
+            raise InvalidArgumentError("chat", f"the model's template fails{reason}") from error
+        return text
+
+    def _understand(self, template: str) -> _Understood:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        tree = _compile_jinja_template(template).environment.parse(template)
+        texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        names = texts | {node.attr for node in tree.find_all(nodes.Getattr)}
+        variables = meta.find_undeclared_variables(tree)
+        return _Understood(
+            roles=_PLAIN_ROLES
+            + tuple(r for r in _OTHER_ROLES if r in texts or self._renders(template, r)),
+            takes_tools="tools" in variables,
+            message_keys=frozenset({"tool_calls", "reasoning_content"} & names),
+            kwargs=frozenset(variables - self._reserved),
+        )
+
+    def _renders(self, template: str, role: str) -> bool:
+        """Whether messages of a role that the template does not name are rendered like others."""
+        probe = [{"role": "user", "content": "a"}, {"role": role, "content": _PROBE}]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                probe, chat_template=template, tokenize=False
+            )
+        except Exception:  # whatever a template raises
+            return False
+        return _PROBE in text
+
+
+@dataclass(frozen=True, slots=True)
+class _Understood:
+    """The inputs that a template takes beside messages with a role and a content."""
+
+    roles: tuple[str, ...]
+    takes_tools: bool
+    message_keys: frozenset[str]
+    kwargs: frozenset[str]
+
+
+def _check(conversation: Conversation, understood: _Understood) -> None:
+    """Refuses what the template would leave out of the prompt without a word."""
+    if conversation.tools and not understood.takes_tools:
+        raise InvalidArgumentError("chat.tools", "the model's template takes none")
+    if not conversation.template_kwargs.keys() <= understood.kwargs:
+        known = ", ".join(sorted(understood.kwargs)) or "none"
+        raise InvalidArgumentError(
+            "chat.chat_template_kwargs", f"unknown name; the model's template reads {known}"
+        )
+    for index, message in enumerate(conversation.messages):
+        field = f"chat.messages[{index}]"
+        if message["role"] not in understood.roles:
+            known = ", ".join(understood.roles)
+            raise InvalidArgumentError(f"{field}.role", f"unknown; must be one of {known}")
+        for key in ("tool_calls", "reasoning_content"):
+            if key in message and key not in understood.message_keys:
+                raise InvalidArgumentError(f"{field}.{key}", "the model's template takes none")

@@ -1,0 +1,139 @@
+"""Reads a chat into what chat templates take, field by field. Messages never quote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from frontend.json_text import parse_json
+from shared.errors import InvalidArgumentError
+from shared.pb import frontend_pb2 as pb
+
+# Of one JSON text: for so many, parsing holds the interpreter's lock for 2 ms.
+MAX_JSON_BYTES = 64 << 10
+# Of a chat's tools and arguments together, which templates may write with indentation.
+MAX_CHAT_JSON_BYTES = 512 << 10
+# Less, because a template may repeat them for each message.
+MAX_KWARGS_BYTES = 4 << 10
+MAX_JSON_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat in the shape that `apply_chat_template` of transformers takes."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any]
+    continue_final_message: bool
+
+
+def read_conversation(chat: pb.Chat) -> Conversation:
+    """Checks all of a chat but what depends on the template.
+
+    Raises:
+        InvalidArgumentError: there are no messages, a JSON text is malformed or too large, or
+            fields contradict each other.
+    """
+    if not chat.messages:
+        raise InvalidArgumentError("chat.messages", "empty; give at least one message")
+    _check_size(chat)
+    tools = [_tool(f"chat.tools[{index}]", text) for index, text in enumerate(chat.tools)]
+    messages = [
+        _message(f"chat.messages[{index}]", message) for index, message in enumerate(chat.messages)
+    ]
+    if chat.continue_final_message:
+        _check_final(messages[-1])
+    field = "chat.chat_template_kwargs"
+    kwargs = _json_object(field, chat.chat_template_kwargs or "{}", MAX_KWARGS_BYTES)
+    return Conversation(messages, tools or None, kwargs, chat.continue_final_message)
+
+
+def _check_size(chat: pb.Chat) -> None:
+    size = sum(len(tool) for tool in chat.tools)
+    for message in chat.messages:
+        size += sum(len(call.function.arguments) for call in message.tool_calls)
+    if size > MAX_CHAT_JSON_BYTES:
+        raise InvalidArgumentError(
+            "chat",
+            f"{size} characters of tools and arguments; the limit is {MAX_CHAT_JSON_BYTES}",
+        )
+
+
+def _tool(field: str, text: str) -> dict[str, Any]:
+    tool = _json_object(field, text)
+    if tool.get("type") != "function":
+        raise InvalidArgumentError(f"{field}.type", 'must be "function"')
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(f"{field}.function.name", "missing; give a text")
+    return tool
+
+
+def _message(field: str, message: pb.ChatMessage) -> dict[str, Any]:
+    """A message without the keys that are unset: templates ask whether one is defined."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        found["name"] = message.name
+    if message.tool_call_id:
+        _check_role(field, message, "tool_call_id", "tool")
+        found["tool_call_id"] = message.tool_call_id
+    if message.HasField("reasoning_content"):
+        _check_role(field, message, "reasoning_content", "assistant")
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        _check_role(field, message, "tool_calls", "assistant")
+        found["tool_calls"] = [
+            _tool_call(f"{field}.tool_calls[{index}]", call)
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return found
+
+
+def _check_role(field: str, message: pb.ChatMessage, name: str, role: str) -> None:
+    if message.role != role:
+        raise InvalidArgumentError(f"{field}.{name}", f"only a message of role {role} has it")
+
+
+def _tool_call(field: str, call: pb.ToolCall) -> dict[str, Any]:
+    if not call.function.name:
+        raise InvalidArgumentError(f"{field}.function.name", "empty; give the tool's name")
+    # An object, as transformers documents: many templates write a text as a JSON string.
+    arguments = _json_object(f"{field}.function.arguments", call.function.arguments or "{}")
+    found = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, **found} if call.id else found
+
+
+def _check_final(message: dict[str, Any]) -> None:
+    field = "chat.continue_final_message"
+    if not message["content"]:
+        raise InvalidArgumentError(field, "the last message has no content to go on from")
+    if "tool_calls" in message:
+        raise InvalidArgumentError(field, "the last message has tool calls after its content")
+
+
+def _json_object(field: str, text: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    size = len(text.encode())
+    if size > max_bytes:
+        raise InvalidArgumentError(field, f"{size} bytes; the limit is {max_bytes}")
+    value = parse_json(field, text)
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(field, "not a JSON object")
+    _check_value(field, value, MAX_JSON_DEPTH)
+    return value
+
+
+def _check_value(field: str, value: Any, levels: int) -> None:
+    """Refuses what nests deeper than `levels`, and half of a surrogate pair, which JSON can write
+    but no tokenizer read."""
+    if isinstance(value, str) and not value.isprintable():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(field, "half of a surrogate pair is no character") from error
+    elif isinstance(value, dict | list):
+        if not levels:
+            raise InvalidArgumentError(field, f"nests deeper than {MAX_JSON_DEPTH} levels")
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_value(field, each, levels - 1)

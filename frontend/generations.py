@@ -1,0 +1,154 @@
+"""Starts what calls ask for: checks a request, tokenizes its prompt and submits it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+from grpc import aio
+
+from frontend import validation
+from frontend.call import CALL, Work
+from frontend.generation import Generation, begin
+from frontend.model_files import ModelFacts
+from frontend.request import Request
+from frontend.sampling_checks import check_resume, check_sampling
+from frontend.scheduler_client import SchedulerClient
+from frontend.tenants import engine_salt
+from frontend.tokenizer import Tokenizer
+from shared.errors import InvalidArgumentError
+from shared.pb import frontend_pb2 as pb
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class Generations:
+    """Starts generations with one model and one scheduler, for every door of the frontend."""
+
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, scheduler: SchedulerClient) -> None:
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+
+    async def start(
+        self,
+        message: pb.GenerateRequest,
+        context: Context,
+        *,
+        truncate: int | None = None,
+        with_text: bool = True,
+    ) -> Generation:
+        """Checks a request and submits it; it is dropped when the call ends before it.
+
+        Args:
+            truncate: keep only this many of the prompt's last tokens, or with -1 as many as fit.
+            with_text: whether anybody reads the deltas' text.
+
+        Raises:
+            InvalidArgumentError: a field is wrong.
+            UnavailableError: there is no engine to check it against.
+        """
+        received_at = time.monotonic()
+        timeout_s = context.time_remaining()
+        deadline = None if timeout_s is None else received_at + timeout_s
+        checked = await self._checked(message, deadline, truncate)
+        special = checked.sampling.show_special
+        table = self.tokenizer.full_table if special else self.tokenizer.table
+        generation = await begin(
+            checked,
+            self.scheduler,
+            table,
+            received_at,
+            self.tokenizer.on_thread,
+            with_text=with_text,
+        )
+
+        def on_done(_: object) -> None:
+            # However the call ends, even if the client goes away while a chunk is being written.
+            generation.close()
+
+        context.add_done_callback(on_done)  # type: ignore[arg-type]  # grpc's stubs want a class
+        if call := CALL.get():
+            call.work = lambda: _work(generation, self.facts.name)
+        return generation
+
+    async def encode(
+        self, message: pb.GenerateRequest | pb.TokenizeRequest, max_tokens: int
+    ) -> list[int]:
+        """The token ids of a message's text or chat.
+
+        Raises:
+            InvalidArgumentError: it is missing, not acceptable or has more than `max_tokens`.
+        """
+        if message.HasField("text"):
+            return await self.tokenizer.encode_text(message.text, max_tokens)
+        if message.HasField("chat"):
+            return await self.tokenizer.encode_chat(message.chat, max_tokens)
+        raise InvalidArgumentError("prompt", "missing; give one")
+
+    async def _checked(
+        self, message: pb.GenerateRequest, deadline: float | None, truncate: int | None
+    ) -> Request:
+        """Turns a message into a checked, tokenized request."""
+        validation.check_request(message)
+        call = CALL.get()
+        client = call.client if call else None
+        if client is not None:
+            validation.check_priority(message.priority, client.priorities)
+        request_id = message.request_id or uuid.uuid4().hex
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        info = self.scheduler.engine_info
+        keep = None
+        if truncate is not None:
+            keep = validation.check_truncation(
+                truncate, message.sampling.max_tokens, info.max_model_len
+            )
+        prompt_ids = await self._prompt_ids(message, info.max_model_len, info.vocab_size, keep)
+        room = info.max_model_len - len(prompt_ids)
+        sampling = check_sampling(message.sampling, self.facts, room, info.vocab_size)
+        return Request(
+            request_id,
+            prompt_ids,
+            sampling,
+            deadline,
+            message.priority,
+            engine_salt(client, message.cache_salt),
+            check_resume(message.resume_token_ids, sampling, info.vocab_size),
+            client,
+        )
+
+    async def _prompt_ids(
+        self, message: pb.GenerateRequest, max_model_len: int, vocab_size: int, keep: int | None
+    ) -> Sequence[int]:
+        if message.HasField("token_ids"):
+            field = "token_ids"
+            ids: Sequence[int] = message.token_ids.ids
+            if keep is None:
+                validation.check_prompt_length(field, len(ids), max_model_len)
+            # A copy: the field would keep the whole message alive, and is slow to walk over.
+            prompt_ids = array("I", ids if keep is None else ids[-keep:])
+        else:
+            field = message.WhichOneof("prompt") or "prompt"
+            limit = max_model_len - 1 if keep is None else validation.MAX_TOKENIZED
+            encoded = await self.encode(message, limit)
+            prompt_ids = array("I", encoded if keep is None else encoded[-keep:])
+        validation.check_prompt_length(field, len(prompt_ids), max_model_len)
+        validation.check_token_ids(field, prompt_ids, vocab_size)
+        return prompt_ids
+
+
+def _work(generation: Generation, model: str) -> Work:
+    totals = generation.totals()
+    reasons = {ending.reason.name for ending in generation.endings} if generation.ended else ()
+    return Work(
+        generation.request.request_id,
+        model,
+        totals.prompt_tokens,
+        totals.cached_prompt_tokens,
+        totals.completion_tokens,
+        ",".join(sorted(reasons)),
+    )

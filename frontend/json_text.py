@@ -1,0 +1,28 @@
+"""Parses the JSON texts within requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shared.errors import InvalidArgumentError
+
+
+def parse_json(field: str, text: str) -> Any:
+    """Parses `text`, which is the request's `field`.
+
+    Raises:
+        InvalidArgumentError: it is not JSON, or nothing that Python can hold.
+    """
+
+    def refuse_constant(name: str) -> None:
+        raise InvalidArgumentError(field, f"not JSON: {name} is no JSON value")
+
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InvalidArgumentError(
+            field, f"not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
+        raise InvalidArgumentError(field, "not readable: too deep, or a number too long") from error

@@ -1,0 +1,111 @@
+"""Runs a frontend: the public service, and beside it vLLM's engine protocol for a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
+
+from frontend.audit import Audit
+from frontend.auth import ClientInterceptor, Tokens
+from frontend.generations import Generations
+from frontend.metrics import RequestMetrics
+from frontend.model_files import read_model_facts
+from frontend.scheduler_client import SchedulerClient
+from frontend.server import SERVICE_NAME, InferenceServicer
+from frontend.settings import FrontendSettings
+from frontend.tokenizer import Tokenizer
+from frontend.usage import Usage
+from frontend.vllm_engine.servicer import OPERATORS_METHODS, VllmEngineServicer
+from frontend.vllm_engine.servicer import SERVICE_NAME as ENGINE_NAME
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
+from shared.server import Server
+from shared.tracing import open_tracing
+
+
+def public_server(
+    settings: FrontendSettings,
+    ready: Callable[[], object] | None = None,
+    metrics: RequestMetrics | None = None,
+) -> Server:
+    """A server that admits callers with a token, each with a limited number of calls at a time.
+    Frontends may share its port.
+
+    Args:
+        ready: as for `Server`.
+        metrics: where calls are counted.
+
+    Raises:
+        FileError: a file of certificates or tokens cannot be used.
+    """
+    path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
+    tokens = Tokens(path) if path else None
+    services = (
+        pb.DESCRIPTOR.services_by_name["InferenceService"],
+        vllm.DESCRIPTOR.services_by_name["VllmEngine"],
+    )
+    paths = {
+        f"/{service.full_name}/{name}": name
+        for service in services
+        for name in service.methods_by_name
+    }
+    usage = metrics.usage if metrics else Usage()
+    tracing = open_tracing(
+        settings.otlp_endpoint, "frontend", settings.index, settings.trace_sample_ratio
+    )
+    return Server(
+        settings,
+        SERVICE_NAME,
+        interceptors=[
+            ClientInterceptor(tokens, max_requests, Audit(usage), paths, OPERATORS_METHODS, tracing)
+        ],
+        reuse_port=True,
+        ready=ready,
+    )
+
+
+async def serve(
+    server: Server, settings: FrontendSettings, metrics: RequestMetrics | None = None
+) -> None:
+    """Runs the service on `server` until it is told to stop.
+
+    Raises:
+        ModelFilesError: the model directory cannot be used.
+        OSError: the address cannot be bound.
+    """
+    directory = Path(settings.model)
+    facts = read_model_facts(directory)
+    tokenizer = Tokenizer(directory, settings.tokenizer_threads)
+    door = Server(settings, ENGINE_NAME, beside=server)
+    opened = False
+
+    async def set_serving(serving: bool) -> None:
+        nonlocal opened
+        if serving and not opened and settings.engine_address:
+            # Not before: gateways ask once, when they can connect, what the model is.
+            opened = True
+            await door.start(settings.engine_address)
+        await door.set_serving(serving)
+        await server.set_serving(serving)
+
+    scheduler = SchedulerClient(
+        settings.scheduler_address, set_serving, dialer=settings.dialer, metrics=metrics
+    )
+    generations = Generations(facts, tokenizer, scheduler)
+    add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
+    path = settings.operator_tokens_file
+    servicer = VllmEngineServicer(generations, directory, Tokens(path) if path else None)
+    add_VllmEngineServicer_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
+    await server.start(f"{settings.host}:{settings.port}")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            connection = tasks.create_task(scheduler.run())
+            await asyncio.gather(server.wait(), door.wait())
+            connection.cancel()
+    except* OSError as errors:
+        raise errors.exceptions[0] from None  # the door's address
+    tokenizer.close()

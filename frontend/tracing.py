@@ -1,0 +1,72 @@
+"""Traces calls: in the trace that a call's `traceparent` names, or in a new one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from frontend.call import CALL, Call
+from frontend.call_trace import CallTrace
+from shared.errors import ServiceError
+from shared.tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
+
+@contextmanager
+def traced(tracing: Tracing | None, call: Call, metadata: Any) -> Iterator[None]:
+    """Has the call traced, if its client or chance wants it, and its log lines say in which
+    trace."""
+    if tracing is None:
+        yield
+        return
+    traceparent = next((value for key, value in metadata or () if key == "traceparent"), "")
+    span = tracing.begin(call.method, traceparent)
+    if traceparent or span.is_recording():
+        structlog.contextvars.bind_contextvars(trace_id=f"{span.get_span_context().trace_id:032x}")
+    if not span.is_recording():
+        yield
+        return
+    trace = call.trace = CallTrace(tracing, span)
+    error = "INTERNAL"
+    try:
+        yield
+        error = ""
+    except ServiceError as failure:
+        error = failure.code.name
+        raise
+    except asyncio.CancelledError:
+        error = "CANCELLED"
+        raise
+    finally:
+        trace.end(_attributes(call), error)
+
+
+@contextmanager
+def part_of_call(name: str) -> Iterator[None]:
+    """Makes this a span of the call that is being served, if that is traced."""
+    call = CALL.get()
+    if call is None or call.trace is None:
+        yield
+        return
+    with call.trace.part(name):
+        yield
+
+
+def _attributes(call: Call) -> dict[str, AttributeValue]:
+    """Returns the span's attributes, by OpenTelemetry's names where its conventions have one."""
+    work = call.work() if call.work else None
+    if work is None:
+        return {}
+    return {
+        "request_id": work.request_id,
+        "gen_ai.request.model": work.model,
+        "gen_ai.usage.input_tokens": work.prompt_tokens,
+        "gen_ai.usage.output_tokens": work.completion_tokens,
+        "gen_ai.response.finish_reasons": work.finish_reasons.split(","),
+    }

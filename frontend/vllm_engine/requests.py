@@ -1,0 +1,121 @@
+"""Translates `vllm_engine.proto`'s requests into those of protos/frontend.proto, which are then
+checked like any other, and of protos/scheduler.proto. Its fields for other kinds of models, and for
+engines that share a request, are refused where they ask for something."""
+
+from __future__ import annotations
+
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from shared.errors import InvalidArgumentError
+from shared.pb import frontend_pb2 as pb
+from shared.pb import scheduler_pb2
+
+_OTHER_MODELS = ("mm_inputs", "extra_mm_inputs", "media_refs")
+_SHARED_REQUESTS = ("kv_transfer_params", "kv_transfer_params_json")
+# For these, zero is how the protocol leaves a field unset.
+_UNSET_IS_ZERO = ("top_p", "repetition_penalty", "n")
+# For these, zero is a value, and what an unset field means.
+_ALWAYS_SET = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
+_OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")
+
+
+def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
+    """The same request as a client of the public service would make it.
+
+    Raises:
+        InvalidArgumentError: it asks for what a text model's only engine does not do.
+    """
+    _check_for_others(message)
+    request = pb.GenerateRequest(request_id=message.request_id)
+    if message.HasField("tokenized"):
+        request.token_ids.ids.extend(message.tokenized.input_ids)
+    elif message.HasField("text"):
+        request.text = message.text
+    _set_sampling(message.sampling_params, request.sampling)
+    return request
+
+
+def truncation(message: vllm.GenerateRequest) -> int | None:
+    """The number of the prompt's last tokens to keep, None for all; -1: as many as fit."""
+    sampling = message.sampling_params
+    if sampling.HasField("truncate_prompt_tokens"):
+        return sampling.truncate_prompt_tokens
+    return None
+
+
+def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartProfileRequest:
+    """The scheduler's request for the same profile.
+
+    Raises:
+        InvalidArgumentError: it asks for more than the next steps, or says where traces go.
+    """
+    if message.output_dir:
+        raise InvalidArgumentError("output_dir", "not supported: the workers' settings say where")
+    if message.HasField("start_step"):
+        raise InvalidArgumentError("start_step", "not supported: profiles start at once")
+    if message.profile_by_stage:
+        raise InvalidArgumentError("profile_by_stage", "not supported: a step may have both stages")
+    request = scheduler_pb2.StartProfileRequest(
+        activities=message.activities,
+        with_stack=message.with_stack,
+        record_shapes=message.record_shapes,
+    )
+    if message.HasField("num_steps"):
+        request.num_steps = message.num_steps
+    return request
+
+
+def _check_for_others(message: vllm.GenerateRequest) -> None:
+    given = {field.name for field, _ in message.ListFields()}
+    for name in (*_OTHER_MODELS, *_SHARED_REQUESTS):
+        if name in given:
+            reason = "the model reads text only" if name in _OTHER_MODELS else "one engine does all"
+            raise InvalidArgumentError(name, f"not supported: {reason}")
+    if message.data_parallel_rank:
+        raise InvalidArgumentError(
+            "data_parallel_rank", f"{message.data_parallel_rank}; the only rank is 0"
+        )
+
+
+def _set_sampling(given: vllm.SamplingParams, sampling: pb.SamplingParams) -> None:
+    for name in _OPTIONAL:
+        if given.HasField(name):
+            setattr(sampling, name, _in_int32(name, getattr(given, name)))
+    for name in _UNSET_IS_ZERO:
+        if value := getattr(given, name):
+            setattr(sampling, name, _in_int32(name, value))
+    for name in _ALWAYS_SET:
+        setattr(sampling, name, _in_int32(name, getattr(given, name)))
+    if given.HasField("seed"):
+        sampling.seed = given.seed % (1 << 64)  # a negative one is as good as any other
+    sampling.stop.extend(given.stop)
+    sampling.stop_token_ids.extend(given.stop_token_ids)
+    sampling.ignore_eos = given.ignore_eos
+    sampling.include_stop_in_output = given.include_stop_str_in_output
+    # Stop strings are found in the text as its reader will see it.
+    sampling.skip_special_tokens = given.skip_special_tokens
+    for token_id, bias in given.logit_bias.items():
+        if token_id < 0:
+            raise InvalidArgumentError("sampling.logit_bias", f"{token_id} is no token's id")
+        sampling.logit_bias[token_id] = bias
+    _set_constraint(given, sampling)
+
+
+def _set_constraint(given: vllm.SamplingParams, sampling: pb.SamplingParams) -> None:
+    kind = given.WhichOneof("constraint")
+    if kind is None:
+        return
+    structured = sampling.structured_output
+    if kind == "choice":
+        structured.choice.options.extend(given.choice.choices)
+        structured.choice.SetInParent()
+    else:
+        setattr(structured, kind, getattr(given, kind))
+
+
+def _in_int32(name: str, value: float) -> float:
+    """`value`, which may be of a wider type than our field has."""
+    if value >= 1 << 31:
+        raise InvalidArgumentError(f"sampling.{name}", f"{value} is too large")
+    return value

@@ -1,0 +1,96 @@
+"""Translates the domain's types into serialized messages of `vllm_engine.proto`.
+
+Messages of many log-probabilities are serialized in pieces, which are joined: to a parser, a field
+that comes again in a message adds to what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from frontend.completion import Delta
+from frontend.generation import VLLM_REASONS, CompletionReader, Generation
+from frontend.logprobs import LogprobRow
+from frontend.threads import in_pieces
+
+_ROWS_AT_ONCE = 32
+
+
+def chunk(generation: Generation, completion: CompletionReader, delta: Delta) -> bytes:
+    """The tokens of one delta."""
+    message = vllm.GenerateStreamChunk(
+        token_ids=delta.token_ids,
+        prompt_tokens=len(generation.request.prompt_ids),
+        completion_tokens=len(delta.token_ids),
+        cached_tokens=generation.start.cached_prompt_tokens,
+        index=completion.index,
+    )
+    if delta.logprobs:
+        message.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs))
+    return vllm.GenerateResponse(chunk=message).SerializeToString()
+
+
+class Complete:
+    """The last message about a completion, which repeats all of its tokens; and, where no chunks
+    tell them, their log-probabilities."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[bytes] = []
+
+    def add(self, delta: Delta, *, logprobs: bool) -> None:
+        self._token_ids.extend(delta.token_ids)
+        if logprobs and delta.logprobs:
+            part = vllm.GenerateComplete(output_logprobs=_output_logprobs(delta.logprobs))
+            self._logprobs.append(vllm.GenerateResponse(complete=part).SerializeToString())
+
+    def end(self, generation: Generation, completion: CompletionReader) -> bytes:
+        """Returns the message, once the completion has ended."""
+        ending = completion.ending
+        assert ending is not None
+        message = vllm.GenerateComplete(
+            output_ids=self._token_ids,
+            finish_reason=VLLM_REASONS[ending.reason],
+            prompt_tokens=len(generation.request.prompt_ids),
+            completion_tokens=len(self._token_ids),
+            cached_tokens=generation.start.cached_prompt_tokens,
+            index=completion.index,
+        )
+        if isinstance(ending.stop_reason, int):
+            message.matched_token_id = ending.stop_reason
+        elif ending.stop_reason is not None:
+            message.matched_stop_str = ending.stop_reason
+        rest = vllm.GenerateResponse(complete=message).SerializeToString()
+        return b"".join((rest, *self._logprobs))
+
+
+def input_logprobs(
+    rows: Sequence[LogprobRow], prompt_ids: Sequence[int], *, streamed: bool
+) -> bytes:
+    """The prompt's log-probabilities, to be joined to the first chunk, or to the first completion's
+    last message. Run it on a thread: a long prompt takes a second."""
+    pieces = []
+    for piece in in_pieces(range(len(rows)), _ROWS_AT_ONCE):
+        part = vllm.InputLogProbs(token_ids=[prompt_ids[i] for i in piece])
+        for token_ids, values in (rows[i] for i in piece):
+            # A prompt's first token follows nothing.
+            part.token_logprobs.add(value=values[0] if values else None)
+            part.top_logprobs.add(token_ids=token_ids[1:], values=values[1:])
+        message = vllm.GenerateResponse()
+        (message.chunk if streamed else message.complete).input_logprobs.CopyFrom(part)
+        pieces.append(message.SerializeToString())
+    return b"".join(pieces)
+
+
+def _output_logprobs(rows: Sequence[LogprobRow]) -> vllm.OutputLogProbs:
+    """One entry per token: itself, then the likeliest, which may include it again."""
+    return vllm.OutputLogProbs(
+        token_logprobs=[values[0] for _, values in rows],
+        token_ids=[token_ids[0] for token_ids, _ in rows],
+        top_logprobs=[
+            vllm.TopLogProbs(token_ids=token_ids[1:], values=values[1:])
+            for token_ids, values in rows
+        ],
+    )

@@ -1,0 +1,252 @@
+"""vLLM's engine protocol, which HTTP gateways speak: `vllm.grpc.engine.VllmEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from grpc import aio
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from frontend.auth import Tokens, check_operator
+from frontend.generation import Generation
+from frontend.generations import Generations
+from frontend.vllm_engine import responses
+from frontend.vllm_engine.kv_events import KvEventStream
+from frontend.vllm_engine.requests import generate_request, profile_request, truncation
+from frontend.vllm_engine.tokenizer_files import tokenizer_archive
+from shared.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    UnimplementedError,
+)
+from shared.reading import let_go
+from shared.sampling_params import DEFAULTS, NUMBERS
+
+Context = aio.ServicerContext[Any, Any]
+SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+# What is not for every client: it slows everybody, or shows what others ask.
+OPERATORS_METHODS = tuple(
+    f"/{SERVICE_NAME}/{name}"
+    for name in ("FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
+)
+_ARCHIVE_BYTES_AT_ONCE = 64 << 10
+_MAX_FLUSH_S = 600
+_MAX_ABORTED = 4096  # requests of a call
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Serves `vllm_engine.proto` for a text model that one engine runs."""
+
+    def __init__(self, generations: Generations, directory: Path, operators: Tokens | None) -> None:
+        """`directory`: the model's; `operators`: who may call `OPERATORS_METHODS`."""
+        self._operators = operators
+        self._generations = generations
+        self._directory = directory
+        self._began_at = time.monotonic()
+        self._received_at = datetime.now(UTC)
+        self._open: defaultdict[str, list[Generation]] = defaultdict(list)  # by request id
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        self._received_at = datetime.now(UTC)
+        truncate, streamed = truncation(request), request.stream
+        generation = await self._generations.start(
+            generate_request(request), context, truncate=truncate, with_text=False
+        )
+        del request
+        let_go()
+        with self._listed(generation):
+            try:
+                await self._write(generation, context, streamed)
+            except InternalError as error:
+                # The engine fails at this request. Gateways would try it again and again.
+                raise FailedPreconditionError(str(error)) from error
+
+    async def _write(self, generation: Generation, context: Context, streamed: bool) -> None:
+        count = generation.request.sampling.num_completions
+        wholes = [responses.Complete() for _ in range(count)]
+        prompt = b""
+        while not generation.ended:
+            for completion, delta in await generation.next_deltas():
+                whole = wholes[completion.index]
+                whole.add(delta, logprobs=not streamed)
+                if delta.logprobs:
+                    await asyncio.sleep(0)
+                if delta.prompt_logprobs:
+                    prompt = await self._input_logprobs(generation, delta.prompt_logprobs, streamed)
+                    delta.prompt_logprobs = ()
+                if streamed and (delta.token_ids or prompt):
+                    await context.write(responses.chunk(generation, completion, delta) + prompt)
+                    prompt = b""
+                if completion.ending is not None:
+                    await context.write(whole.end(generation, completion) + prompt)
+                    prompt = b""
+
+    async def _input_logprobs(self, generation: Generation, rows: Any, streamed: bool) -> bytes:
+        prompt_ids = generation.request.prompt_ids
+        return await self._generations.tokenizer.on_thread(
+            lambda: responses.input_logprobs(rows, prompt_ids, streamed=streamed)
+        )
+
+    @contextmanager
+    def _listed(self, generation: Generation) -> Iterator[None]:
+        """Lets a generation be aborted by its request's id meanwhile."""
+        request_id = generation.request.request_id
+        self._open[request_id].append(generation)
+        try:
+            yield
+        finally:
+            self._open[request_id].remove(generation)
+            if not self._open[request_id]:
+                del self._open[request_id]
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        if len(request.request_ids) > _MAX_ABORTED:
+            raise InvalidArgumentError(
+                "request_ids", f"{len(request.request_ids)} given; the limit is {_MAX_ABORTED}"
+            )
+        for request_id in request.request_ids:
+            for generation in self._open.get(request_id, ()):
+                generation.abort()
+        return vllm.AbortResponse()
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        raise UnimplementedError("the model generates text; it makes no embeddings")
+
+    async def HealthCheck(
+        self, request: vllm.HealthCheckRequest, context: Context
+    ) -> vllm.HealthCheckResponse:
+        serving = self._generations.scheduler.serving
+        return vllm.HealthCheckResponse(
+            healthy=serving, message="serving" if serving else "no engine is ready"
+        )
+
+    async def GetModelInfo(
+        self, request: vllm.GetModelInfoRequest, context: Context
+    ) -> vllm.GetModelInfoResponse:
+        facts, info = self._generations.facts, self._generations.scheduler.engine_info
+        path = str(self._directory.absolute())
+        defaults = {
+            name: value
+            for name, value in asdict(facts.defaults).items()
+            if NUMBERS[name].from_model and value != getattr(DEFAULTS, name)
+        }
+        return vllm.GetModelInfoResponse(
+            model_path=path,
+            served_model_name=facts.name,
+            tokenizer_path=path,
+            is_generation=True,
+            max_context_length=info.max_model_len,
+            max_req_input_len=info.max_model_len - 1,
+            vocab_size=info.vocab_size,
+            model_type=facts.model_type,
+            architectures=facts.architectures,
+            eos_token_ids=facts.eos_token_ids,
+            bos_token_id=facts.bos_token_id,
+            pad_token_id=facts.pad_token_id,
+            default_sampling_params_json=json.dumps(defaults) if defaults else "",
+        )
+
+    async def GetServerInfo(
+        self, request: vllm.GetServerInfoRequest, context: Context
+    ) -> vllm.GetServerInfoResponse:
+        info = self._generations.scheduler.engine_info
+        return vllm.GetServerInfoResponse(
+            active_requests=sum(map(len, self._open.values())),
+            last_receive_timestamp=self._received_at.timestamp(),
+            uptime_seconds=time.monotonic() - self._began_at,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            block_size=info.block_size,
+            max_num_seqs=info.max_num_seqs,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(
+        self, request: vllm.GetLoadsRequest, context: Context
+    ) -> vllm.GetLoadsResponse:
+        scheduler = self._generations.scheduler
+        load, info = await scheduler.load(), scheduler.engine_info
+        hits = load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+        return vllm.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            dp_rank_count=1,
+            loads=[
+                vllm.SchedulerLoad(
+                    num_running_reqs=load.running,
+                    num_waiting_reqs=load.waiting,
+                    num_total_reqs=load.running + load.waiting,
+                    num_used_tokens=load.blocks_used * info.block_size,
+                    max_total_num_tokens=load.blocks * info.block_size,
+                    token_usage=load.blocks_used / load.blocks,
+                    gen_throughput=load.tokens_per_s,
+                    cache_hit_rate=hits,
+                    utilization=load.running / info.max_num_seqs,
+                    max_running_requests=info.max_num_seqs,
+                    num_waiting_uncached_tokens=load.waiting_tokens,
+                )
+            ],
+        )
+
+    async def FlushCache(
+        self, request: common.FlushCacheRequest, context: Context
+    ) -> common.FlushCacheResponse:
+        check_operator(self._operators, context)
+        if not 0 <= request.timeout_s <= _MAX_FLUSH_S:
+            raise InvalidArgumentError(
+                "timeout_s", f"{request.timeout_s:g}; must be in [0, {_MAX_FLUSH_S}]"
+            )
+        flushed = await self._generations.scheduler.flush_cache(request.timeout_s)
+        message = "the prefix cache is empty" if flushed else "requests are in progress"
+        return common.FlushCacheResponse(success=flushed, message=message)
+
+    async def StartProfile(
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        check_operator(self._operators, context)
+        traces = await self._generations.scheduler.start_profile(profile_request(request))
+        return common.ProfileResponse(success=True, message=f"recording {', '.join(traces)}")
+
+    async def StopProfile(
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        check_operator(self._operators, context)
+        traces = await self._generations.scheduler.stop_profile()
+        return common.ProfileResponse(success=True, message=f"wrote {', '.join(traces)}")
+
+    async def SubscribeKvEvents(
+        self, request: common.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common.KvEventBatch]:
+        check_operator(self._operators, context)
+        if request.start_sequence_number:
+            raise OutOfRangeError(
+                "start_sequence_number: what was sent is not kept; 0 begins with a snapshot"
+            )
+        scheduler = self._generations.scheduler
+        stream = KvEventStream(scheduler.engine_info)
+        async with aclosing(scheduler.watch_blocks()) as messages:
+            async for message in messages:
+                yield stream.batch(message)
+
+    async def GetTokenizer(
+        self, request: common.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common.GetTokenizerChunk]:
+        archive = await self._generations.tokenizer.on_thread(
+            lambda: tokenizer_archive(self._directory)
+        )
+        for start in range(0, len(archive), _ARCHIVE_BYTES_AT_ONCE):
+            yield common.GetTokenizerChunk(data=archive[start : start + _ARCHIVE_BYTES_AT_ONCE])
+        yield common.GetTokenizerChunk(sha256=hashlib.sha256(archive).hexdigest())

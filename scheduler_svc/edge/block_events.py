@@ -1,0 +1,42 @@
+"""Translates what happens in the prefix cache into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from scheduler_svc.block_watch import BlockEvent, Removed, StoredBlock
+from shared.pb import scheduler_pb2 as pb
+
+_EVENTS_AT_ONCE = 512  # of a message
+
+
+def snapshot_parts(blocks: Seq[StoredBlock]) -> Iterator[pb.BlockEvents]:
+    """The messages, at least one, that tell what there is."""
+    count = max(-(-len(blocks) // _EVENTS_AT_ONCE), 1)
+    for index in range(count):
+        part = blocks[index * _EVENTS_AT_ONCE : (index + 1) * _EVENTS_AT_ONCE]
+        yield pb.BlockEvents(
+            events=map(_message, part),
+            snapshot=pb.SnapshotPart(index=index, count=count, blocks=len(blocks)),
+        )
+
+
+def event_messages(events: Seq[BlockEvent]) -> Iterator[pb.BlockEvents]:
+    """The messages, at least one, that tell what has happened."""
+    for start in range(0, max(len(events), 1), _EVENTS_AT_ONCE):
+        yield pb.BlockEvents(events=map(_message, events[start : start + _EVENTS_AT_ONCE]))
+
+
+def _message(event: BlockEvent) -> pb.BlockEvent:
+    if isinstance(event, StoredBlock):
+        stored = pb.StoredBlock(
+            name=event.name,
+            parent=event.parent or b"",
+            token_ids=event.token_ids,
+            cache_salt=event.cache_salt,
+        )
+        return pb.BlockEvent(stored=stored)
+    if isinstance(event, Removed):
+        return pb.BlockEvent(removed=event.name)
+    return pb.BlockEvent(cleared=True)

@@ -1,0 +1,70 @@
+"""Metrics of an engine, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.step import Step
+from shared.metrics import RECOVERY_SECONDS, STEP_SECONDS, Histogram, ServiceMetrics
+
+_STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class EngineMetrics(ServiceMetrics):
+    """The engine counts here, once per step; the rest is read from its scheduler."""
+
+    def __init__(self, model: str = "") -> None:
+        super().__init__(model)
+        self.scheduler: Scheduler | None = None  # once the workers have been there
+        self.serving = False
+        self.epochs = 0
+        self.recovery = Histogram(RECOVERY_SECONDS)
+        self.grammar_compile = Histogram(STEP_SECONDS)
+        self.grammar_mask = Histogram(STEP_SECONDS)
+        self._step_time = Histogram(STEP_SECONDS)
+        self._step_gap = Histogram(STEP_SECONDS)
+        self._step_sequences = Histogram(_STEP_SEQUENCES)
+        self._step_tokens = Histogram(_STEP_TOKENS)
+
+    def observe_step(self, step: Step, seconds: float, gap_s: float) -> None:
+        """Counts a step that has been answered, `gap_s` after the workers might have begun it."""
+        self._step_time.observe(seconds)
+        self._step_gap.observe(gap_s)
+        self._step_sequences.observe(len(step.rows))
+        self._step_tokens.observe(step.num_tokens)
+
+    def families(self) -> Iterator[Metric]:
+        yield self._gauge("engine_ready", "1 while workers run steps.", self.serving)
+        yield self._counter("epochs", "Times that the workers were configured.", self.epochs)
+        if self.scheduler is not None:
+            yield from self._scheduler_families(self.scheduler)
+        for name, help_text, histogram in (
+            ("step_time_seconds", "Time that the workers took for a step.", self._step_time),
+            ("step_gap_seconds", "Time that they waited for it, with work to do.", self._step_gap),
+            ("step_sequences", "Sequences in a step.", self._step_sequences),
+            ("iteration_tokens_total", "Tokens in a step.", self._step_tokens),
+            ("grammar_compile_seconds", "Wait for a grammar.", self.grammar_compile),
+            ("grammar_mask_seconds", "Wait for a step's masks of a grammar.", self.grammar_mask),
+        ):
+            yield self._histogram(name, help_text, histogram)
+        yield self._recoveries("worker", self.recovery)
+
+    def _scheduler_families(self, scheduler: Scheduler) -> Iterator[Metric]:
+        stats, blocks = scheduler.stats, scheduler.blocks
+        usage = 1 - blocks.num_free_blocks / blocks.num_blocks
+        yield self._gauge("num_requests_running", "Sequences that run.", scheduler.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait.", scheduler.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of blocks in use, 1 is all.", usage)
+        for name, help_text, count in (
+            ("prefix_cache_queries", "Prompt tokens looked for.", stats.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found.", stats.cached_prompt_tokens),
+            ("prefix_cache_evictions", "Cached blocks taken for others.", blocks.num_evictions),
+            ("num_preemptions", "Sequences sent back to wait.", stats.preemptions),
+            ("prompt_tokens", "Tokens of prompts that began to run.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens sampled.", stats.sampled_tokens),
+        ):
+            yield self._counter(name, help_text, count)

@@ -1,0 +1,95 @@
+"""The engine's spans in the traces of requests: their wait, some of their steps, and losses.
+
+A step serves many requests, so it has a span in the trace of each that is traced; and below that
+one, one for each rank that ran it. Of a request's steps the first few have spans, also after a
+loss, then one in many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from scheduler_svc.sequence import Sequence, Status
+from scheduler_svc.step import Row, Step
+from shared.tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span
+
+_FIRST_STEPS = 8
+_EVERY = 16
+_MAX_SPANS = 16  # of a step
+
+
+@dataclass(slots=True)
+class _Progress:
+    began: bool = False
+    num_steps: int = 0  # since it began, or the last loss
+
+
+class StepTraces:
+    """Traces the sequences that are added; none without `tracing`."""
+
+    def __init__(self, tracing: Tracing | None) -> None:
+        self._tracing = tracing
+        self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+        self._spans: dict[Step, list[Span]] = {}  # of steps in flight
+
+    def add(self, seq: Sequence) -> None:
+        """Traces a sequence that has been queued, if it comes with a trace."""
+        if self._tracing and seq.traceparent:
+            self._progress[seq] = _Progress()
+
+    def begin(self, step: Step) -> None:
+        """Begins the spans of a step that is about to be sent, which the ranks continue."""
+        if not self._progress or not self._tracing:
+            return
+        spans = [span for row in step.rows if (span := self._begin_row(step, row))][:_MAX_SPANS]
+        if spans:
+            self._spans[step] = spans
+            step.traceparents = [self._tracing.traceparent(span) for span in spans]
+
+    def _begin_row(self, step: Step, row: Row) -> Span | None:
+        seq, tracing = row.seq, self._tracing
+        progress = self._progress.get(seq)
+        if progress is None or tracing is None:
+            return None
+        if not progress.began:
+            progress.began = True
+            resubmitted = seq.resubmitted
+            tracing.add("queue", seq.traceparent, seq.arrival, resubmitted=resubmitted)
+        progress.num_steps += 1
+        if progress.num_steps > _FIRST_STEPS and progress.num_steps % _EVERY:
+            return None
+        return tracing.begin(
+            "step",
+            seq.traceparent,
+            number=step.number,
+            position=row.start,
+            tokens=row.num_tokens,
+            sequences_of_step=len(step.rows),
+            tokens_of_step=step.num_tokens,
+        )
+
+    def end(self, step: Step) -> None:
+        """Ends the spans of a step that has been answered."""
+        for span in self._spans.pop(step, ()):
+            span.end()
+
+    def lost(self, reason: str) -> None:
+        """Ends the spans of all steps in flight, which failed."""
+        for spans in self._spans.values():
+            for span in spans:
+                span.add_event("workers lost", {"reason": reason})
+                span.end()
+        self._spans.clear()
+
+    def recovered(self, lost_at: float) -> None:
+        """Adds the time since the loss to the traces of those that it kept waiting."""
+        if self._tracing:
+            for seq, progress in self._progress.items():
+                if seq.status is not Status.FINISHED:
+                    progress.num_steps = 0
+                    self._tracing.add("recovery", seq.traceparent, lost_at)

@@ -1,0 +1,132 @@
+"""Serves a process's metrics over HTTP, to whoever asks on its address.
+
+A thread of its own answers: a scrape takes no turn of the event loop or of a step. It shares the
+interpreter with them, though, so it accepts only a few connections a second, and gives each only a
+moment: a flood makes Prometheus wait, not the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.process_collector import ProcessCollector
+
+from shared.config import ServiceSettings
+from shared.metrics import ServiceMetrics
+
+log = structlog.get_logger(__name__)
+
+_PAUSE_S = 0.1  # between connections
+_TIMEOUT_S = 1.0  # for one: so there are at most about ten
+_BACKLOG = 16
+_MAX_REQUEST_BYTES = 16 << 10
+_RETRY_S = 10.0
+
+
+class MetricsEndpoint:
+    """Listens from now on, at an address that all forks of this process keep."""
+
+    def __init__(self, listener: socket.socket, metrics: ServiceMetrics, file: Path | None) -> None:
+        """`file`: see `list_endpoint`; None: it is not listed."""
+        self._listener = listener
+        self._metrics = metrics
+        self._file = file
+
+    def serve(self, restarts: int) -> None:
+        """Answers, in this process, from a thread."""
+        self._metrics.restarts = restarts
+        registry = CollectorRegistry()
+        registry.register(self._metrics)
+        ProcessCollector(registry=registry)
+        run = self._run(registry)
+        threading.Thread(target=asyncio.run, args=(run,), name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Closes this process's copy of the socket."""
+        self._listener.close()
+
+    async def _run(self, registry: CollectorRegistry) -> None:
+        loop = asyncio.get_running_loop()
+        tasks = set()
+        if self._file:
+            host, port = self._listener.getsockname()
+            tasks.add(asyncio.create_task(list_endpoint(self._file, f"{host}:{port}")))
+        while True:
+            with suppress(OSError):  # the caller is gone, or there are no descriptors
+                connection, _ = await loop.sock_accept(self._listener)
+                task = asyncio.create_task(_answer(connection, registry))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.sleep(_PAUSE_S)
+
+
+def open_endpoint(
+    settings: ServiceSettings, service: str, index: int, metrics: ServiceMetrics
+) -> MetricsEndpoint | None:
+    """Listens where the settings say; returns None if they say nowhere.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    host, port, directory = "127.0.0.1", 0, settings.metrics_directory
+    if not directory:
+        host, port = settings.metrics_host, settings.metrics_port
+        if not port:
+            return None
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(f"metrics_port: cannot listen on {host}:{port}: {error}") from error
+    listener.setblocking(False)
+    file = Path(directory, f"{service}-{index}.json") if directory else None
+    return MetricsEndpoint(listener, metrics, file)
+
+
+async def list_endpoint(file: Path, address: str) -> None:
+    """Names an address in `<service>-<index>.json`, for Prometheus' file discovery; tries again for
+    as long as that is impossible."""
+    service, _, index = file.stem.rpartition("-")
+    entry = {"targets": [address], "labels": {"service": service, "index": index}}
+    unfinished = file.with_suffix(".new")
+    while True:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps([entry]), encoding="utf-8")
+            os.replace(unfinished, file)
+            return
+        except OSError as error:  # a full disk, say
+            log.warning("metrics are not listed", file=str(file), reason=str(error))
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _answer(connection: socket.socket, registry: CollectorRegistry) -> None:
+    loop = asyncio.get_running_loop()
+    request = b""
+    with connection, suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_TIMEOUT_S):
+            while b"\r\n\r\n" not in request and len(request) < _MAX_REQUEST_BYTES:
+                if not (part := await loop.sock_recv(connection, 4096)):
+                    return
+                request += part
+            await loop.sock_sendall(connection, _response(request, registry))
+
+
+def _response(request: bytes, registry: CollectorRegistry) -> bytes:
+    if request.split(maxsplit=2)[:2] != [b"GET", b"/metrics"]:
+        return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    body = generate_latest(registry)
+    head = (
+        f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE_PLAIN_0_0_4}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
