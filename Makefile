@@ -2,6 +2,7 @@
 # on, so that the services' own defaults apply.
 PYTHON ?= python3
 BIN := .venv/bin
+CLI := $(BIN)/nano-vllm-grpc
 
 # These count only if given to make: some shells export a HOST, which names the machine, or an OUT.
 ifeq ($(origin HOST),environment)
@@ -16,7 +17,8 @@ ENGINE := DEVICE DTYPE QUANTIZATION KV_DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOK
 SECURITY := TLS_CERT TLS_KEY TLS_CLIENT_CA INTERNAL_TLS_CERT INTERNAL_TLS_KEY INTERNAL_TLS_CA \
 	INTERNAL_TLS_ROLES AUTH_TOKENS_FILE MAX_REQUESTS_PER_CLIENT REFLECTION ALLOW_PLAINTEXT \
 	ALLOW_PUBLIC_PLAINTEXT KEEPALIVE_S
-STACK := MODEL $(ENGINE) $(SECURITY) FRONTENDS HOST PORT SERVICES RANKS RUNTIME
+STACK := MODEL $(ENGINE) $(SECURITY) FRONTENDS HOST PORT HTTP_PORT UI_PORT SERVICES RANKS METRICS \
+	OTLP_ENDPOINT TRACE_SAMPLE_RATIO RUNTIME
 ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
 
 # $(call flags,A B_C): --a 'value' --b-c 'value', for those variables that are set;
@@ -26,8 +28,8 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart ps logs top chat bench simulate chaos abuse gpu-check test check lock clean \
-	check-style check-types check-imports check-stubs
+.PHONY: help setup protos up down restart ps logs top chat generate doctor bench simulate chaos abuse gpu-check test check \
+	lock clean check-style check-types check-imports check-protos check-stubs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -58,28 +60,35 @@ $(STAMP): $(INSTALLED)
 setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip)
 
 up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
-	@$(BIN)/python -m deploy up $(call flags,$(STACK))
+	@$(CLI) up $(call flags,$(STACK))
 
 down: $(STAMP)  ## stop the stack
-	@$(BIN)/python -m deploy down $(call flags,PORT RUNTIME)
+	@$(CLI) down $(call flags,PORT RUNTIME)
 
 restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE: only this one's)
-	@$(BIN)/python -m deploy restart $(call flags,PORT SERVICE)
+	@$(CLI) restart $(call flags,PORT SERVICE)
 
 ps: $(STAMP)  ## a line per process: name, index, pid, address, state
-	@$(BIN)/python -m deploy ps $(call flags,PORT RUNTIME)
+	@$(CLI) ps $(call flags,PORT RUNTIME)
 
 logs: $(STAMP)  ## show the logs and follow them (SERVICE: only this one's)
-	@$(BIN)/python -m deploy logs $(call flags,PORT RUNTIME SERVICE)
+	@$(CLI) logs $(call flags,PORT RUNTIME SERVICE)
 
 top: $(STAMP)  ## show the engine's load, live
-	@$(BIN)/python -m deploy top $(call flags,PORT)
+	@$(CLI) top $(call flags,PORT)
 
 chat: $(STAMP)  ## talk to the model
-	@$(BIN)/python -m frontend.client.chat --address $(call quote,$(ADDRESS)) $(ARGS)
+	@$(CLI) chat --address $(call quote,$(ADDRESS)) $(ARGS)
+
+generate: $(STAMP)  ## complete the prompts in IN, JSON lines, to OUT; stopped at any point, it goes on (ARGS=--help lists more)
+	@$(CLI) generate $(if $(IN),$(call quote,$(IN))) $(if $(OUT),$(call quote,$(OUT))) \
+		--address $(call quote,$(ADDRESS)) $(ARGS)
+
+doctor: $(STAMP)  ## look for what would keep make up, with the same variables, from starting a stack
+	@$(CLI) doctor $(call flags,$(filter-out RUNTIME,$(STACK)))
 
 bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: a running stack's; ARGS=--help lists more)
-	@$(call environment,$(ENGINE)) $(BIN)/python -m bench $(call flags,MODE OUT MODEL) \
+	@$(call environment,$(ENGINE)) $(CLI) bench $(call flags,MODE OUT MODEL) \
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
@@ -97,7 +106,7 @@ chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how m
 abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
-check: check-style check-types check-imports check-stubs  ## linter, formatter, types, import rule, and whether shared/pb is up to date
+check: check-style check-types check-imports check-protos check-stubs  ## linter, formatter, types, import rule, protos, and whether shared/pb is up to date
 
 # Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
@@ -109,6 +118,10 @@ check-types: $(STAMP)
 
 check-imports: $(STAMP)
 	$(BIN)/lint-imports
+
+check-protos: $(STAMP)
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/released.binpb
 
 check-stubs: $(STAMP)
 	@stubs=$$(mktemp -d) && trap 'rm -r "$$stubs"' EXIT && $(call protoc,"$$stubs") && \
@@ -129,6 +142,7 @@ lock:  ## lock packages that fit pyproject.toml, with the hashes of all their fi
 		$(LOCK_EXTRA) --extra $$image --output-file requirements/$$image.txt \
 			--constraints requirements/dev.txt || exit; \
 	done
+	$(LOCK) requirements/test-clients.in --output-file requirements/test-clients.txt
 	echo $(TRITON) | $(LOCK) --no-deps --output-file requirements/triton.txt -
 
 protoc = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --python_out=$(1) \
@@ -136,7 +150,7 @@ protoc = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --pyt
 
 clean:  ## stop all stacks, remove .venv and everything generated
 	@for stack in .run/[0-9]*; do \
-		if [ -d $$stack ]; then $(BIN)/python -m deploy down --port $${stack#.run/}; fi; \
+		if [ -d $$stack ]; then $(CLI) down --port $${stack#.run/}; fi; \
 	done
 	rm -rf .venv .run build *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

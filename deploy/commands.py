@@ -24,6 +24,7 @@ from deploy.startup import wait_until_ready
 from deploy.status import format_status, stack_status
 from deploy.supervisor import is_running, stack_members, start_supervisor, stop_stack
 from deploy.supervisor_config import stop_timeout_s
+from shared.config import PREFIX
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WATCH_S = 0.5
@@ -69,6 +70,7 @@ def _start_in_background(
 def run(environment: Environment, layout: Layout) -> int:
     """Starts a private stack and prints `READY HOST:PORT`; stops it and returns when stdin closes
     or a stop signal arrives. The stack also stops if this process is killed."""
+    environment = {f"{PREFIX}HTTP_PORT": "0", f"{PREFIX}UI_PORT": "0"} | environment
     settings = read_settings(environment)
     stop = threading.Event()
     for number in _STOP_SIGNALS:
@@ -138,6 +140,7 @@ def _already_up(stack: Stack) -> int:
 def _greet(stack: Stack) -> None:
     """Streams a completion and says how to send more."""
     token = first_token(stack)
+    page = f"\nIts page is {stack.page_url}." if stack.ui_port else ""
     print(f"\n{PROMPT}", end="", flush=True)
     stream_completion(
         stack.address,
@@ -148,22 +151,38 @@ def _greet(stack: Stack) -> None:
     if stack.public_tls or token:
         print(f"""
 
-The stack serves on {stack.address}. Clients need NANO_TLS_CA where there is TLS
+The stack serves on {stack.address}.{page} Clients need NANO_TLS_CA where there is TLS
 and NANO_TOKEN where there are tokens (docs/security.md); make chat PORT={stack.port} reads them.
+There is no HTTP: the gateway would hand neither tokens nor TLS on.
 
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
         return
+    http = f" and {stack.url}" if stack.http_port else ""
     print(f"""
 
-The stack serves on {stack.address}. Send more:
+The stack serves on {stack.address}{http}.{page} Send more:
 
   make chat PORT={stack.port}
+{_http_examples(stack)}\
   grpcurl -plaintext -d '{{"text": "{PROMPT}", "sampling": {{"max_tokens": 32}}}}' \\
     {stack.address} nanovllm.v1.InferenceService/GenerateStream
   .venv/bin/python -c 'from frontend.client import LLM
 print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'
 
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
+
+
+def _http_examples(stack: Stack) -> str:
+    if not stack.http_port:
+        return ""
+    model = stack.model
+    return f"""\
+  curl {stack.url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+  python -c 'from openai import OpenAI
+client = OpenAI(base_url="{stack.url}/v1", api_key="none")
+print(client.completions.create(model="{model}", prompt="{PROMPT}").choices[0].text)'
+"""
 
 
 @contextmanager

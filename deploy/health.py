@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import urllib.error
+import urllib.request
+from http.client import HTTPException
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -11,6 +14,7 @@ from shared.channels import open_blocking_channel
 from shared.tls import ClientTls
 
 SERVING = "SERVING"
+NOT_SERVING = "NOT_SERVING"
 UNREACHABLE = "UNREACHABLE"
 SILENT = "SILENT"
 
@@ -33,6 +37,20 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
             late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             return SILENT if late else UNREACHABLE
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def http_health(url: str, timeout_s: float = 2.0) -> str:
+    """Asks the gateway or the page at `url` whether it is ready; returns as `check_health`."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{url}/readiness", timeout=timeout_s):
+            return SERVING
+    except urllib.error.HTTPError:
+        return NOT_SERVING
+    except TimeoutError:
+        return SILENT
+    except (OSError, HTTPException):
+        return UNREACHABLE
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.errors import LaunchError
 
-_HUB = "hub:"
+HUB = "hub:"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _REVISION = re.compile(r"(?!.*\.\.)[\w./-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -24,7 +24,7 @@ def resolve_model(model: str) -> Path:
     Raises:
         LaunchError: it is neither, or cannot be downloaded.
     """
-    if model.startswith(_HUB):
+    if model.startswith(HUB):
         return _from_hub(model)
     directory = Path(model).expanduser()
     if directory.is_dir():
@@ -33,17 +33,17 @@ def resolve_model(model: str) -> Path:
         return directory
     hint = ""
     if _HUB_ID.fullmatch(model) and not directory.exists():
-        hint = f"; from the hub it is {_HUB}{model}@REVISION"
+        hint = f"; from the hub it is {HUB}{model}@REVISION"
     raise LaunchError(f"MODEL: {model} is no directory{hint}")
 
 
 def _from_hub(model: str) -> Path:
-    hub_id, _, revision = model.removeprefix(_HUB).partition("@")
+    hub_id, _, revision = model.removeprefix(HUB).partition("@")
     if not _HUB_ID.fullmatch(hub_id):
-        raise LaunchError(f"MODEL: {model} is not {_HUB}OWNER/NAME@REVISION")
+        raise LaunchError(f"MODEL: {model} is not {HUB}OWNER/NAME@REVISION")
     if not _REVISION.fullmatch(revision):
         raise LaunchError(
-            f"MODEL: {model} names no revision: {_HUB}{hub_id}@REVISION, where REVISION is the 40 "
+            f"MODEL: {model} names no revision: {HUB}{hub_id}@REVISION, where REVISION is the 40 "
             "hexadecimal digits of a commit, which pin the files, or a branch or tag such as main, "
             "whose files may change"
         )
@@ -51,7 +51,7 @@ def _from_hub(model: str) -> Path:
     if not _COMMIT.fullmatch(revision):
         print(
             f"{model} is now the commit {directory.name}; "
-            f"MODEL={_HUB}{hub_id}@{directory.name} keeps to it",
+            f"MODEL={HUB}{hub_id}@{directory.name} keeps to it",
             file=sys.stderr,
         )
     return directory

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.errors import LaunchError
 from deploy.model import resolve_model
-from deploy.ports import free_port
-from deploy.stack import SERVICES, Stack, bracket_host
+from deploy.ports import choose_port, free_port, free_service_port
+from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
 from scheduler_svc.settings import SchedulerSettings
@@ -26,16 +26,24 @@ from worker_svc.settings import WorkerSettings
 
 Environment = dict[str, str]
 
+_USUAL_HTTP_PORT, _USUAL_UI_PORT = 8000, 8080
+
+HttpPort = Literal["auto"] | Annotated[int, Field(ge=0, le=65535)]
+
 
 class StackSettings(PublicSettings):
     """The services' settings that the launcher acts on or fills in."""
 
-    program: ClassVar[str] = "python -m deploy"
+    program: ClassVar[str] = "nano-vllm-grpc"
 
     model: str = "models/demo"
     tp: int = Field(1, gt=0)
     scheduler_address: str = ""
     worker_addresses: Addresses = ()
+    engine_addresses: Addresses = ()
+    profile_directory: str = ""
+    http_port: HttpPort = Field("auto", description="the HTTP gateway's port; 0: none")
+    ui_port: HttpPort = Field("auto", description="the page's port, on loopback; 0: none")
     master_port: int = Field(
         default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
     )
@@ -44,7 +52,17 @@ class StackSettings(PublicSettings):
     client_cert: str = ""
     client_key: str = ""
 
-    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
+    _split = field_validator("worker_addresses", "engine_addresses", mode="before")(
+        lambda v: split_commas(v)
+    )
+
+    @property
+    def http_obstacle(self) -> str:
+        """The reason why there can be no HTTP, or nothing."""
+        for name in ("auth_tokens_file", "tls_cert"):
+            if getattr(self, name):
+                return f"{name} is set, and the gateway would hand neither tokens nor TLS on"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,7 @@ class Layout:
     frontends: int = 1
     services: tuple[str, ...] = SERVICES
     ranks: str | None = None
+    metrics: bool = True
 
 
 def read_settings(environment: Environment) -> StackSettings:
@@ -90,6 +109,14 @@ def plan_stack(
         raise LaunchError(f"SERVICES: {', '.join(sorted(unknown))}; known: {' '.join(SERVICES)}")
     ranks = _parse_ranks(layout.ranks, settings.tp)
     sockets = f"unix:{directory}"
+    serves_http = {"frontend", "gateway"} <= set(layout.services)
+    http_port = _http_port(settings, port) if serves_http else 0
+    ui_port = 0
+    if {"frontend", "page"} <= set(layout.services):
+        wanted, usual = settings.ui_port, _USUAL_UI_PORT
+        ui_port = choose_port("UI_PORT", wanted, "127.0.0.1", port, usual, taken=http_port)
+    reads_model = bool({"worker", "frontend"} & set(layout.services))
+    model = resolve_model(settings.model) if reads_model else None
     stack = Stack(
         directory=directory,
         host=settings.host,
@@ -105,6 +132,9 @@ def plan_stack(
         public_tls=_public_tls(settings) if "frontend" in layout.services else None,
         internal_tls=settings.dialer.tls,
         auth_tokens_file=_tokens_file(settings) if "frontend" in layout.services else "",
+        model=model.resolve().name if model else "",
+        http_port=http_port,
+        ui_port=ui_port,
     )
     _check_internal_tls(settings, stack)
     ours = {
@@ -114,8 +144,22 @@ def plan_stack(
         "WORKER_ADDRESSES": ",".join(stack.worker_addresses),
         "EXIT_WITH_PARENT": "1",
     }
-    if {"worker", "frontend"} & set(layout.services):
-        ours["MODEL"] = str(resolve_model(settings.model))
+    if stack.http_port:
+        ours["HTTP_PORT"] = str(stack.http_port)
+        ours["ENGINE_ADDRESSES"] = ",".join(
+            settings.engine_addresses
+            or (f"127.0.0.1:{free_service_port()}" for _ in range(layout.frontends))
+        )
+    if stack.ui_port:
+        ours["UI_PORT"] = str(stack.ui_port)
+    if model:
+        ours["MODEL"] = str(model)
+    if settings.metrics_port:
+        raise LaunchError("NANO_METRICS_PORT: is one process's; a stack's have free ports")
+    if layout.metrics:
+        ours["METRICS_DIRECTORY"] = str(stack.metrics_directory)
+    if "worker" in layout.services:
+        ours["PROFILE_DIRECTORY"] = settings.profile_directory or str(directory / "profiles")
     if settings.tp > 1:
         if not settings.master_port and len(ranks) < settings.tp:
             raise LaunchError("NANO_MASTER_PORT: must be set, as on the hosts of the other ranks")
@@ -168,10 +212,20 @@ def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
     """Checks that the services will trust the names and roles in each other's certificates."""
     server = settings.internal_tls
     if server is not None and stack.internal_tls is not None:
-        inner = (each for each in stack.processes() if each.service != "frontend")
+        inner = (each for each in stack.processes() if each.service in ("worker", "scheduler"))
         check_certificates(server, stack.internal_tls, (each.address for each in inner))
         required = settings.internal_tls_roles == "required"
-        check_roles(server, stack.internal_tls, stack.services, required)
+        services = [each for each in stack.services if each in ENGINE_SERVICES]
+        check_roles(server, stack.internal_tls, services, required)
+
+
+def _http_port(settings: StackSettings, port: int) -> int:
+    """The gateway's port, 0 for none."""
+    if settings.http_port and settings.http_obstacle:
+        if settings.http_port == "auto":
+            return 0
+        raise LaunchError(f"HTTP_PORT: {settings.http_obstacle}; leave it out, or give 0")
+    return choose_port("HTTP_PORT", settings.http_port, settings.host, port, _USUAL_HTTP_PORT)
 
 
 def _parse_ranks(text: str | None, tp: int) -> range:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+from pathlib import Path
+from typing import Literal
 
 from deploy.errors import LaunchError
+
+_USUAL_PORT = 50051
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000  # below it are those of well-known services
+_TRIES = 100
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
@@ -32,6 +40,44 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Returns a TCP port that was free a moment ago."""
     with _bind(host, 0, socket.SO_REUSEADDR) as bound:
         return int(bound.getsockname()[1])
+
+
+def free_service_port(host: str = "127.0.0.1") -> int:
+    """Returns a TCP port that was free a moment ago and that the kernel gives to no client: a
+    process that dies will find it free again."""
+    last = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 0
+    for _ in range(_TRIES if last > _FIRST_PORT else 0):
+        port = _FIRST_PORT + secrets.randbelow(last - _FIRST_PORT)
+        if is_free(host, port):
+            return port
+    return free_port(host)
+
+
+def choose_port(
+    name: str, wanted: int | Literal["auto"], host: str, port: int, usual: int, taken: int = 0
+) -> int:
+    """The port that is wanted, 0 for none, or chosen. The usual one belongs to the stack on the
+    usual port; where it is not free, and for other stacks, it is any that is.
+
+    Raises:
+        LaunchError: the port that is wanted is not free, or is `taken` by another of the stack's.
+    """
+    if wanted == "auto":
+        if port == _USUAL_PORT and usual != taken and is_free(host, usual):
+            return usual
+        return free_service_port(host)
+    if wanted and (wanted in (port, taken) or not is_free(host, wanted)):
+        raise LaunchError(f"{name}: {wanted} is in use; 0 does without")
+    return wanted
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on `host:port`."""
+    try:
+        _bind(host, port, socket.SO_REUSEADDR).close()
+    except OSError:
+        return False
+    return True
 
 
 def _bind(host: str, port: int, option: int) -> socket.socket:

@@ -12,7 +12,7 @@ import grpc
 from deploy.errors import LaunchError, StartError
 from deploy.first_tokens import stream_completion
 from deploy.progress import show_progress
-from deploy.stack import SERVICES, Process, Stack, first_token
+from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
 from deploy.startup import Report, wait_until_serving
 from deploy.status import stack_status
 from deploy.supervisor import start_process, stop_process
@@ -57,7 +57,7 @@ def _answers(stack: Stack) -> bool:
     Raises:
         LaunchError: the request fails for another reason than that something is unavailable.
     """
-    if set(stack.services) != set(SERVICES):
+    if not set(ENGINE_SERVICES) <= set(stack.services):
         return True
     try:
         stream_completion(

@@ -13,14 +13,21 @@ from frontend.tenants import read_clients
 from shared.tls import ClientTls
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.
-SERVICES = ("worker", "scheduler", "frontend")
-MODULES = {"worker": "worker_svc", "scheduler": "scheduler_svc", "frontend": "frontend"}
+ENGINE_SERVICES = ("worker", "scheduler", "frontend")
+SERVICES = (*ENGINE_SERVICES, "gateway", "page")
+MODULES = {
+    "worker": "worker_svc",
+    "scheduler": "scheduler_svc",
+    "frontend": "frontend",
+    "gateway": "deploy.gateway",
+    "page": "deploy.page",
+}
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a stack; `index` is a worker's rank."""
+    """One process of a stack; `index` is a worker's rank, `address` a URL if it speaks HTTP."""
 
     service: str
     index: int
@@ -49,6 +56,18 @@ class Stack:
     public_tls: ClientTls | None = None
     internal_tls: ClientTls | None = None
     auth_tokens_file: str = ""
+    model: str = ""  # its name, if frontends run here
+    http_port: int = 0  # the gateway's; 0: there is none
+    ui_port: int = 0  # the page's; likewise
+
+    @property
+    def url(self) -> str:
+        """The gateway's URL for a client on this host."""
+        return f"http://{dialled_address(self.host, self.http_port)}"
+
+    @property
+    def page_url(self) -> str:
+        return f"http://127.0.0.1:{self.ui_port}"
 
     @property
     def address(self) -> str:
@@ -59,7 +78,13 @@ class Stack:
         """The number of `service` processes on this host."""
         if service not in self.services:
             return 0
-        return {"worker": self.num_ranks, "scheduler": 1, "frontend": self.frontends}[service]
+        return {
+            "worker": self.num_ranks,
+            "scheduler": 1,
+            "frontend": self.frontends,
+            "gateway": int(bool(self.http_port)),
+            "page": int(bool(self.ui_port)),
+        }[service]
 
     def first_index(self, service: str) -> int:
         return self.first_rank if service == "worker" else 0
@@ -79,10 +104,18 @@ class Stack:
         """The log of the process called `name`."""
         return self.directory / f"{name}.log"
 
+    @property
+    def metrics_directory(self) -> Path:
+        """Where each process says at which address it serves Prometheus."""
+        return self.directory / "metrics"
+
     def _address_of(self, service: str, index: int) -> str:
         if service == "worker":
             return self.worker_addresses[index]
-        return self.scheduler_address if service == "scheduler" else self.address
+        if service == "scheduler":
+            return self.scheduler_address
+        urls = {"gateway": self.url, "page": self.page_url}
+        return urls.get(service, self.address)
 
     @property
     def was_up(self) -> bool:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import psutil
 
-from deploy.health import UNREACHABLE, check_health
+from deploy.health import UNREACHABLE, check_health, http_health
 from deploy.logs import failure_reason
-from deploy.stack import Process, Stack
+from deploy.stack import ENGINE_SERVICES, Process, Stack
 from deploy.supervisor import SupervisedProcess, supervised_processes
 from shared.fork import CANNOT_START
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process, its state according to supervisord, and its gRPC health."""
+    """A process, its state according to supervisord, and its health."""
 
     process: Process
     pid: int | None
@@ -53,7 +53,9 @@ def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> Pr
     health = UNREACHABLE
     # Frontends share an address: one that does not listen yet must not pass for its neighbour.
     shares = process.service == "frontend" and stack.frontends > 1
-    if supervised.pid and (not shares or _listens(supervised.pid, stack.port)):
+    if supervised.pid and process.service not in ENGINE_SERVICES:
+        health = http_health(process.address)
+    elif supervised.pid and (not shares or _listens(supervised.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
     status = supervised.exit_status
     reason = failure_reason(stack.log(process.name)) if status == CANNOT_START else ""

@@ -54,7 +54,8 @@ def start_supervisor(
     """
     directory = stack.directory
     make_directory(directory)
-    for old in (*directory.glob("*.log*"), *directory.glob("*.sock")):
+    leftovers = "*.log*", "*.sock", "metrics/*"
+    for old in (path for pattern in leftovers for path in directory.glob(pattern)):
         old.unlink()
     stack.set_up(False)
     stack.save()
@@ -222,7 +223,7 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
         members |= set(stack_members(directory))
     for leftover in (directory / each for each in ("supervisord.pid", "stack.json", "up")):
         leftover.unlink(missing_ok=True)
-    for leftover in directory.glob("*.sock"):
+    for leftover in (*directory.glob("*.sock"), *directory.glob("metrics/*")):
         leftover.unlink(missing_ok=True)
     return len(members)
 

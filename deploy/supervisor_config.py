@@ -57,15 +57,20 @@ supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 
 
 def _programs(stack: Stack, private: bool) -> list[str]:
+    directory = _escape(shlex.quote(str(stack.directory)))
+    arguments = {
+        "worker": " --rank %(process_num)d",
+        "frontend": " --index %(process_num)d",
+        "page": f" {directory}",
+    }
     programs = []
     for priority, service in enumerate(SERVICES, start=1):
         if count := stack.count(service):
-            rank = " --rank %(process_num)d" if service == "worker" else ""
-            module = MODULES[service] + rank
+            module = MODULES[service] + arguments.get(service, "")
             first = stack.first_index(service)
             programs.append(_program(stack, service, module, priority, count, first))
     # Last to start and first to stop: a supervisord that is stopping the stack need not answer.
-    module = f"deploy.watchdog {_escape(shlex.quote(str(stack.directory)))}"
+    module = f"deploy.watchdog {directory}"
     module += " --private" if private else ""
     # Nobody else would start it again if it could not start.
     programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1, restart="true"))

@@ -161,7 +161,7 @@ def running_stack(
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in variables.items()]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "deploy", "run", "--port=0", f"--model={DEMO_MODEL}", *flags],
+        [sys.executable, "-m", "cli", "run", "--port=0", f"--model={DEMO_MODEL}", *flags],
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         stdin=subprocess.PIPE,

@@ -21,6 +21,7 @@ PARTS = (
     ("shared by the three", "shared", ("pb",)),
     ("client library", "frontend/client", ()),
     ("launcher", "deploy", ()),
+    ("command line", "cli", ()),
 )
 
 

@@ -86,6 +86,50 @@ def test_a_prompt_or_a_list_of_texts_ids_and_chats(
     assert texts(llm, prompts, SamplingParams(max_tokens=3)) == expected
 
 
+def test_a_chat_with_tools_is_sent(llm: LLM, service: FakeService) -> None:
+    function = {"name": "f", "arguments": {"b": 1, "a": [None]}}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    conversation = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": calls},
+        {"role": "tool", "content": "b", "tool_call_id": "1", "name": "f"},
+    ]
+    options = {"tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": False}}
+    answers = llm.chat([conversation, CHAT], use_tqdm=False, **options)  # type: ignore[arg-type]
+    assert [answer["text"] for answer in answers] == ["bcbcbcbc", "bcdbcdbc"]
+    (sent,) = [each.chat for each in service.requests if len(each.chat.messages) == 3]
+    call = pb.FunctionCall(name="f", arguments='{"b": 1, "a": [null]}')
+    assert sent == pb.Chat(
+        messages=[
+            pb.ChatMessage(role="user", content="a"),
+            pb.ChatMessage(
+                role="assistant",
+                reasoning_content="",
+                tool_calls=[pb.ToolCall(id="1", function=call)],
+            ),
+            pb.ChatMessage(role="tool", content="b", tool_call_id="1", name="f"),
+        ],
+        tools=['{"type": "function"}'],
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
+    llm.chat(CHAT, use_tqdm=False, continue_final_message=True)
+    assert service.requests[-1].chat.continue_final_message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_calls": [{"type": "custom"}]}, "tool_calls: type is 'custom'; must be 'function'"),
+        ({"tool_calls": [{"function": {"arguments": object()}}]}, "not JSON serializable"),
+    ],
+)
+def test_a_message_that_cannot_be_sent_is_refused(
+    llm: LLM, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"cannot be sent: .*{message}"):
+        llm.chat([fields], use_tqdm=False)
+
+
 def test_without_sampling_params_the_server_decides(llm: LLM, service: FakeService) -> None:
     assert texts(llm, "a") == ["b" * 8]
     assert sent_fields(service) == set()

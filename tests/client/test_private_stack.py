@@ -1,4 +1,4 @@
-"""A private stack, with a launcher that honours the contract of `python -m deploy run`."""
+"""A private stack, with a launcher that honours the contract of `python -m cli run`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def cwd(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "deploy").mkdir()
-    (tmp_path / "deploy" / "__init__.py").touch()
-    (tmp_path / "deploy" / "__main__.py").write_text(LAUNCHER)
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "__init__.py").touch()
+    (tmp_path / "cli" / "__main__.py").write_text(LAUNCHER)
     (tmp_path / "address").write_text(server.address)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -15,9 +15,9 @@ import pytest
 from tests.client.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "frontend", "shared", "deploy")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "frontend", "shared", "cli")
 # Other people's packages that share the names of the checkout's folders.
-DECOYS = ("bench", "deploy", "frontend", "shared", "tools")
+DECOYS = ("bench", "cli", "deploy", "frontend", "shared", "tools")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -81,6 +81,7 @@ def test_it_takes_no_name_but_its_own(wheel: Path) -> None:
         names = archive.namelist()
         (top_level,) = (name for name in names if name.endswith("top_level.txt"))
         assert archive.read(top_level) == b"nano_vllm_grpc\n"
+    assert not [name for name in names if name.endswith("entry_points.txt")]  # nor a script's
     folders = {name.split("/")[0] for name in names}
     assert len(folders) == 2
     assert all(folder.startswith("nano_vllm_grpc") for folder in folders)

@@ -21,7 +21,7 @@ STANDINS = Path(__file__).parent / "standins"
 
 
 class Launcher:
-    """Runs `python -m deploy` in a directory of its own; anything left running is killed.
+    """Runs `python -m cli` in a directory of its own; anything left running is killed.
 
     By default, services are stand-ins that speak gRPC health and obey signals, without a model.
     """
@@ -32,6 +32,8 @@ class Launcher:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NANO_")} | {
             "PYTHONPATH": f"{STANDINS}:{ROOT}",
             "NANO_MODEL": str(ROOT / "models" / "demo"),
+            "NANO_HTTP_PORT": "0",  # stand-ins do not speak to a gateway
+            "NANO_UI_PORT": "0",
         }
 
     def __call__(self, *args: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +67,7 @@ class Launcher:
 
     @staticmethod
     def command(*args: object) -> list[str]:
-        return [sys.executable, "-P", "-m", "deploy", *map(str, args)]
+        return [sys.executable, "-P", "-m", "cli", *map(str, args)]
 
     def members(self, port: int) -> list[psutil.Process]:
         """The living processes of the stack on `port`."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CLI = ".venv/bin/nano-vllm-grpc"
 DISTRIBUTED = ("-n", "auto", "--dist", "loadgroup")
 
 
@@ -34,9 +35,9 @@ def last_command(*arguments: str, **environment: str) -> list[str]:
 
 
 def test_only_variables_that_are_set_are_passed() -> None:
-    assert last_command("up") == [".venv/bin/python", "-m", "deploy", "up"]
+    assert last_command("up") == [CLI, "up"]
     words = last_command("up", "MODEL=/my 'models'/x", "MAX_NUM_SEQS=4", "RUNTIME=docker")
-    assert words[4:] == [
+    assert words[2:] == [
         *("--model", "/my 'models'/x"),
         *("--max-num-seqs", "4"),
         *("--runtime", "docker"),
@@ -44,8 +45,8 @@ def test_only_variables_that_are_set_are_passed() -> None:
 
 
 def test_variables_may_come_from_the_environment_except_the_shells_own_host() -> None:
-    assert last_command("up", PORT="6000", HOST="my-laptop")[4:] == ["--port", "6000"]
-    assert last_command("up", "HOST=::1", HOST="my-laptop")[4:] == ["--host", "::1"]
+    assert last_command("up", PORT="6000", HOST="my-laptop")[2:] == ["--port", "6000"]
+    assert last_command("up", "HOST=::1", HOST="my-laptop")[2:] == ["--host", "::1"]
 
 
 def test_out_must_be_given_to_make(tmp_path: Path) -> None:
@@ -61,13 +62,22 @@ def test_gpu_check() -> None:
     assert last_command("gpu-check", "GPU_PYTHON=python3") == ["python3", "-m", "bench.gpu"]
 
 
+def test_generate_and_doctor() -> None:
+    generate = last_command("generate", "IN=a b", "OUT=c", "PORT=6000", "ARGS=--concurrency 4")
+    assert generate[1:] == [
+        *("generate", "a b", "c", "--address", "127.0.0.1:6000", "--concurrency", "4"),
+    ]
+    doctor = last_command("doctor", "MODEL=m", "RUNTIME=docker", "TP=2")
+    assert doctor == [CLI, "doctor", "--model", "m", "--tp", "2"]
+
+
 def test_chat_and_bench() -> None:
     chat = last_command("chat", "PORT=6000")
-    assert chat[1:] == ["-m", "frontend.client.chat", "--address", "127.0.0.1:6000"]
+    assert chat == [CLI, "chat", "--address", "127.0.0.1:6000"]
     bench = last_command("bench", "MODE=stack", "OUT=a.json", "TP=2", "ARGS=--num-seqs 4")
     assert bench[0] == "NANO_TP=2"
     assert bench[2:] == [
-        *("-m", "bench", "--mode", "stack", "--out", "a.json", "--num-seqs", "4"),
+        *("bench", "--mode", "stack", "--out", "a.json", "--num-seqs", "4"),
     ]
 
 
@@ -85,7 +95,7 @@ def test_abuse() -> None:
 
 def test_restart() -> None:
     words = last_command("restart", "PORT=6000", "SERVICE=worker_svc")
-    assert words[1:] == ["-m", "deploy", "restart", "--port", "6000", "--service", "worker_svc"]
+    assert words == [CLI, "restart", "--port", "6000", "--service", "worker_svc"]
 
 
 def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Config) -> None:
@@ -114,7 +124,7 @@ def test_tests_run_without_xdist() -> None:
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
-        "help setup up down restart ps logs top chat bench gpu-check test simulate chaos abuse "
-        "check protos lock"
+        "help setup up down restart ps logs top chat generate doctor bench gpu-check test simulate "
+        "chaos abuse check protos lock"
     )
     assert targets == [*expected.split(), "clean"]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from deploy.errors import LaunchError
 from deploy.plan import Layout, plan_stack
-from deploy.stack import Process, Stack
+from deploy.stack import ENGINE_SERVICES, Process, Stack
 from frontend.model_files import read_model_facts
 from frontend.tokenizer import Tokenizer
 from shared.config import SettingsError
+from tests.certificates import Authority
 from worker_svc.config import load_model_config
 from worker_svc.weights import model_fingerprint
 
@@ -20,9 +24,60 @@ DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 DIRECTORY = Path(".run/50051")
 
 
-def plan(layout: Layout | None = None, **variables: str) -> tuple[Stack, dict[str, str]]:
+def plan(
+    layout: Layout | None = None, port: int = 50051, **variables: str
+) -> tuple[Stack, dict[str, str]]:
     environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
-    return plan_stack(environment, layout or Layout(), DIRECTORY, 50051)
+    return plan_stack(environment, layout or Layout(services=ENGINE_SERVICES), DIRECTORY, port)
+
+
+WITH_HTTP = (*ENGINE_SERVICES, "gateway")
+
+
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """Keeps a port busy, if it is not anyway."""
+    with socket.socket() as other:
+        with suppress(OSError):
+            other.bind(("127.0.0.1", port))
+            other.listen()
+        yield
+
+
+def test_http_has_the_usual_port_or_else_any() -> None:
+    stack, environment = plan(Layout(frontends=2, services=WITH_HTTP))
+    assert stack.http_port
+    assert environment["NANO_HTTP_PORT"] == str(stack.http_port)
+    assert len(set(environment["NANO_ENGINE_ADDRESSES"].split(","))) == 2
+    assert [each.address for each in stack.processes()][-1] == f"http://127.0.0.1:{stack.http_port}"
+    with taken(8000):
+        assert plan(Layout(services=WITH_HTTP))[0].http_port not in (0, 8000)
+    assert plan(Layout(services=WITH_HTTP), port=50052)[0].http_port not in (0, 8000)
+    assert plan(Layout(services=WITH_HTTP), port=50052, HTTP_PORT="23456")[0].http_port == 23456
+    for layout in (Layout(services=("frontend",)), Layout(services=("worker", "gateway"))):
+        assert not plan(layout)[0].http_port
+
+
+def test_a_port_for_http_that_was_asked_for_must_be_free() -> None:
+    with taken(23457), pytest.raises(LaunchError, match="HTTP_PORT: 23457 is in use; 0 does"):
+        plan(Layout(services=WITH_HTTP), HTTP_PORT="23457")
+
+
+def test_where_clients_need_tokens_or_tls_there_is_no_http(
+    tmp_path: Path, authority: Authority
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-of-sixteen\n")
+    shown = authority.issue("http", "IP:127.0.0.1")
+    for name, settings in (
+        ("auth_tokens_file", {"AUTH_TOKENS_FILE": str(tokens)}),
+        ("tls_cert", {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}),
+    ):
+        stack, environment = plan(Layout(services=WITH_HTTP), **settings)
+        assert "gateway" not in {each.service for each in stack.processes()}
+        assert "NANO_ENGINE_ADDRESSES" not in environment
+        with pytest.raises(LaunchError, match=f"HTTP_PORT: {name} is set, and the gateway would"):
+            plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
 
 
 def test_defaults() -> None:
@@ -39,8 +94,17 @@ def test_defaults() -> None:
         "NANO_PORT": "50051",
         "NANO_SCHEDULER_ADDRESS": "unix:.run/50051/scheduler.sock",
         "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
+        "NANO_PROFILE_DIRECTORY": ".run/50051/profiles",
         "NANO_EXIT_WITH_PARENT": "1",
+        "NANO_METRICS_DIRECTORY": ".run/50051/metrics",
     }
+
+
+def test_metrics_can_be_left_out_but_not_put_on_one_port() -> None:
+    _, environment = plan(Layout(metrics=False))
+    assert "NANO_METRICS_DIRECTORY" not in environment
+    with pytest.raises(LaunchError, match="NANO_METRICS_PORT"):
+        plan(METRICS_PORT="9464")
 
 
 def test_ranks_have_a_meeting_place_of_their_own() -> None:

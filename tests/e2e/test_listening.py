@@ -44,9 +44,11 @@ class Open:
 
 @pytest.fixture(scope="module", params=["plaintext", "tls"])
 def opened(request: pytest.FixtureRequest, certificates: Path) -> Iterator[Open]:
-    settings: dict[str, object] = {"tp": 2, "frontends": 2}
+    settings: dict[str, object] = {"tp": 2, "frontends": 2, "ui_port": free_port()}
     inner = None
-    if request.param == "tls":
+    if request.param == "plaintext":
+        settings["http_port"] = "auto"
+    else:
         public, inner = Authority(certificates, "public"), Authority(certificates, "inner")
         shown = public.issue("server", "IP:127.0.0.1")
         roles = [f"{ROLE}{service}" for service in ("frontend", "scheduler", "worker")]
@@ -70,6 +72,8 @@ def listed(opened: Open) -> set[tuple[str, str]]:
         ".run/PORT": re.escape(str(opened.stack.directory)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(opened.master_port),
+        "UI_PORT": str(opened.stack.stack.ui_port),
+        "HTTP_PORT": str(opened.stack.stack.http_port),
         "HOST": "127.0.0.1",
         "PORT": str(opened.stack.stack.port),
         "RANK": "[0-9]",
@@ -78,6 +82,8 @@ def listed(opened: Open) -> set[tuple[str, str]]:
     names = re.compile(f"({'|'.join(map(re.escape, values))})")
     found = set()
     for name, kind, address, when in rows:
+        if "`HTTP_PORT=0`" in when and not opened.stack.stack.http_port:
+            continue
         pattern = "".join(values.get(each) or re.escape(each) for each in names.split(address))
         owners = [each.name for each in opened.stack.processes() if each.service == name]
         if "rank 0" in when:

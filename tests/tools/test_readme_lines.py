@@ -12,7 +12,7 @@ def test_the_readme_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stubs_the_client_and_empty_files_are_not_counted_twice(tmp_path: Path) -> None:
-    folders = ("frontend/client", "scheduler_svc", "worker_svc", "shared/pb", "deploy")
+    folders = ("frontend/client", "scheduler_svc", "worker_svc", "shared/pb", "deploy", "cli")
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").touch()

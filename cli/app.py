@@ -1,0 +1,192 @@
+"""The commands of `nano-vllm-grpc`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from cli.errors import CommandError
+from cli.variables import takes_variables
+from deploy import commands, compose
+from deploy.errors import LaunchError
+from deploy.logs import follow
+from deploy.plan import Environment, Layout, read_settings
+from deploy.restart import restart as restart_processes
+from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
+from deploy.top import top as show_load
+from frontend.client import SamplingParams
+from frontend.client.chat import hold_conversation
+from shared.config import PREFIX, SettingsError
+
+
+class Commands(TyperGroup):
+    """Makes what a command returns the exit status, and an error that users can mend a line."""
+
+    def invoke(self, ctx: Any) -> None:
+        try:
+            status = super().invoke(ctx)
+        except (CommandError, LaunchError, SettingsError) as error:
+            print(f"{ctx.invoked_subcommand}: {error}", file=sys.stderr)
+            status = 1
+        raise typer.Exit(status)
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Serves Qwen3 as three gRPC services: frontend, scheduler and workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _service(name: str) -> str:
+    """The service with this name, or whose package has it."""
+    packages = {package: service for service, package in MODULES.items()}
+    service = packages.get(name, name)
+    if service not in SERVICES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(SERVICES)}")
+    return service
+
+
+Port = Annotated[
+    str | None,
+    typer.Option(metavar="INT", help="public port, which names the stack (default: 50051)"),
+]
+Address = Annotated[
+    str | None, typer.Option(help="a frontend's, HOST:PORT (default: that of the stack on PORT)")
+]
+Runtime = Annotated[Literal["native", "docker"], typer.Option()]
+Service = Annotated[
+    str | None,
+    typer.Option(
+        parser=_service, metavar="|".join(SERVICES), help="only the processes of this service"
+    ),
+]
+
+
+@app.command()
+@takes_variables
+def up(environment: Environment, layout: Layout, runtime: Runtime = "native") -> int:
+    """Start a stack in the background, wait until it serves, show a first completion."""
+    start = compose.up if runtime == "docker" else commands.up
+    return start(environment, layout)
+
+
+@app.command()
+@takes_variables
+def run(environment: Environment, layout: Layout) -> int:
+    """Start a private stack, print READY HOST:PORT, stop it when stdin ends or on a signal."""
+    return commands.run(environment, layout)
+
+
+@app.command()
+def down(port: Port = None, runtime: Runtime = "native") -> int:
+    """Stop the stack."""
+    if runtime == "docker":
+        return compose.down(_environment(port))
+    return commands.down(_directory(port))
+
+
+@app.command()
+def restart(port: Port = None, service: Service = None) -> int:
+    """Restart processes one after another, each once the one before serves."""
+    return restart_processes(_directory(port), service)
+
+
+@app.command()
+def ps(port: Port = None, runtime: Runtime = "native") -> int:
+    """Show a line per process: name, index, pid, address, state."""
+    if runtime == "docker":
+        return compose.ps(_environment(port))
+    return commands.ps(_directory(port))
+
+
+@app.command()
+def logs(port: Port = None, runtime: Runtime = "native", service: Service = None) -> int:
+    """Show the logs and follow them."""
+    if runtime == "docker":
+        return compose.logs(_environment(port), service)
+    follow(_directory(port), service)
+
+
+@app.command()
+def top(port: Port = None) -> int:
+    """Show the engine's load, live."""
+    return show_load(_directory(port))
+
+
+@app.command()
+def chat(
+    address: Address = None,
+    port: Port = None,
+    system: Annotated[str, typer.Option(help="system prompt")] = "",
+    temperature: float | None = None,
+    max_tokens: Annotated[int | None, typer.Option(help="per answer")] = None,
+    seed: int | None = None,
+    stop: Annotated[list[str] | None, typer.Option(help="may be given more than once")] = None,
+) -> int:
+    """Talk to the model in the terminal."""
+    params = SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, seed=seed, stop=stop or ()
+    )
+    return hold_conversation(address or _address(port), params, system)
+
+
+@app.command()
+def generate(
+    requests: Annotated[Path, typer.Argument(help="JSON lines, a prompt or a request each")],
+    output: Annotated[Path, typer.Argument(help="JSON lines, a completion each; may exist")],
+    address: Address = None,
+    port: Port = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at a time")] = 256,
+    params: Annotated[
+        str, typer.Option(metavar="JSON", help="sampling parameters of lines that have none")
+    ] = "{}",
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="write them, too")] = False,
+) -> int:
+    """Complete all prompts of a file. Stopped at any point, the same command goes on."""
+    # Imported here, as the other commands do without it.
+    from cli.generate.run import Options, generate_file
+
+    options = Options(address or _address(port), concurrency, params, token_ids)
+    return generate_file(requests, output, options)
+
+
+@app.command()
+@takes_variables
+def doctor(environment: Environment, layout: Layout) -> int:
+    """Look for what would keep a stack with these variables from starting, and say what to do."""
+    from cli.doctor.run import examine
+
+    return examine(environment, layout)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def bench(context: typer.Context) -> int:
+    """Run benchmarks: --help lists the modes, and --mode MODE --help their options."""
+    from bench.__main__ import main
+
+    return main(context.args)
+
+
+def _environment(port: str | None) -> Environment:
+    return dict(os.environ) | ({PREFIX + "PORT": port} if port else {})
+
+
+def _directory(port: str | None) -> Path:
+    return run_directory(read_settings(_environment(port)).port)
+
+
+def _address(port: str | None) -> str:
+    """The address of the stack on `port` of this host."""
+    settings = read_settings(_environment(port))
+    return dialled_address(settings.host, settings.port)

@@ -1,0 +1,215 @@
+"""`python -m cli.doctor.engine SERVICE...`: checks with the services' own code, as JSON lines.
+
+The settings are in the environment, as for the services. `doctor` runs this in a process of its
+own, because torch and transformers take long to import, and may crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.gpu.preflight import driver_version
+from cli.doctor.check import Check
+from cli.doctor.host import check_shared_memory
+from frontend.model_files import ModelFilesError, read_model_facts
+from frontend.tokenizer import Tokenizer
+from shared.config import load_settings
+from shared.errors import InvalidArgumentError
+from shared.logging import configure_logging
+from shared.model_directory import read_text
+from shared.pb import frontend_pb2
+from worker_svc.attention.base import Backend
+from worker_svc.config import ModelConfig, load_model_config
+from worker_svc.errors import ModelError, StartError
+from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
+from worker_svc.models.qwen3 import attention_shape
+from worker_svc.platforms.base import Platform
+from worker_svc.platforms.choice import choose_platform
+from worker_svc.quantization.choice import choose_quantization
+from worker_svc.settings import WorkerSettings
+from worker_svc.weights import INDEX, WeightReader
+
+_CPU_SETS = {
+    "AVX2": "avx2",
+    "AVX-512": "avx512bw",
+    "AVX-512 VNNI": "avx512vnni",
+    "AVX VNNI": "avxvnni",
+    "AVX-512 BF16": "avx512bf16",
+    "AMX": "amx-bf16",
+}
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+_REMEDIES = {
+    "device": "see nvidia-smi; pytorch.org has a build for each driver; or DEVICE=cpu",
+    "attention": "",  # the reason says what serves instead
+    "model": "docs/operations.md#models says what is served",
+    "weights": "download or copy the model again",
+    "memory": "QUANTIZATION=int8 or int4, a smaller model, or end what else takes memory",
+    "tokenizer": "download or copy the model again",
+}
+
+
+def main(services: list[str]) -> None:
+    settings = load_settings(WorkerSettings, [])
+    configure_logging(settings, "doctor")
+    for each in checks(settings, services):
+        print(json.dumps(dataclasses.asdict(each)), flush=True)
+
+
+def checks(settings: WorkerSettings, services: list[str]) -> Iterator[Check]:
+    if "worker" in services:
+        yield _check_torch(settings)
+        yield from _check_worker(settings)
+    if "frontend" in services:
+        yield _check_tokenizer(Path(settings.model))
+
+
+def _check_torch(settings: WorkerSettings) -> Check:
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    found = f"{torch.__version__}, {build}"
+    if not shutil.which("nvidia-smi") or torch.cuda.is_available() or settings.device == "cpu":
+        return Check("torch", "ok", found)
+    remedy = "install the build for the GPU's driver (pytorch.org), or DEVICE=cpu"
+    return Check("torch", "warning", f"{found}: finds no GPU, though nvidia-smi is there", remedy)
+
+
+def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
+    """Takes the steps of a worker's start, as far as they are quick."""
+    name = "device"
+    try:
+        platform = choose_platform(settings)
+        yield _check_device(platform, settings.tp)
+        if platform.device.type == "cuda" and settings.tp > 1:
+            yield check_shared_memory()
+        name, directory = "model", Path(settings.model)
+        config = load_model_config(directory)
+        dtype = platform.choose_dtype(settings.dtype, config.dtype)
+        config = dataclasses.replace(config, dtype=dtype)
+        weights_format = choose_quantization(settings.quantization, config.quantization).name
+        yield Check(
+            name, "ok", f"{config.num_layers} layers, {dtype}, quantization: {weights_format}"
+        )
+        name = "attention"
+        shape = attention_shape(config, settings.tp, platform.device)
+        shape = dataclasses.replace(shape, kv_dtype=settings.kv_dtype)
+        backend = platform.attention_backend(settings, shape)
+        yield _check_attention(backend, platform)
+        name = "weights"
+        yield _check_weights(directory, config, platform)
+        name = "memory"
+        yield _check_memory(settings, platform, config, backend, weights_format)
+    except StartError as error:
+        yield Check(name, "wrong", str(error), _REMEDIES[name])
+
+
+def _check_device(platform: Platform, tp: int) -> Check:
+    if platform.device.type == "cpu":
+        from worker_svc.kernels.cpu_features import has
+
+        sets = [name for name, feature in _CPU_SETS.items() if has(feature)]
+        if "AVX2" in sets:
+            return Check("device", "ok", f"cpu with {', '.join(sets)}")
+        remedy = "the kernels are for AVX2 and AVX-512: another machine, or patience"
+        return Check("device", "warning", f"cpu with {', '.join(sets) or 'no AVX2'}", remedy)
+    properties = torch.cuda.get_device_properties(platform.device)
+    gpus = torch.cuda.device_count()
+    memory = _size(properties.total_memory)
+    found = f"{gpus} x {properties.name}, {memory}, driver {driver_version()}"
+    if tp > gpus:
+        return Check("device", "warning", f"{found} for TP={tp}", "unless others are elsewhere")
+    return Check("device", "ok", found)
+
+
+def _check_attention(backend: Backend, platform: Platform) -> Check:
+    if platform.device.type == "cpu":
+        return Check("attention", "ok", backend.name)
+    from worker_svc.attention import fa3, flash_attn
+
+    there = [name for name, load in (("2", flash_attn.load), ("3", fa3.load)) if load()]
+    if not there:
+        remedy = "prompts are faster with it: pip install flash-attn"
+        return Check("attention", "warning", f"{backend.name}; FlashAttention is missing", remedy)
+    return Check("attention", "ok", f"{backend.name}; FlashAttention {' and '.join(there)}")
+
+
+def _check_weights(directory: Path, config: ModelConfig, platform: Platform) -> Check:
+    """Opens all files, and looks in each for the tensors that the index says it has.
+
+    Raises:
+        ModelError: some are missing or cut short.
+    """
+    with WeightReader(directory, config.dtype, platform.device) as reader:
+        index = directory / INDEX
+        names = json.loads(read_text(index))["weight_map"] if index.is_file() else {}
+        missing = [name for name in names if not reader.has(name)]
+    if missing:
+        raise ModelError(f"{INDEX}: {missing[0]} is in none of the files ({len(missing)} such)")
+    files = list(directory.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+    return Check("weights", "ok", f"{_size(size)} in {len(files)} *.safetensors")
+
+
+def _check_memory(
+    settings: WorkerSettings,
+    platform: Platform,
+    config: ModelConfig,
+    backend: Backend,
+    weights_format: str,
+) -> Check:
+    """Works out whether the weights and the cache of a sequence of full length fit. What steps take
+    besides is known only once they run."""
+    on_cpu = platform.device.type == "cpu"
+    bits = _BITS.get(weights_format, 8 * config.dtype.itemsize)
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    weights = config.num_weights * bits // 8 + embedding * config.dtype.itemsize
+    weights //= 1 if on_cpu else settings.tp  # a CPU's ranks share one memory
+    free = psutil.virtual_memory().available
+    if not on_cpu:
+        free, _ = torch.cuda.mem_get_info(platform.device)
+    if weights > free:
+        raise StartError(f"the weights take {_size(weights)}, {_size(free)} are free")
+    cache = platform.cache_bytes(settings, 0 if on_cpu else weights)
+    cache = cache * (free - weights) // free if on_cpu else cache
+    length = config.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
+    block = (backend.shape.cache_bytes_per_token + TOKEN_ID_BYTES) * backend.block_size
+    blocks = blocks_that_fit(settings, cache, block, backend.block_size, length)
+    tokens = blocks * backend.block_size
+    return Check(
+        "memory", "ok", f"{_size(weights)} of weights, and a cache of {tokens} tokens, fit"
+    )
+
+
+def _check_tokenizer(directory: Path) -> Check:
+    try:
+        facts = read_model_facts(directory)
+        tokenizer = Tokenizer(directory, threads=1)
+    except ModelFilesError as error:
+        return Check("tokenizer", "wrong", str(error), _REMEDIES["tokenizer"])
+    found = f"{len(tokenizer.full_table)} tokens"
+    if len(tokenizer.full_table) < facts.vocab_size / 2:  # transformers makes one of no files
+        found += f", the model has {facts.vocab_size}"
+        return Check("tokenizer", "wrong", found, _REMEDIES["tokenizer"])
+    try:
+        question = frontend_pb2.ChatMessage(role="user", content="Hello")
+        asyncio.run(tokenizer.encode_chat(frontend_pb2.Chat(messages=[question])))
+    except InvalidArgumentError as error:
+        return Check("tokenizer", "warning", str(error), "chats are refused, texts are served")
+    finally:
+        tokenizer.close()
+    return Check("tokenizer", "ok", f"{found}, and a chat template")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >> 30 else f"{count / 2**20:.0f} MiB"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

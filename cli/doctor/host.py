@@ -1,0 +1,99 @@
+"""Checks of this host: what a stack needs before any of its processes starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from cli.doctor.check import Check
+from deploy.errors import LaunchError
+from deploy.ports import reserve_port
+from deploy.stack import run_directory
+from deploy.supervisor import is_running, stack_members
+
+_PYTHONS = ((3, 11), (3, 13))
+_MIN_DESCRIPTORS = 4096  # a client's connection takes one
+_MIN_FREE_BYTES = 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def check_python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
+        return Check("Python", "ok", version)
+    first, last = (".".join(map(str, each)) for each in _PYTHONS)
+    return Check("Python", "wrong", version, f"install {first} to {last}: make PYTHON=...")
+
+
+def check_cores(tp: int) -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores < tp:
+        return Check("cores", "warning", f"{cores} for TP={tp}", "ranks on a CPU need one each")
+    return Check("cores", "ok", str(cores))
+
+
+def check_descriptors() -> Check:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= _MIN_DESCRIPTORS:
+        return Check("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
+    return Check(
+        "open files", "warning", f"up to {hard}, which also limits clients", "ulimit -Hn, as root"
+    )
+
+
+def check_disk() -> Check:
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{free / 2**30:.1f} GiB free for logs"
+    if free < _MIN_FREE_BYTES:
+        return Check("disk", "warning", found, "make room: a full disk stops the logs")
+    return Check("disk", "ok", found)
+
+
+def check_shared_memory() -> Check:
+    """Checks what NCCL's ranks on one host exchange through; containers often have 64 MiB of it."""
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    found = f"{free / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
+    if free < _MIN_FREE_BYTES:
+        return Check("shared memory", "warning", found, "in a container: docker run --shm-size=1g")
+    return Check("shared memory", "ok", found)
+
+
+def check_port(host: str, port: int) -> Check:
+    if is_running(run_directory(port)):
+        return Check("port", "ok", f"{port}: its stack is running")
+    try:
+        reserve_port(host, port).close()
+    except LaunchError as error:
+        return Check("port", "wrong", f"{error}{_listener(port)}", "end it, or give another PORT")
+    return Check("port", "ok", f"{host}:{port} is free")
+
+
+def check_stacks() -> Iterator[Check]:
+    for directory in sorted(Path(".run").glob("[0-9]*")):
+        if is_running(directory):
+            yield Check("stacks", "ok", f"one runs on port {directory.name}")
+        elif members := stack_members(directory):
+            yield Check(
+                "stacks",
+                "warning",
+                f"{len(members)} processes are left of the one on port {directory.name}",
+                f"make down PORT={directory.name}",
+            )
+
+
+def _listener(port: int) -> str:
+    """The process that listens there, if this user may know."""
+    try:
+        for each in psutil.net_connections("tcp"):
+            listens = each.status == psutil.CONN_LISTEN
+            if listens and each.pid and getattr(each.laddr, "port", None) == port:
+                return f", pid {each.pid}: {' '.join(psutil.Process(each.pid).cmdline())[:60]}"
+    except psutil.Error:
+        pass
+    return ""

@@ -1,0 +1,76 @@
+"""Looks for what would keep a stack from starting, and says what to do about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cli.doctor import host
+from cli.doctor.check import Check
+from deploy.errors import LaunchError
+from deploy.model import HUB
+from deploy.plan import Environment, Layout, plan_stack, read_settings
+from deploy.stack import run_directory
+from deploy.supervisor import is_running
+from shared.config import PREFIX, SettingsError
+
+_COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}
+
+
+def examine(environment: Environment, layout: Layout) -> int:
+    """Prints a line per check; returns 1 if a stack with these variables could not start."""
+    console = Console(highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column)
+    with console.status("looking"):
+        checks = list(_checks(environment, layout))
+    for each in checks:
+        color = _COLORS[each.state]
+        table.add_row(
+            f"[{color}]{each.state}[/]", each.name, escape(each.found), escape(each.remedy)
+        )
+    console.print(table)
+    return 1 if any(each.state == "wrong" for each in checks) else 0
+
+
+def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
+    yield host.check_python()
+    yield host.check_descriptors()
+    yield host.check_disk()
+    yield from host.check_stacks()
+    try:
+        settings = read_settings(environment)
+        yield host.check_cores(settings.tp)
+        if "frontend" in layout.services:
+            yield host.check_port(settings.host, settings.port)
+        if settings.model.startswith(HUB):
+            remedy = "make up downloads it; then give its directory as MODEL"
+            yield Check("model", "warning", f"{settings.model}: not looked at", remedy)
+            return
+        directory = run_directory(settings.port)
+        if is_running(directory):
+            # It has its own ports.
+            environment = environment | {f"{PREFIX}{name}_PORT": "0" for name in ("HTTP", "UI")}
+        _, shared = plan_stack(environment, layout, directory, settings.port)
+    except (LaunchError, SettingsError) as error:
+        yield Check("settings", "wrong", str(error), "docs/operations.md#variables")
+        return
+    yield Check("settings", "ok", "possible")
+    yield from _engine_checks(shared, layout)
+
+
+def _engine_checks(environment: Environment, layout: Layout) -> Iterator[Check]:
+    command = [sys.executable, "-P", "-m", "cli.doctor.engine", *layout.services]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        yield Check(**json.loads(line))
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+        yield Check("packages", "wrong", reason, "make setup installs what is missing")

@@ -1,0 +1,80 @@
+"""The output of a batch: a line of JSON for each request, written once it is complete."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cli.errors import CommandError
+
+_BEGINNING = b'{"id": '
+
+
+class Results:
+    """The lines of `path`, and those of an earlier run that was stopped at any point.
+
+    Failures go to a file beside it, which each run begins anew: what failed is tried again.
+
+    Raises:
+        CommandError: the file is another's, or somebody else is writing it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.failures_path = path.with_suffix(f".errors{path.suffix}")
+        self.done: set[str | int] = set()
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise CommandError(f"{path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read(path)
+            self.failures_path.unlink(missing_ok=True)
+        except BlockingIOError as error:
+            self._file.close()
+            raise CommandError(f"{path}: another process is writing it") from error
+        except (ValueError, LookupError, TypeError) as error:
+            self._file.close()
+            raise CommandError(f"{path}: is no output of generate: give another") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, line_id: str | int, result: Mapping[str, Any]) -> None:
+        self._file.write(_encode({"id": line_id, **result}))
+        self._file.flush()
+        self.done.add(line_id)
+
+    def fail(self, line_id: str | int, number: int, error: str) -> None:
+        with self.failures_path.open("ab") as file:
+            file.write(_encode({"id": line_id, "line": number, "error": error}))
+
+    def _read(self, path: Path) -> None:
+        """Takes in what is done, and cuts off the half of a line that a killed run has left."""
+        end = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.done.add(json.loads(line)["id"])
+                    end += len(line)
+                elif not line.startswith(_BEGINNING[: len(line)]):
+                    raise ValueError("it was not written here")
+        self._file.truncate(end)
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    """A line that begins as `_BEGINNING`."""
+    text = json.dumps(record, ensure_ascii=False)
+    return text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair, as JSON has it

@@ -1,0 +1,108 @@
+"""`make up`'s variables as options of a command: --max-num-seqs for MAX_NUM_SEQS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from deploy.plan import Layout, StackSettings
+from deploy.stack import SERVICES
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.config import PREFIX, ServiceSettings
+from worker_svc.settings import WorkerSettings
+
+# In the order of `--help`; a setting of several services is shown with the first.
+_PANELS: dict[str, type[ServiceSettings]] = {
+    "Workers": WorkerSettings,
+    "Scheduler": SchedulerSettings,
+    "Frontends": FrontendSettings,
+    "This host": StackSettings,
+    "All services": ServiceSettings,
+}
+# The launcher decides these.
+NOT_OPTIONS = (
+    "exit_with_parent",
+    "index",
+    "metrics_directory",
+    "metrics_host",
+    "metrics_port",
+    "rank",
+)
+
+_Host = partial(typer.Option, rich_help_panel="This host")
+
+
+def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
+    """Gives `command(environment, layout, ...)` an option for each variable. The services' settings
+    come to it in the environment, as NANO_<NAME> beside this process's own: for those that are not
+    given, the services' defaults apply."""
+    settings = _settings()
+
+    def call(
+        frontends: Annotated[int, _Host(min=1, help="processes sharing the port")] = 1,
+        services: Annotated[str, _Host(help="which of them run here")] = " ".join(SERVICES),
+        ranks: Annotated[str | None, _Host(help="of the workers here: 2, or 0-3")] = None,
+        metrics: Annotated[Literal["0", "1"], _Host(help="whether Prometheus may ask")] = "1",
+        **values: Any,
+    ) -> int:
+        environment = dict(os.environ)
+        for name in settings:
+            if (value := values.pop(name)) is not None:
+                environment[PREFIX + name.upper()] = value
+        layout = Layout(frontends, tuple(services.split()), ranks, metrics == "1")
+        return command(environment, layout, **values)
+
+    own = list(signature(command, eval_str=True).parameters.values())[2:]
+    launchers = list(signature(call, eval_str=True).parameters.values())[:-1]
+    shown = [*own, *launchers, *settings.values()]
+    call.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+    call.__annotations__ = {}  # typer takes those of the signature
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    return call
+
+
+def _settings() -> dict[str, Parameter]:
+    """The settings as parameters of a function. They stay texts: the settings' own classes check
+    them, wherever they come from."""
+    found: dict[str, Parameter] = {}
+    for panel, settings in _PANELS.items():
+        for name, field in settings.model_fields.items():
+            common = name in ServiceSettings.model_fields
+            if common == (settings is ServiceSettings) and name not in (*found, *NOT_OPTIONS):
+                option = typer.Option(
+                    help=_help(field), metavar=_metavar(field.annotation), rich_help_panel=panel
+                )
+                found[name] = Parameter(
+                    name,
+                    Parameter.POSITIONAL_OR_KEYWORD,
+                    default=None,
+                    annotation=Annotated[str | None, option],
+                )
+    return found
+
+
+def _help(field: FieldInfo) -> str:
+    words = [field.description or ""]
+    if isinstance(field.default, int | float | str) and field.default not in ("", "auto", False):
+        words.append(f"(default: {field.default})")
+    return " ".join(filter(None, words))
+
+
+def _metavar(annotation: Any) -> str:
+    """The values that a setting may have: `auto|INT`."""
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    if annotation is bool:
+        return "0|1"
+    if isinstance(annotation, type):
+        return "TEXT" if annotation is str else annotation.__name__.upper()
+    if get_origin(annotation) in (Annotated, tuple):
+        return _metavar(get_args(annotation)[0])
+    return "|".join(_metavar(each) for each in get_args(annotation))

@@ -1,0 +1,101 @@
+"""The page of a stack, a process like the services': `python -m deploy.page DIRECTORY`."""
+
+from __future__ import annotations
+
+import gc
+
+gc.disable()  # while importing, see `shared.process`
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import uvicorn
+from pydantic import Field
+
+from deploy.page.app import make_app
+from deploy.page.observer import Observer
+from deploy.stack import Stack
+from frontend.client import AsyncLLM
+from shared.config import ServiceSettings, settings_or_exit
+from shared.process import Ready, run_service
+
+_MAX_CONNECTIONS = 64
+_MAX_HEAD_BYTES = 16 << 10
+
+
+class PageSettings(ServiceSettings):
+    """The stack's settings that the page reads."""
+
+    program: ClassVar[str] = "python -m deploy.page"
+
+    ui_port: int = Field(8080, gt=0, le=65535)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which says when it serves, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config, ready: Ready) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in self.server_state.connections:  # streams have no end
+            connection.transport.close()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
+    """Serves the page until SIGTERM or SIGINT.
+
+    Raises:
+        OSError: its port is in use.
+    """
+    listener = socket.create_server(("127.0.0.1", settings.ui_port))
+    observer = Observer(stack)
+    async with AsyncLLM(stack.address, tls=stack.public_tls) as llm:
+        config = uvicorn.Config(
+            make_app(stack, observer, llm),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        )
+        server = _Server(config, ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+        async with asyncio.TaskGroup() as tasks:
+            observing = tasks.create_task(observer.run())
+            await server.serve([listener])
+            observing.cancel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=PageSettings.program)
+    parser.add_argument("directory", type=Path)
+    stack = Stack.load(parser.parse_args().directory)
+    return run_service("page", settings_or_exit(PageSettings, []), partial(serve, stack))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

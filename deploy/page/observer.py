@@ -1,0 +1,126 @@
+"""Observes a stack for its page: its health always, everything else while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.errors import SupervisorGoneError
+from deploy.health import CHANNEL_OPTIONS
+from deploy.page.faults import Faults
+from deploy.page.samples import Sample, Sampler
+from deploy.stack import Stack
+from deploy.status import ProcessStatus, stack_status
+from deploy.supervisor import supervised_processes
+from shared.channels import KEEPALIVE_S, internal_options, open_channel
+
+_INTERVAL_S = 1.0
+_MAX_SAMPLES = 300
+_RETRY_S = 0.1
+
+Status = health_pb2.HealthCheckResponse
+
+
+class Observer:
+    """Knows the stack's state, and tells those who look of each change."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._faults = Faults()
+        self._sampler = Sampler(stack)
+        self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
+        self._statuses: Sequence[ProcessStatus] = ()
+        self._looking = 0
+        self._is_looked_at = asyncio.Event()
+        self._changed = asyncio.Event()  # from the present state: set once there is another
+
+    async def run(self) -> None:
+        """Observes for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_health())
+            tasks.create_task(self._keep_sampling())
+
+    async def states(self) -> AsyncIterator[dict[str, Any]]:
+        """Yields the present state, then each further one, or the newest that there is by then.
+        Each has the samples since the one before."""
+        self._looking += 1
+        self._is_looked_at.set()
+        told = 0.0
+        try:
+            while True:
+                changed, state = self._changed, self._state(told)
+                told = self._samples[-1]["at"] if self._samples else told
+                yield state
+                await changed.wait()
+        finally:
+            self._looking -= 1
+            if not self._looking:
+                self._is_looked_at.clear()
+
+    def _state(self, since: float) -> dict[str, Any]:
+        now = time.monotonic()
+        return {
+            "now": now,
+            "serving": self._faults.serving,
+            "samples": [each for each in self._samples if each["at"] > since],
+            "processes": [self._describe(each) for each in self._statuses],
+            "faults": [
+                {"began": each.began, "lost": each.lost, "pause_s": each.pause_s}
+                for each in reversed(self._faults.recent)
+            ],
+        }
+
+    def _describe(self, status: ProcessStatus) -> dict[str, Any]:
+        return {
+            "name": status.process.name,
+            "pid": status.pid,
+            "state": status.summary,
+            "trouble": status.trouble,
+            "restarts": self._faults.restarts[status.process.name],
+        }
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _watch_health(self) -> None:
+        """Watches the health of what clients connect to, which costs nothing while it stays."""
+        address, tls = self._stack.address, self._stack.public_tls
+        options = (*internal_options(KEEPALIVE_S), *CHANNEL_OPTIONS)
+        while True:
+            with suppress(aio.AioRpcError, OSError):
+                async with open_channel(address, tls, options) as channel:
+                    watch = health_pb2_grpc.HealthStub(channel).Watch
+                    async for reply in watch(health_pb2.HealthCheckRequest()):
+                        await self._set_serving(reply.status == Status.SERVING)
+            await self._set_serving(False)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _set_serving(self, serving: bool) -> None:
+        if serving == self._faults.serving:
+            return
+        self._faults.set_serving(serving, time.monotonic())
+        self._tell()
+        with suppress(SupervisorGoneError):
+            found = await asyncio.to_thread(supervised_processes, self._stack.directory)
+            self._faults.look({each.name: each.pid for each in found}, time.monotonic())
+            self._tell()
+
+    async def _keep_sampling(self) -> None:
+        while True:
+            await self._is_looked_at.wait()
+            due = time.monotonic() + _INTERVAL_S
+            with suppress(SupervisorGoneError):
+                self._statuses = await asyncio.to_thread(stack_status, self._stack)
+                pids = {each.process.name: each.pid for each in self._statuses}
+                self._faults.look(pids, time.monotonic())
+            self._samples.append(await asyncio.to_thread(self._sampler.take))
+            self._tell()
+            await asyncio.sleep(max(due - time.monotonic(), 0))

@@ -1,0 +1,92 @@
+"""Samples of an engine's load, one a second, for charts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from http.client import HTTPException
+from typing import Required, TypedDict
+
+import grpc
+
+from deploy.health import CHANNEL_OPTIONS
+from deploy.stack import Stack
+from shared.channels import open_blocking_channel
+from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+
+_TIMEOUT_S = 1.0
+_FIRST_TOKEN = re.compile(
+    rb"^nanovllm:time_to_first_token_seconds_(sum|count)(?:\{.*\})? (\S+)$", re.MULTILINE
+)
+
+
+class Sample(TypedDict, total=False):
+    """The engine's work since the sample before. A figure that is unknown is left out; of something
+    that did not happen it is None."""
+
+    at: Required[float]  # time.monotonic
+    tokens_per_s: float | None
+    running: int
+    waiting: int
+    cache: float  # share of blocks in use
+    step_s: float | None
+    first_token_s: float | None  # mean
+
+
+class Sampler:
+    """Takes samples. Blocks while it does: call it on a thread."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._directory = stack.metrics_directory
+        self._last: dict[str, tuple[float, ...]] = {}
+
+    def take(self) -> Sample:
+        sample = Sample(at=time.monotonic(), first_token_s=self._first_token_s())
+        if (load := self._ask_load()) is not None:
+            elapsed_s, tokens, steps = self._since(
+                "load", sample["at"], load.sampled_tokens, load.steps
+            )
+            sample["running"], sample["waiting"] = load.running, load.waiting
+            sample["cache"] = load.blocks_used / load.blocks
+            sample["tokens_per_s"] = tokens / elapsed_s if elapsed_s else None
+            sample["step_s"] = load.step_time_s if steps else None
+        return sample
+
+    def _ask_load(self) -> GetLoadResponse | None:
+        address, tls = self._stack.scheduler_address, self._stack.tls("scheduler")
+        try:
+            with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
+                return SchedulerServiceStub(channel).GetLoad(GetLoadRequest(), timeout=_TIMEOUT_S)
+        except (grpc.RpcError, OSError):
+            return None
+
+    def _first_token_s(self) -> float | None:
+        """The mean time to first token since the last sample, from the frontends' metrics."""
+        seconds = count = 0.0
+        for file in self._directory.glob("frontend-*.json"):
+            try:
+                body = _scrape(json.loads(file.read_bytes())[0]["targets"][0])
+            except (OSError, HTTPException, ValueError, LookupError):  # not there yet, or no longer
+                continue
+            values = {name: float(value) for name, value in _FIRST_TOKEN.findall(body)}
+            new = self._since(file.name, values.get(b"sum", 0.0), values.get(b"count", 0.0))
+            seconds, count = seconds + new[0], count + new[1]
+        return seconds / count if count else None
+
+    def _since(self, name: str, *counts: float) -> tuple[float, ...]:
+        """Growth of the counts since the last call; 0 where there was none, or they have begun
+        anew."""
+        last = self._last.get(name, counts)
+        self._last[name] = counts
+        new = tuple(now - before for now, before in zip(counts, last, strict=True))
+        return new if min(new) >= 0 else (0.0,) * len(counts)
+
+
+def _scrape(target: str) -> bytes:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"http://{target}/metrics", timeout=_TIMEOUT_S) as answer:
+        return bytes(answer.read())

@@ -1,0 +1,119 @@
+"""The command line as a whole: its help, its options, its exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.variables import NOT_OPTIONS
+from deploy.plan import Layout
+from shared.config import PREFIX
+from tests.client.fake_server import running_server
+from tests.deploy.test_makefile import last_command
+from worker_svc.settings import WorkerSettings
+
+COMMANDS = "up run down restart ps logs top chat generate doctor bench"
+NEITHER_TOUCHES = """
+import sys
+sys.argv = ["nano-vllm-grpc", "--help"]
+from cli.app import app
+from cli.variables import NOT_OPTIONS
+try:
+    app()
+finally:
+    print("imported:", *sorted({"torch", "transformers", "numba", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_help_lists_the_commands_and_imports_nothing_large() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEITHER_TOUCHES], capture_output=True, text=True, check=True
+    )
+    for command in COMMANDS.split():
+        assert f"│ {command} " in done.stdout
+    assert done.stdout.endswith("imported:\n")
+
+
+def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def up(environment: dict[str, str], layout: Layout) -> int:
+        given.update({k: v for k, v in environment.items() if k.startswith(PREFIX)}, layout=layout)
+        return 0
+
+    monkeypatch.setattr("deploy.commands.up", up)
+    monkeypatch.delenv("NANO_THREADS", raising=False)
+    variables = {
+        "MAX_NUM_SEQS": "4",
+        "TLS_CERT": "a b",
+        "SYNC": "1",
+        "HOST": "::1",
+        "HTTP_PORT": "0",
+    }
+    launchers = {"FRONTENDS": "2", "SERVICES": "worker frontend", "RANKS": "0-1"}
+    _, *words = last_command("up", *(f"{k}={v}" for k, v in (variables | launchers).items()))
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert given.pop("layout") == Layout(2, ("worker", "frontend"), "0-1")
+    assert given == {PREFIX + name: value for name, value in variables.items()}
+
+
+def test_no_variable_of_the_makefile_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.commands.up", lambda environment, layout: 0)
+    listed = subprocess.run(
+        ["make", "--eval", "list: ; @echo $(STACK)", "list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert "KV_DTYPE" in listed
+    values = {"FRONTENDS": "1", "RUNTIME": "native", "METRICS": "0"}
+    _, *words = last_command("up", *(f"{name}={values.get(name, 'x')}" for name in listed))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+
+
+def test_help_says_what_a_setting_may_be() -> None:
+    shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "auto|none|int8|int4|fp8" in shown
+    assert "(default: 256)" in shown
+    for name in WorkerSettings.model_fields:
+        option = f"--{name.replace('_', '-')} "
+        assert (option in shown) == (name not in NOT_OPTIONS)
+
+
+def test_chat_talks_to_the_address() -> None:
+    with running_server() as server:
+        words = ["chat", "--address", server.address, "--max-tokens", "3"]
+        done = CliRunner().invoke(app, words, input="abc\n")
+    assert done.exit_code == 0
+    assert f"fake at {server.address}" in done.stdout
+    assert "bcd\n" in done.stdout
+
+
+def test_bench_has_options_of_its_own() -> None:
+    done = CliRunner().invoke(app, ["bench", "--mode", "load", "--growth", "1"])
+    assert done.exit_code == 2
+    assert "--growth: must be over 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ("ps --port many", 1, "ps: port: Input should be a valid integer"),
+        ("restart --port 1", 1, "restart: no stack was started in .run/1"),
+        ("logs --service engine", 2, "'engine' is not one of worker, scheduler, frontend"),
+        ("up --modle x", 2, "No such option: --modle"),
+        ("up --frontends 0", 2, "--frontends"),
+        ("up --runtime podman", 2, "--runtime"),
+    ],
+)
+def test_mistakes_are_plain_messages(words: str, status: int, message: str) -> None:
+    result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "200"})
+    assert result.exit_code == status
+    assert message in result.stderr
+    assert "Traceback" not in result.output

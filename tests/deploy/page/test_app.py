@@ -1,0 +1,159 @@
+"""The page over HTTP: whom it refuses, what its answers may do, a chat that streams and stops."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.stack import wait_for
+
+from .conftest import Page, running_page
+
+JSON = {"content-type": "application/json"}
+HELLO = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 400),  # whose name has been pointed here
+        ({"host": "127.0.0.1.evil.example:8080"}, 400),
+        ({"host": ""}, 400),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1:3000"}, 403),  # another program's page on this host
+        ({"origin": "https://localhost:9", "host": "localhost:9"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+        ({"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),  # a link
+        ({"origin": "http://localhost:9", "host": "localhost:9"}, 200),  # through a tunnel
+        ({"origin": "http://[::1]:9", "host": "[::1]:9"}, 200),
+    ],
+)
+def test_only_the_page_itself_may_ask(page: Page, headers: dict[str, str], status: int) -> None:
+    for path, body in (("/", None), ("/static/page.js", None), ("/chat", HELLO)):
+        with page.ask(path, JSON | headers, body) as answer:
+            assert answer.status == status
+            answer.read()
+    assert len(page.frontend.service.requests) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/", {}),
+        ("/static/page.js", {}),
+        ("/nothing", {}),
+        ("/", {"host": "evil.example"}),
+        ("/", {"origin": "http://evil.example"}),
+    ],
+)
+def test_every_answer_forbids_what_the_page_does_not_need(
+    page: Page, path: str, headers: dict[str, str]
+) -> None:
+    with page.ask(path, headers) as answer:
+        said = answer.headers
+    policy = said["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert said["x-frame-options"] == "DENY"
+    assert said["x-content-type-options"] == "nosniff"
+    assert said["cross-origin-resource-policy"] == "same-origin"
+    assert said["referrer-policy"] == "no-referrer"
+
+
+def test_all_that_the_page_loads_comes_from_here(page: Page) -> None:
+    unread, needed = ["/"], {"/"}
+    while unread:
+        with page.ask(unread.pop()) as answer:
+            assert answer.status == 200
+            found = set(re.findall(r'(?:href=|src=|from )"([^"]*)"', answer.read().decode()))
+        unread += found - needed
+        needed |= found
+    assert len(needed) == 9
+
+
+def chat(page: Page, body: bytes) -> list[dict[str, object]]:
+    with page.ask("/chat", JSON, body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.read().split(b"\n\n")[:-1]
+    return [json.loads(each.removeprefix(b"data: ")) for each in events]
+
+
+def test_a_chat_streams_over_a_frontend_that_goes_away(page: Page) -> None:
+    page.frontend.service.cuts.extend([3])
+    answer = chat(page, HELLO)
+    assert "".join(str(each["text"]) for each in answer) == "bcdbcdbc"
+    assert answer[-1]["finish_reason"] == "length"
+    first, second = page.frontend.service.requests
+    assert [each.content for each in first.chat.messages] == ["abc"]
+    assert len(second.resume_token_ids) == 3
+
+
+def test_an_error_ends_the_answer(page: Page) -> None:
+    long = {"messages": [{"role": "user", "content": "a" * 300}]}
+    (error,) = chat(page, json.dumps(long).encode())
+    assert error == {"error": "sampling.max_tokens: 300 + 8 exceed 200"}
+
+
+def test_who_goes_away_stops_the_answer(stuck_page: Page) -> None:
+    with stuck_page.ask("/chat", JSON, HELLO):
+        wait_for(lambda: stuck_page.frontend.service.in_flight, "the request")
+    assert stuck_page.frontend.service.cancelled.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "message"),
+    [
+        ({"content-type": "text/plain"}, HELLO, 415, "content-type: must be application/json"),
+        (JSON, b"{", 400, "body: Invalid JSON"),
+        (JSON, b"{}", 400, "messages: Field required"),
+        (JSON, b'{"messages": []}', 400, "messages: List should have at least 1 item"),
+        (JSON, b'{"messages": [{"role": "user"}]}', 400, "messages.0.content: Field required"),
+        (JSON, HELLO[:-1] + b', "n": 99}', 400, "n: Extra inputs are not permitted"),
+        (JSON, b" " * (1 << 20) + HELLO, 413, "body: more than 1048576 bytes"),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_field(
+    page: Page, headers: dict[str, str], body: bytes, status: int, message: str
+) -> None:
+    with page.ask("/chat", headers, body) as answer:
+        assert answer.status == status
+        assert answer.read().decode().startswith(message)
+    assert not page.frontend.service.requests
+
+
+@pytest.mark.parametrize(("path", "limit"), [("/chat", 8), ("/events", 16)])
+def test_only_so_many_streams_are_open(stuck_page: Page, path: str, limit: int) -> None:
+    headers, body = (JSON, HELLO) if path == "/chat" else ({}, None)
+    with ExitStack() as streams:
+        for _ in range(limit):
+            streams.enter_context(stuck_page.ask(path, headers, body))
+        refused = streams.enter_context(stuck_page.ask(path, headers, body))
+        assert refused.status == 503
+        assert refused.read().decode().startswith(f"{limit} ")
+
+    def accepted() -> bool:
+        with stuck_page.ask(path, headers, body) as answer:
+            return answer.status == 200
+
+    wait_for(accepted, "a place")
+
+
+def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("k3J9sT0vX2mQp7Rz\n")
+    with running_page(tmp_path, auth_tokens_file=str(tokens)) as page:
+        with page.ask("/chat", JSON, HELLO) as answer:
+            assert answer.status == 403
+            reason = answer.read().decode()
+        assert "must have a token" in reason
+        with page.ask("/events") as events:
+            state = json.loads(events.readline().removeprefix(b"data: "))
+        assert state["chat_obstacle"] == reason
+        assert not page.frontend.service.requests

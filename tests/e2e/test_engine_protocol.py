@@ -1,0 +1,173 @@
+"""vLLM's engine protocol of a real stack: what only the engine itself can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from deploy.ports import free_service_port
+from frontend.client import LLM, SamplingParams
+from tests.stack import RealStack, running_stack
+
+BLOCK = 16
+TOKEN = "an-operators-token"
+OPERATOR = (("authorization", f"Bearer {TOKEN}"),)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealStack, Any]]:
+    """A stack with a small cache, and a client of its engine protocol."""
+    tokens = tmp_path_factory.mktemp("tokens") / "operators"
+    tokens.write_text(f"{TOKEN}\n")
+    address = f"127.0.0.1:{free_service_port()}"
+    with (
+        running_stack(
+            engine_addresses=address,
+            operator_tokens_file=tokens,
+            kv_blocks=24,
+            block_size=BLOCK,
+            max_num_seqs=8,
+        ) as running,
+        grpc.insecure_channel(address) as channel,
+    ):
+        yield running, VllmEngineStub(channel)  # type: ignore[no-untyped-call]
+
+
+class Cache:
+    """The prefix cache as a subscriber knows it: the tokens of each block, and what it follows."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.number = 0
+        self.loads: list[Any] = []
+        while True:
+            batch = self.apply()
+            if batch.snapshot.index == batch.snapshot.count - 1:
+                break
+
+    def apply(self) -> Any:
+        batch = next(self.call)
+        self.loads.append(batch.load)
+        assert batch.sequence_number == self.number + (not batch.load.load_only)
+        self.number = batch.sequence_number
+        for event in batch.events:
+            if event.HasField("cleared"):
+                self.blocks.clear()
+            for block_hash in event.removed.block_hashes:
+                del self.blocks[block_hash]
+            parent = None
+            if event.stored.HasField("parent_block_hash"):
+                parent = event.stored.parent_block_hash
+            for block in event.stored.blocks:
+                assert block.block_hash not in self.blocks
+                assert block.block_size == len(block.token_ids) == BLOCK
+                self.blocks[block.block_hash] = (parent, tuple(block.token_ids))
+                parent = block.block_hash
+        return batch
+
+    def apply_until_quiet(self) -> None:
+        """Reads on until two batches in a row bring nothing and nothing runs."""
+        quiet = 0
+        while quiet < 2:
+            load = self.apply().load
+            quiet = quiet + 1 if load.load_only and not load.running_requests else 0
+
+
+def subscribe(stub: Any, start: int = 0) -> Any:
+    request = common.SubscribeKvEventsRequest(start_sequence_number=start)
+    return stub.SubscribeKvEvents(request, metadata=OPERATOR)
+
+
+def test_a_subscriber_knows_exactly_what_is_cached(stack: tuple[RealStack, Any]) -> None:
+    running, stub = stack
+    early = Cache(subscribe(stub))
+    with LLM(running.address) as llm:
+        for start in range(20, 200, 20):  # 24 blocks are far too few for all
+            prompts = [list(range(start + i, start + i + 40)) for i in range(6)]
+            llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0), use_tqdm=False)
+    early.apply_until_quiet()
+    late = Cache(subscribe(stub))
+    assert early.blocks == late.blocks
+    assert len(early.blocks) > 10
+    assert any(load.running_requests for load in early.loads)
+    # What it says is what a request finds.
+    chains = {block: tokens for block, (parent, tokens) in late.blocks.items() if parent is None}
+    with LLM(running.address) as llm:
+        for tokens in list(chains.values())[:3]:
+            (completion,) = llm.generate([[*tokens, 5]], SamplingParams(max_tokens=1))
+            assert completion["usage"]["cached_prompt_tokens"] == BLOCK
+    for subscriber in (early, late):
+        subscriber.call.cancel()
+
+
+def test_flushing_empties_the_cache_when_nothing_runs(stack: tuple[RealStack, Any]) -> None:
+    running, stub = stack
+    prompt = list(range(300, 350))
+    with LLM(running.address) as llm:
+        cache = Cache(subscribe(stub))
+        stream = llm.stream(prompt, SamplingParams(max_tokens=300, ignore_eos=True))
+        next(stream)
+        flushed = stub.FlushCache(common.FlushCacheRequest(), metadata=OPERATOR)
+        assert (flushed.success, flushed.message) == (False, "requests are in progress")
+        flushed = stub.FlushCache(common.FlushCacheRequest(timeout_s=60), metadata=OPERATOR)
+        assert flushed.success
+        list(stream)
+        (completion,) = llm.generate([prompt], SamplingParams(max_tokens=1))
+    assert completion["usage"]["cached_prompt_tokens"] == 0
+    cache.apply_until_quiet()
+    assert {tokens for _, tokens in cache.blocks.values()} == {
+        tuple(prompt[i : i + BLOCK]) for i in range(0, 48, BLOCK)
+    }
+    cache.call.cancel()
+
+
+def test_to_lose_a_worker_clears_the_cache_for_subscribers(stack: tuple[RealStack, Any]) -> None:
+    running, stub = stack
+    prompt = list(range(400, 440))
+    with LLM(running.address) as llm:
+        cache = Cache(subscribe(stub))
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+        running.kill("worker")
+        llm.generate([list(range(500, 540))], SamplingParams(max_tokens=1))
+        cache.apply_until_quiet()
+    assert tuple(prompt[:BLOCK]) not in {tokens for _, tokens in cache.blocks.values()}
+    assert tuple(range(500, 516)) in {tokens for _, tokens in cache.blocks.values()}
+    running.wait_serving()
+    cache.call.cancel()
+
+
+def test_a_sequence_number_of_the_past_is_out_of_range(stack: tuple[RealStack, Any]) -> None:
+    _, stub = stack
+    with pytest.raises(grpc.RpcError) as caught:
+        next(subscribe(stub, start=3))
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer a-clients-own-token"),)])
+def test_only_operators_may(stack: tuple[RealStack, Any], metadata: Any) -> None:
+    _, stub = stack
+    with pytest.raises(grpc.RpcError) as flushed:
+        stub.FlushCache(common.FlushCacheRequest(), metadata=metadata)
+    watched = stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), metadata=metadata)
+    with pytest.raises(grpc.RpcError) as subscribed:
+        next(watched)
+    for error in (flushed.value, subscribed.value):
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert TOKEN not in error.details()
+
+
+def test_loads_are_the_engines(stack: tuple[RealStack, Any]) -> None:
+    running, stub = stack
+    with LLM(running.address) as llm:
+        llm.generate([list(range(600, 640))], SamplingParams(max_tokens=5))
+    (load,) = stub.GetLoads(vllm.GetLoadsRequest()).loads
+    assert (load.max_total_num_tokens, load.max_running_requests) == (24 * BLOCK, 8)
+    assert load.num_running_reqs == load.num_waiting_reqs == load.num_used_tokens == 0
+    assert load.gen_throughput > 0

@@ -1,0 +1,125 @@
+"""The real Prometheus, with the configuration in `deploy/observability`, on a stack that has served
+and lost processes: every query of the dashboard and of the alerts is asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.ports import free_port
+from frontend.client import LLM, SamplingParams, StructuredOutput
+from tests.stack import ROOT, RealStack, running_stack, wait_for
+
+OBSERVABILITY = ROOT / "deploy" / "observability"
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not (shutil.which("prometheus") and shutil.which("promtool")),
+        reason="prometheus is not installed (Debian: apt-get install prometheus)",
+    ),
+]
+
+
+class Prometheus:
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url) as response:
+            answer = json.load(response)
+        assert answer["status"] == "success"
+        return answer["data"]
+
+    def query(self, expression: str) -> list[float]:
+        """The numbers that an expression has now."""
+        values = [float(each["value"][1]) for each in self.ask("query", query=expression)["result"]]
+        return [value for value in values if not math.isnan(value)]
+
+    def wait(self, expression: str) -> None:
+        wait_for(lambda: self.query(expression), f"Prometheus to see {expression}")
+
+
+@contextmanager
+def running_prometheus(stack: RealStack, directory: Path) -> Iterator[Prometheus]:
+    """Prometheus with the project's configuration, which asks each second, for `stack`."""
+    text = (OBSERVABILITY / "prometheus.yml").read_text()
+    for ours, its in (
+        ("../../.run/50051", str(stack.directory)),
+        ("_interval: 5s", "_interval: 1s"),
+    ):
+        assert ours in text
+        text = text.replace(ours, its)
+    (directory / "prometheus.yml").write_text(text)
+    shutil.copy(OBSERVABILITY / "alerts.yml", directory)
+    address = f"127.0.0.1:{free_port()}"
+    with (directory / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={directory / 'prometheus.yml'}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_for(lambda: "ready to receive" in (directory / "log").read_text(), "Prometheus")
+        yield Prometheus(address)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def expressions_of_dashboard() -> list[str]:
+    dashboard = json.loads((OBSERVABILITY / "grafana.json").read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return [each.replace("$__rate_interval", "5m").replace("$stack", ".*") for each in found]
+
+
+def test_every_query_of_dashboard_and_alerts(tmp_path: Path) -> None:
+    subprocess.run(["promtool", "check", "config", OBSERVABILITY / "prometheus.yml"], check=True)
+    with (
+        running_stack(tp=2, frontends=2) as stack,
+        running_prometheus(stack, tmp_path) as prometheus,
+    ):
+        stack.wait_serving()
+        prometheus.wait('count(up{job="nanovllm"} == 1) == 5')
+        prometheus.wait("nanovllm:engine_ready == 1")
+        with LLM(stack.address) as llm:
+            structured = SamplingParams(
+                max_tokens=16, structured_output=StructuredOutput(json_schema=SCHEMA)
+            )
+            llm.generate("What is 3 + 4?", structured)
+            scheduler = stack.kill("scheduler")
+            prompts = ["Once upon a time, " * 40] * 2
+            llm.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
+            stack.wait_replaced("scheduler", 0, scheduler)
+            prometheus.wait('nanovllm:recovery_seconds_sum{lost="scheduler"} > 0')
+            prometheus.wait("nanovllm:engine_ready == 1")
+            worker = stack.kill("worker", 1)
+            stack.wait_replaced("worker", 1, worker)
+            llm.generate("What is 3 + 4?", structured)
+            llm.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
+        prometheus.wait('increase(nanovllm:restarts_total{instance="worker-1"}[5m]) > 0')
+        prometheus.wait('increase(nanovllm:recovery_seconds_sum{lost="worker"}[5m]) > 0')
+        for expression in expressions_of_dashboard():
+            prometheus.wait(expression)
+        rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+        assert rules
+        for rule in rules:
+            assert rule["health"] == "ok", rule
+            prometheus.ask("query", query=rule["query"])

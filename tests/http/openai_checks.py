@@ -1,0 +1,238 @@
+"""OpenAI's own client, as its users call it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import openai
+from checks import refusal_of
+from openai import AsyncOpenAI, OpenAI
+
+MESSAGES: Any = [{"role": "user", "content": "Where does Anna live?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Bern"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+SUM: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+# Holds a model that was never taught to call tools, or to think, to what one says that was.
+CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
+THOUGHT = r"<think>\nhmm\n</think>\n\nyes"
+
+
+def client(given: Any, **options: Any) -> OpenAI:
+    return OpenAI(base_url=given["url"] + "/v1", api_key="none", **{"max_retries": 0} | options)
+
+
+def chat(given: Any, **options: Any) -> Any:
+    defaults = {"model": "demo", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    return client(given).chat.completions.create(**defaults | options)
+
+
+def complete(given: Any, **options: Any) -> Any:
+    defaults = {"model": "demo", "prompt": given["prompt"], "max_tokens": 20, "temperature": 0}
+    return client(given).completions.create(**defaults | options)
+
+
+def check_models(given: Any) -> None:
+    assert [model.id for model in client(given).models.list()] == ["demo"]
+
+
+def check_completion(given: Any) -> None:
+    whole = complete(given)
+    assert whole.choices[0].text == given["completion"]
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 20
+    assert whole.usage.prompt_tokens == given["prompt_tokens"]
+
+
+def check_streamed_completion(given: Any) -> None:
+    chunks = list(complete(given, stream=True, stream_options={"include_usage": True}))
+    assert len(chunks) > 3
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert text == given["completion"]
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage][-1] == 20
+
+
+def check_chat(given: Any) -> None:
+    whole = chat(given, max_tokens=None)
+    assert whole.choices[0].message.content == given["answer"]
+    assert whole.choices[0].finish_reason == "stop"
+
+
+def check_streamed_chat(given: Any) -> None:
+    chunks = list(chat(given, max_tokens=None, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == given["answer"]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+    usage = chunks[-1].usage
+    assert usage.completion_tokens == chat(given, max_tokens=None).usage.completion_tokens
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+async def check_async(given: Any) -> None:
+    async with AsyncOpenAI(base_url=given["url"] + "/v1", api_key="none") as user:
+        create: Any = user.chat.completions.create
+        stream = await create(model="demo", messages=MESSAGES, temperature=0, stream=True)
+        texts = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
+    assert "".join(filter(None, texts)) == given["answer"]
+
+
+def check_seed_and_n(given: Any) -> None:
+    def sample(**options: Any) -> list[str]:
+        whole = complete(given, temperature=1.5, seed=11, **options)
+        return [choice.text for choice in whole.choices]
+
+    three = sample(n=3)
+    assert three == sample(n=3)
+    assert len(set(three)) == 3
+    assert three[:1] == sample()
+
+
+def check_streamed_n(given: Any) -> None:
+    texts = ["", ""]
+    for chunk in complete(given, temperature=1.5, seed=11, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    whole = complete(given, temperature=1.5, seed=11, n=2)
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def check_stop(given: Any) -> None:
+    word = given["completion"].split()[2]
+    before = given["completion"].split(word)[0]
+    for stop in (word, ["zzz", word]):
+        choice = complete(given, stop=stop).choices[0]
+        assert (choice.text, choice.finish_reason) == (before, "stop")
+    streamed = complete(given, stop=word, stream=True)
+    assert "".join(c.text for chunk in streamed for c in chunk.choices) == before
+
+
+def check_logprobs(given: Any) -> None:
+    content = chat(given, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert given["answer"].startswith("".join(entry.token for entry in content))
+    for entry in content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].token == entry.token  # greedy
+    streamed = chat(given, logprobs=True, top_logprobs=3, stream=True)
+    entries = [
+        entry
+        for chunk in streamed
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content
+    ]
+    assert [entry.token for entry in entries] == [entry.token for entry in content]
+
+
+def check_json_schema(given: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 3}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    choice = chat(given, response_format=form, max_tokens=200, temperature=1, seed=1).choices[0]
+    assert choice.finish_reason == "stop"
+    assert json.loads(choice.message.content)["n"] in (1, 2, 3)
+
+
+def check_tools_auto(given: Any) -> None:
+    plain = chat(given, tools=[WEATHER], max_tokens=None).choices[0]
+    assert (plain.message.content, plain.finish_reason) == (given["answer"], "stop")
+    called = chat(given, tools=[WEATHER], max_tokens=100, extra_body={"regex": CALL}).choices[0]
+    assert called.finish_reason == "tool_calls"
+    (call,) = called.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+def check_tools_streamed(given: Any) -> None:
+    name = arguments = ""
+    for chunk in chat(
+        given, tools=[WEATHER], max_tokens=100, extra_body={"regex": CALL}, stream=True
+    ):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+    assert (name, json.loads(arguments)) == ("get_weather", {"city": "Rome"})
+
+
+def check_tools_required(given: Any) -> None:
+    # This model would go on and on, with blanks and calls, but for the penalties.
+    penalties = {"frequency_penalty": 2, "presence_penalty": 2}
+    options = {"tool_choice": "required", "max_tokens": 200, "temperature": 2, "seed": 1}
+    choice = chat(given, tools=[WEATHER, SUM], **options, **penalties).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    for call in choice.message.tool_calls:
+        expected = {"get_weather": {"city"}, "add": {"a", "b"}}[call.function.name]
+        assert set(json.loads(call.function.arguments)) == expected
+
+
+def check_tools_named(given: Any) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    options = {"tool_choice": named, "max_tokens": 100, "temperature": 1, "seed": 5}
+    choice = chat(given, tools=[WEATHER, SUM], **options).choices[0]
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Bern")
+
+
+def check_reasoning(given: Any) -> None:
+    message = chat(given, max_tokens=60, extra_body={"regex": THOUGHT}).choices[0].message
+    assert message.content.strip() == "yes"
+    assert message.reasoning_content.strip() == "hmm"
+    streamed = chat(given, max_tokens=60, extra_body={"regex": THOUGHT}, stream=True)
+    deltas = [choice.delta for chunk in streamed for choice in chunk.choices]
+    assert "".join(d.content or "" for d in deltas).strip() == "yes"
+    thought = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
+    assert thought.strip() == "hmm"
+
+
+def check_responses(given: Any) -> None:
+    user = client(given)
+    response = user.responses.create(model="demo", input=MESSAGES[0]["content"], temperature=0)
+    assert response.output_text == given["answer"]
+    events = user.responses.create(
+        model="demo", input=MESSAGES[0]["content"], temperature=0, stream=True
+    )
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == given["answer"]
+
+
+def check_refusals(given: Any) -> None:
+    for options, named in (
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"extra_body": {"regex": "(a"}}, "regex"),
+        ({"extra_body": {"min_p": 3}}, "min_p"),
+    ):
+        refusal = refusal_of(openai.BadRequestError, partial(chat, given, **options))
+        assert named in refusal
+        assert "Traceback" not in refusal
+
+
+def check_unknown_model(given: Any) -> None:
+    assert "other" in refusal_of(openai.NotFoundError, partial(chat, given, model="other"))

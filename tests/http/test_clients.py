@@ -1,0 +1,84 @@
+"""The gateway of a real stack, to which OpenAI's and Anthropic's own clients talk."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.client import LLM, SamplingParams
+from tests.others import others_python
+from tests.stack import DEMO_MODEL, running_stack
+
+HERE = Path(__file__).parent
+MODULES = ("openai_checks", "anthropic_checks")
+PROMPT = "Once upon a time"
+QUESTION = "Where does Anna live?"
+
+pytestmark = [pytest.mark.xdist_group("http"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def given() -> Iterator[dict[str, Any]]:
+    """Yields the checks' input: the gateway's address and the public service's answers."""
+    with running_stack(http_port="auto", frontends=2) as stack:
+        greedy = SamplingParams(temperature=0)
+        with LLM(stack.address) as llm:
+            (completion,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))
+            (answer,) = llm.chat([{"role": "user", "content": QUESTION}], greedy)
+            prompt_tokens = len(llm.tokenize(PROMPT))
+        yield {
+            "url": stack.stack.url,
+            "prompt": PROMPT,
+            "prompt_tokens": prompt_tokens,
+            "completion": completion["text"],
+            "answer": answer["text"],
+        }
+
+
+@cache
+def _ends(module: str, given: str) -> dict[str, str]:
+    run = subprocess.run(
+        [others_python(), "checks.py", module, given], cwd=HERE, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    ends: dict[str, str] = json.loads(run.stdout)
+    return ends
+
+
+def _names(module: str) -> list[str]:
+    """The checks of a module, which cannot be imported here."""
+    tree = ast.parse((HERE / f"{module}.py").read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for node in tree.body if isinstance(node, kinds)]
+    return [name for name in names if name.startswith("check_")]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in MODULES for name in _names(module)]
+)
+def test_others_clients(given: dict[str, Any], module: str, name: str) -> None:
+    assert not (end := _ends(module, json.dumps(given))[name]), end
+
+
+def test_a_load_generator(given: dict[str, Any], tmp_path: Path) -> None:
+    """NVIDIA's AIPerf, whose figures are its own."""
+    command = [others_python().with_name("aiperf"), "profile", "--model=demo"]
+    command += [f"--url={given['url']}", "--endpoint-type=chat", "--streaming"]
+    command += [f"--tokenizer={DEMO_MODEL}", "--use-server-token-count", "--ui=none"]
+    command += ["--concurrency=8", "--request-count=40", "--random-seed=1"]
+    command += ["--synthetic-input-tokens-mean=32", "--output-tokens-mean=24"]
+    command += ["--extra-inputs=ignore_eos:true", f"--artifact-dir={tmp_path}"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 40
+    assert not report["error_summary"]
+    assert report["output_sequence_length"]["min"] == report["output_sequence_length"]["max"] == 24
+    assert report["time_to_first_token"]["avg"] > 0

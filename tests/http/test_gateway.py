@@ -1,0 +1,209 @@
+"""A stack as an HTTP client sees it: faults of each process, and the calls closed to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+
+from deploy.supervisor import stop_process
+from tests.stack import RealStack, running_stack
+
+PROMPT = "Once upon a time"
+NUM_TOKENS = 1500
+
+pytestmark = pytest.mark.xdist_group("http")
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RealStack]:
+    with running_stack(http_port="auto") as running:
+        yield running
+
+
+@contextmanager
+def streaming(stack: RealStack, **options: Any) -> Iterator[http.client.HTTPResponse]:
+    """A streamed completion, from its first line on."""
+    url = urlsplit(stack.stack.url)
+    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=100)
+    connection.request("POST", "/v1/completions", body(stream=True, **options), HEADERS)
+    response = connection.getresponse()
+    try:
+        assert response.status == 200
+        yield response
+    finally:
+        response.close()
+        connection.close()
+
+
+HEADERS = {"content-type": "application/json"}
+
+
+def body(**options: Any) -> str:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+    return json.dumps(asked | {"ignore_eos": True} | options)
+
+
+def complete(stack: RealStack, **options: Any) -> str:
+    """A whole completion."""
+    request = Request(f"{stack.stack.url}/v1/completions", body(**options).encode(), HEADERS)
+    with urlopen(request, timeout=100) as response:
+        text: str = json.load(response)["choices"][0]["text"]
+    return text
+
+
+def status(stack: RealStack, method: str, path: str, data: str | None = None) -> int:
+    encoded = data.encode() if data else None
+    request = Request(stack.stack.url + path, encoded, HEADERS, method=method)
+    try:
+        with urlopen(request, timeout=100) as response:
+            code: int = response.status
+            return code
+    except HTTPError as error:
+        return error.code
+
+
+def texts(lines: list[bytes]) -> str:
+    """The text in server-sent events, up to where they end or break off."""
+    found = ""
+    for line in lines:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            found += "".join(choice.get("text", "") for choice in event.get("choices", ()))
+    return found
+
+
+def read_some(response: http.client.HTTPResponse) -> list[bytes]:
+    lines: list[bytes] = []
+    while sum(line.startswith(b"data: {") for line in lines) < 3:
+        lines.append(response.readline())
+    return lines
+
+
+def assert_broken_off(lines: list[bytes], expected: str) -> None:
+    text = texts(lines)
+    assert len(text) < len(expected)
+    assert expected.startswith(text)
+
+
+@pytest.fixture(scope="module")
+def expected(stack: RealStack) -> str:
+    return complete(stack)
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler"])
+def test_to_lose_a_part_of_the_engine_is_a_pause(
+    stack: RealStack, expected: str, service: str
+) -> None:
+    with streaming(stack) as response:
+        lines = read_some(response)
+        stack.kill(service)
+        lines += response.readlines()
+    assert texts(lines) == expected
+    assert lines[-2].strip() == b"data: [DONE]"
+    stack.wait_serving()
+
+
+def test_a_lost_frontend_breaks_streams_off_and_the_next_request_works(
+    stack: RealStack, expected: str
+) -> None:
+    with streaming(stack) as response:
+        lines = read_some(response)
+        stack.kill("frontend")
+        lines += response.readlines()
+    assert_broken_off(lines, expected)
+    assert b'"error"' in b"".join(lines)  # told in the stream, whose status was sent long ago
+    assert complete(stack) == expected  # the gateway tries again until a frontend is there
+    stack.wait_serving()
+
+
+def test_a_lost_gateway_breaks_connections_and_is_back(stack: RealStack, expected: str) -> None:
+    old = stack.pid("gateway")
+    with streaming(stack) as response:
+        lines = read_some(response)
+        stack.kill("gateway")
+        with suppress(ConnectionError):
+            lines += response.readlines()
+    assert_broken_off(lines, expected)
+    stack.wait_replaced("gateway", 0, old)
+    stack.wait_serving()
+    assert complete(stack) == expected
+    # What the broken connections asked for is not computed on.
+    stack.wait_idle()
+
+
+def test_a_client_that_goes_away_is_dropped_by_the_engine(stack: RealStack) -> None:
+    with streaming(stack, n=4) as response:
+        read_some(response)
+    before = stack.wait_idle()
+    assert before.sampled_tokens
+    with streaming(stack, n=4) as response:
+        read_some(response)
+    after = stack.wait_idle()
+    assert after.sampled_tokens - before.sampled_tokens < 4 * NUM_TOKENS
+
+
+def test_a_stopped_gateway_is_replaced(stack: RealStack) -> None:
+    old = stack.stop("gateway")
+    stack.wait_replaced("gateway", 0, old)
+    stack.wait_serving()
+    assert complete(stack, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/workers"),
+        ("POST", "/workers"),
+        ("POST", "/flush_cache"),
+        ("POST", "/start_profile"),
+        ("POST", "/wasm"),
+        ("POST", "/v1/tokenizers"),
+        ("GET", "/get_loads"),
+    ],
+)
+def test_nobody_controls_the_gateway_over_http(stack: RealStack, method: str, path: str) -> None:
+    assert status(stack, method, path, "{}" if method == "POST" else None) == 401
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"max_tokens": 100_000}, 400),
+        ({"prompt": "word " * 5000}, 400),
+        ({"regex": "(a"}, 400),
+        ({"model": "other"}, 404),
+    ],
+    ids=["max_tokens", "prompt", "regex", "model"],
+)
+def test_what_cannot_be_done_is_refused_at_once(
+    stack: RealStack, options: dict[str, Any], code: int
+) -> None:
+    for stream in (False, True):
+        assert status(stack, "POST", "/v1/completions", body(stream=stream, **options)) == code
+
+
+def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
+    url = urlsplit(stack.stack.url)
+    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=100)
+    connection.putrequest("POST", "/v1/completions")
+    for name, value in (HEADERS | {"content-length": str(5 << 20)}).items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_full_queue_is_429_and_no_engine_503() -> None:
+    with running_stack(http_port="auto", max_num_seqs=1, max_waiting=1) as stack:
+        with streaming(stack, n=16):  # one after another, beyond all of the gateway's retries
+            assert status(stack, "POST", "/v1/completions", body()) == 429
+        stop_process(stack.directory, next(p for p in stack.processes() if p.name == "scheduler-0"))
+        assert status(stack, "POST", "/v1/completions", body()) == 503
