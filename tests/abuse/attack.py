@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from grpc import aio
 
@@ -31,7 +31,7 @@ class Loot:
 
 
 class Target:
-    """A frontend under attack, as its attacker sees it.
+    """A stack's door under attack, as its attacker sees it.
 
     Args:
         token: the attacker's own; empty if the frontend asks for none.
@@ -186,28 +186,36 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
+Door = Literal["grpc", "engine", "http", "page"]
 
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack; `kills` names a service of which a process is killed halfway through it."""
+    """An attack on one of a stack's doors; `kills` names a service of which a process is killed
+    halfway through it."""
 
     name: str
     about: str
     play: Play
     kills: str = ""
+    door: Door = "grpc"
+
+    @property
+    def anonymous(self) -> bool:
+        """Whether it needs a stack that asks for no tokens: only such a one serves HTTP."""
+        return self.door in ("http", "page")
 
 
 ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks`
 
 
-def attack(kills: str = "") -> Callable[[Play], Play]:
+def attack(kills: str = "", door: Door = "grpc") -> Callable[[Play], Play]:
     """Lists a function as an attack: its name with hyphens, its docstring."""
 
     def add(play: Play) -> Play:
         name = getattr(play, "__name__", "").replace("_", "-")
         about = " ".join((play.__doc__ or "").split())
-        ATTACKS[name] = Attack(name, about, play, kills)
+        ATTACKS[name] = Attack(name, about, play, kills, door)
         return play
 
     return add

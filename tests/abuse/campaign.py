@@ -40,20 +40,23 @@ def run_campaign(
 
     Args:
         anonymous: whether the stack asks for no tokens, so that honest clients and attacker, on one
-            host, are one client to it.
+            host, are one client to it; it does not for attacks on its HTTP, either.
         report_attack: told of each attack before it begins.
     """
-    report, started = Report(seconds, rounds, anonymous), time.monotonic()
+    report, started = Report(seconds, rounds), time.monotonic()
     with ExitStack() as open_rig:
-        rig = open_rig.enter_context(running_rig(anonymous=anonymous))
+        rig: Rig | None = None
         for attack in attacks:
             report_attack(attack.name)
-            result = Result(attack.name, attack.about, bool(attack.kills))
+            open_to_all = anonymous or attack.anonymous
+            result = Result(attack.name, attack.about, bool(attack.kills), open_to_all)
             for _ in range(rounds):
+                if rig is None or rig.anonymous != open_to_all:
+                    open_rig.close()
+                    rig = open_rig.enter_context(running_rig(anonymous=open_to_all))
                 result.rounds.append(play_round(rig, attack, seconds))
                 if result.rounds[-1].broken:  # the next needs another
-                    open_rig.close()
-                    rig = open_rig.enter_context(running_rig(anonymous=anonymous))
+                    rig = None
             report.results.append(result)
     report.seconds_in_all = time.monotonic() - started
     return report
@@ -66,7 +69,7 @@ def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
     none = _window(rig, seconds)
     usual = _cores(used, cpu_s(directory), time.monotonic() - began_at)
     pids, before_mb = rig.stack.pids(), memory_mb(directory)
-    options = ["--address", rig.stack.address, "--seconds", str(seconds)]
+    options = ["--address", rig.address(attack.door), "--seconds", str(seconds)]
     options += ["--token", rig.attackers_token] if rig.attackers_token else []
     with Child("tests.abuse.attacker", attack.name, *options) as attacker:
         attacker.expect("READY")

@@ -60,6 +60,7 @@ class Result:
     name: str
     about: str
     kills: bool
+    anonymous: bool  # the stack asked for no tokens
     rounds: list[Round] = field(default_factory=list)
 
     def median(self, figure: Callable[[Round], float]) -> float:
@@ -69,7 +70,7 @@ class Result:
     def p99_factor(self) -> float:
         return self.median(lambda each: each.p99_factor)
 
-    def harm(self, *, anonymous: bool) -> list[str]:
+    def harm(self) -> list[str]:
         """Names what the honest suffered besides slowness. A client that shares its host's limits,
         because there are no tokens, may be refused."""
         harm: Counter[str] = Counter()
@@ -77,7 +78,7 @@ class Result:
             harm += each.attack.harm() + Counter(each.died)
             if not self.kills:
                 harm["not serving"] += each.attack.not_serving
-        if anonymous:
+        if self.anonymous:
             del harm[_REFUSED]
         return [f"{count} × {what}" for what, count in harm.items() if count]
 
@@ -88,7 +89,6 @@ class Report:
 
     seconds: float  # of a window
     rounds: int
-    anonymous: bool
     results: list[Result] = field(default_factory=list)
     seconds_in_all: float = 0.0
 
@@ -96,7 +96,7 @@ class Report:
         """Names every harm, and, unless it is None, growth of the p99 gap beyond `factor`."""
         failures = []
         for result in self.results:
-            harm = result.harm(anonymous=self.anonymous)
+            harm = result.harm()
             if harm:
                 failures.append(f"{result.name}: {', '.join(harm)}")
             if factor is not None and result.p99_factor > factor:
@@ -110,14 +110,14 @@ class Report:
         for result, each in zip(values["results"], self.results, strict=True):
             result["p99_factor"] = each.p99_factor
             result["p99_factor_alone"] = each.median(lambda r: r.p99_factor_alone)
-            result["harm"] = each.harm(anonymous=self.anonymous)
+            result["harm"] = each.harm()
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     def render(self, factor: float | None) -> RenderableType:
         """A table: medians over rounds of p99 gaps and CPU, else the worst of all rounds."""
         table = Table(*_COLUMNS, "harm")
         for each in self.results:
-            harm = each.harm(anonymous=self.anonymous)
+            harm = each.harm()
             figures = [column(each) for column in _COLUMNS.values()]
             table.add_row(*figures, "\n".join(harm) or "none")
         failures = self.failures(factor)

@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from deploy.ports import free_service_port
+from tests.abuse.attack import Door
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
 from tests.stack import DEMO_MODEL, RealStack, running_stack
@@ -30,6 +33,24 @@ class Rig:
     stack: RealStack
     observer: Child
     attackers_token: str  # empty: the frontend asks for none
+    engine_address: str
+
+    @property
+    def anonymous(self) -> bool:
+        return not self.attackers_token
+
+    def address(self, door: Door) -> str:
+        """Where a door is, as `host:port`."""
+        stack = self.stack.stack
+        match door:
+            case "grpc":
+                return stack.address
+            case "engine":
+                return self.engine_address
+            case "http":
+                return urlsplit(stack.url).netloc
+            case "page":
+                return urlsplit(stack.page_url).netloc
 
     def begin(self) -> None:
         """Begins a window."""
@@ -43,21 +64,25 @@ class Rig:
 
 @contextmanager
 def running_rig(*, anonymous: bool) -> Iterator[Rig]:
-    """Runs a stack and its honest clients, who know the right answers when this returns."""
+    """Runs a stack and its honest clients, who know the right answers when this returns. If
+    anonymous, it serves HTTP and the page, too."""
     with tempfile.TemporaryDirectory(prefix="nano-abuse") as name:
         directory = Path(name)
         variables: dict[str, Any] = {"model": _long_model(directory), "dtype": "float32"}
-        if not anonymous:
+        if anonymous:
+            variables |= {"http_port": "auto", "ui_port": "auto"}
+        else:
             variables["auth_tokens_file"] = _tokens_file(directory)
+        engine_address = f"127.0.0.1:{free_service_port()}"
         with _few_descriptors():
-            starting = running_stack(**variables)
+            starting = running_stack({"NANO_ENGINE_ADDRESSES": engine_address}, **variables)
             stack = starting.__enter__()
         try:
             options = ["--address", stack.address, "--scheduler", stack.stack.scheduler_address]
             options += [] if anonymous else ["--token", HONEST_TOKEN]
             with Child("tests.abuse.observer", *options) as observer:
                 observer.expect("READY")
-                yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN)
+                yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN, engine_address)
         finally:
             starting.__exit__(None, None, None)
 

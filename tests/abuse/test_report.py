@@ -33,7 +33,7 @@ def round_of(attack: Figures, **changes: Any) -> Round:
 
 
 def report_of(*rounds: Round, kills: bool = False, anonymous: bool = False) -> Report:
-    return Report(1.0, len(rounds), anonymous, [Result("name", "about", kills, list(rounds))])
+    return Report(1.0, len(rounds), [Result("name", "about", kills, anonymous, list(rounds))])
 
 
 @pytest.fixture

@@ -2,129 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import frontend.server
-import scheduler_svc.__main__ as scheduler_main
-import worker_svc.__main__ as worker_main
-from frontend.settings import FrontendSettings
-from scheduler_svc.settings import SchedulerSettings
-from shared.config import load_settings
 from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
-from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from tests.frontend.conftest import DEMO, free_port
 from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.tally import DEADLINE_S, Tally, at_rest, unary
+from tests.fuzz.stack import SERVICE, Stack, send_all
+from tests.fuzz.tally import DEADLINE_S, Tally, unary
 from tests.fuzz.values import CANARY, draw_messages
-from tests.scheduler_svc.grammar.host import TestHost
-from worker_svc.settings import WorkerSettings
-
-SERVICE = frontend.server.SERVICE_NAME
-_AT_ONCE = 16
-
-
-@dataclass
-class Stack:
-    """Three services in this process, and clients of two of them."""
-
-    address: str
-    channel: aio.Channel
-    load_stub: SchedulerServiceStub
-
-    async def completion(self) -> list[int]:
-        """Returns the tokens of a valid, greedy request."""
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[5, 6, 7]),
-            sampling=pb.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        )
-        stub = InferenceServiceStub(self.channel)
-        answer = await stub.Generate(request, timeout=DEADLINE_S)
-        (completion,) = answer.completions
-        return list(completion.token_ids)
-
-    async def load(self) -> GetLoadResponse:
-        load: GetLoadResponse = await self.load_stub.GetLoad(GetLoadRequest(), timeout=DEADLINE_S)
-        return load
-
-
-@asynccontextmanager
-async def running_stack(directory: Path) -> AsyncIterator[Stack]:
-    """Runs a stack so small that completions are short, on Unix sockets in `directory`."""
-    worker, scheduler = f"unix:{directory}/w", f"unix:{directory}/s"
-    steps = ["--max-num-seqs=8", "--max-num-batched-tokens=64", f"--model={DEMO}"]
-    steps.append("--hang-timeout-s=600")  # drawing messages blocks the same event loop
-    worker_flags = ["--device=cpu", "--dtype=float32", "--threads=1", "--max-model-len=48"]
-    worker_settings = load_settings(
-        WorkerSettings, [f"--worker-addresses={worker}", *steps, *worker_flags, "--kv-blocks=32"]
-    )
-    scheduler_settings = load_settings(
-        SchedulerSettings,
-        [f"--worker-addresses={worker}", f"--scheduler-address={scheduler}", *steps],
-    )
-    settings = FrontendSettings(
-        model=str(DEMO), port=free_port(), scheduler_address=scheduler, max_message_bytes=1 << 18
-    )
-    server = frontend.server.public_server(settings)
-    host = TestHost()
-    tasks = [
-        asyncio.create_task(worker_main.serve(worker_settings)),
-        asyncio.create_task(scheduler_main.serve(scheduler_settings, link=host.link)),
-        asyncio.create_task(frontend.server.serve(server, settings)),
-    ]
-    address = f"{settings.host}:{settings.port}"
-    try:
-        async with (
-            aio.insecure_channel(address) as channel,
-            aio.insecure_channel(scheduler) as to_s,
-        ):
-            await _serving(channel, SERVICE)
-            yield Stack(address, channel, SchedulerServiceStub(to_s))
-    finally:
-        for task in reversed(tasks):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        host.close()
-
-
-async def _serving(channel: aio.Channel, service: str) -> None:
-    request = health_pb2.HealthCheckRequest(service=service)
-    watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-    async for response in watch:
-        if response.status == health_pb2.HealthCheckResponse.SERVING:
-            watch.cancel()
-            return
 
 
 async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
-    """Sends the corpus and `count` messages, nearly a fifth of them to the small methods. Valid
-    requests run alongside and must get what they get alone; nothing may be left in the end."""
-    tally = Tally()
-    expected = await stack.completion()
+    """Sends the corpus and `count` messages, nearly a fifth of them to the small methods."""
     cases = [*draw_cases(count, seed), *load_cases("frontend")]
-
-    async def send() -> None:
-        while cases:
-            case = cases.pop()
-            await send_case(stack.channel, tally, case)
-            if len(cases) % 50 == 0 and await stack.completion() != expected:
-                tally.problem("a valid request got other tokens", case)
-
-    await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
-    if await stack.completion() != expected:
-        tally.problem("a valid request got other tokens", "everything")
-    await at_rest(stack.load)
-    return tally
+    return await send_all(stack, cases, lambda tally, case: send_case(stack.channel, tally, case))
 
 
 def draw_cases(count: int, seed: int) -> list[Case]:
@@ -172,6 +65,18 @@ def _request(**fields: object) -> pb.GenerateRequest:
 
 _IDS = pb.TokenIds(ids=[1, 2, 3])
 _CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content=CANARY)])
+_CALL = pb.ToolCall(id="1", function=pb.FunctionCall(name="f", arguments='{"a": [{"b": 1}]}'))
+_TOOLS = pb.Chat(
+    messages=[
+        pb.ChatMessage(role="user", content=CANARY),
+        pb.ChatMessage(role="assistant", reasoning_content=CANARY, tool_calls=[_CALL]),
+        pb.ChatMessage(role="tool", content=CANARY, name="f", tool_call_id="1"),
+        pb.ChatMessage(role="assistant", content="It"),
+    ],
+    tools=['{"type": "function", "function": {"name": "f", "parameters": {"a": {}}}}'],
+    chat_template_kwargs='{"enable_thinking": false}',
+    continue_final_message=True,
+)
 GENERATE = [
     _request(text=CANARY),
     _request(token_ids=_IDS, priority=-3, cache_salt="salt", request_id="name"),
@@ -213,5 +118,9 @@ GENERATE = [
         },
     ),
 ]
-TOKENIZE = [pb.TokenizeRequest(text=CANARY), pb.TokenizeRequest(chat=_CHAT)]
+TOKENIZE = [
+    pb.TokenizeRequest(text=CANARY),
+    pb.TokenizeRequest(chat=_CHAT),
+    pb.TokenizeRequest(chat=_TOOLS),
+]
 DETOKENIZE = [pb.DetokenizeRequest(token_ids=[1, 2, 3, 500])]

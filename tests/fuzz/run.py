@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.fuzz import frontend, processes, scheduler, transport, worker
+from tests.fuzz import engine, frontend, http, processes, scheduler, transport, worker
+from tests.fuzz.stack import SERVICE, running_stack
 from tests.fuzz.tally import Tally
 
 
@@ -16,12 +17,17 @@ async def fuzz_service(service: str, directory: Path, count: int, seed: int) -> 
 
 
 async def _frontend(directory: Path, count: int, seed: int) -> Tally:
-    async with frontend.running_stack(directory) as stack:
+    async with running_stack(directory) as stack:
         tally = await frontend.fuzz(stack, count, seed)
-        await transport.fuzz(stack.address, frontend.SERVICE, "GetModel", seed, tally)
+        await transport.fuzz(stack.address, SERVICE, "GetModel", seed, tally)
         if not await stack.completion():
             tally.problem("no completion", "hostile connections")
         return tally
+
+
+async def _engine(directory: Path, count: int, seed: int) -> Tally:
+    async with running_stack(directory) as stack:
+        return await engine.fuzz(stack, count, seed)
 
 
 async def _scheduler(directory: Path, count: int, seed: int) -> Tally:
@@ -42,7 +48,10 @@ async def _worker(directory: Path, count: int, seed: int) -> Tally:
 
 SERVICES: dict[str, Callable[[Path, int, int], Awaitable[Tally]]] = {
     "frontend": _frontend,
+    "engine": _engine,
     "scheduler": _scheduler,
     "worker": _worker,
     "processes": processes.fuzz,
+    "http": http.fuzz_gateway,
+    "page": http.fuzz_page,
 }

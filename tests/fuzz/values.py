@@ -108,14 +108,17 @@ def _fields(descriptor: Descriptor) -> st.SearchStrategy[FieldDescriptor]:
 def _field_values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if _is_map(field):
         entry = field.message_type.fields_by_name
-        keys, values = _scalars(entry["key"]), _scalars(entry["value"])
-        return st.dictionaries(keys, values, max_size=4)
-    one = generated(field.message_type) if _is_message(field) else _scalars(field)
+        return st.dictionaries(_scalars(entry["key"]), _single(entry["value"]), max_size=4)
+    one = _single(field)
     if not field.is_repeated:
         return one
     huge = _HUGE if not _is_message(field) else _HUGE // 20
     times = st.sampled_from([1] * 19 + [huge])
     return st.builds(lambda values, n: values * n, st.lists(one, max_size=4), times)
+
+
+def _single(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    return generated(field.message_type) if _is_message(field) else _scalars(field)
 
 
 def _scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -157,7 +160,10 @@ def _fill(message: Any, values: dict[str, Any]) -> None:
 
 def _assign(message: Any, field: FieldDescriptor, value: Any) -> None:
     message.ClearField(field.name)
-    if _is_map(field):
+    if _is_map(field) and _is_message(field.message_type.fields_by_name["value"]):
+        for key, each in value.items():
+            _fill(getattr(message, field.name)[key], each)
+    elif _is_map(field):
         getattr(message, field.name).update(value)
     elif field.is_repeated and _is_message(field):
         for each in value:

@@ -2,6 +2,7 @@
 
 from tests.abuse.attack import ATTACKS as ATTACKS
 from tests.abuse.attacks import connections as connections
+from tests.abuse.attacks import doors as doors
 from tests.abuse.attacks import flow_control as flow_control
 from tests.abuse.attacks import grammars as grammars
 from tests.abuse.attacks import messages as messages

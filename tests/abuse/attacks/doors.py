@@ -1,0 +1,135 @@
+"""Attacks on a stack's other doors: the HTTP gateway, the page, and the engine protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from frontend.vllm_engine.servicer import SERVICE_NAME
+from tests.abuse.attack import Target, attack
+from tests.http2_frames import RawConnection
+
+_LIMIT = (4 << 20) - 1024  # bytes of a body that is still read
+_PIECE_EVERY_S = 0.1
+_RAW: dict[str, Any] = {"preface": False, "reads": False}
+_MESSAGES = [{"role": "user", "content": "Hello!"}]
+_LONG = {"model": "model", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def _post(target: Target, path: str, body: object, length: int | None = None) -> bytes:
+    """A request as it is sent; `length`: what it says of its body, if that is not true."""
+    data = json.dumps(body).encode()
+    headers = f"host: {target.address}\r\ncontent-type: application/json\r\n"
+    headers += f"content-length: {len(data) if length is None else length}\r\n\r\n"
+    return f"POST {path} HTTP/1.1\r\n{headers}".encode() + data
+
+
+async def _ask(target: Target, request: bytes, until: bytes = b"") -> None:
+    """Sends a request, counts its status, and reads until `until` is there, or to the end of the
+    first piece."""
+    host, _, port = target.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        target.loot.sent["requests"] += 1
+        writer.write(request)
+        await writer.drain()
+        answer = await reader.read(1 << 16)
+        target.loot.answers[answer[9:12].decode() or "closed"] += 1
+        while until not in answer and (more := await reader.read(1 << 16)):
+            answer += more
+    finally:
+        writer.transport.abort()
+
+
+@attack(door="http")
+async def http_half_sent(target: Target) -> None:
+    """500 connections to the gateway that send a head or a body, a few bytes at a time, and
+    never all of it."""
+    numbers = itertools.count()
+
+    async def trickle(connection: RawConnection) -> None:
+        whole = _post(target, "/v1/completions", _LONG, 1 << 20)
+        at_once = 1 if next(numbers) % 2 else len(whole)
+        for begin in range(0, len(whole), at_once):
+            await connection.send(whole[begin : begin + at_once])
+            await asyncio.sleep(_PIECE_EVERY_S)
+        while not connection.closed:
+            await connection.send(b" ")
+            await asyncio.sleep(_PIECE_EVERY_S)
+
+    await target.begin()
+    await target.hold_connections(500, trickle, **_RAW)
+
+
+@attack(door="http")
+async def http_connections(target: Target) -> None:
+    """1,500 connections to the gateway that never say a word, each a descriptor."""
+
+    async def stay_silent(connection: RawConnection) -> None:
+        pass
+
+    await target.begin()
+    await target.hold_connections(1_500, stay_silent, **_RAW)
+
+
+@attack(door="http")
+async def http_abandoned(target: Target) -> None:
+    """Streams over HTTP that are dropped at their first event, 32 at a time."""
+    request = _post(target, "/v1/completions", _LONG)
+    await target.begin()
+    await target.flood(lambda: _ask(target, request, b"data: "), 32)
+
+
+@attack(door="http")
+async def http_large_bodies(target: Target) -> None:
+    """Bodies of 4 MiB over HTTP: one long text, many messages, many lists; 4 at once."""
+    message = {"role": "user", "content": "a"}
+    count = _LIMIT // len(json.dumps(message) + ", ") - 10
+    bodies = [
+        {
+            "model": "model",
+            "messages": [{"role": "user", "content": "word " * (_LIMIT // 5 - 100)}],
+        },
+        {"model": "model", "messages": [message] * count},
+        {"model": "model", "messages": _MESSAGES, "metadata": [[]] * (_LIMIT // 4 - 100)},
+    ]
+    requests = itertools.cycle([_post(target, "/v1/chat/completions", body) for body in bodies])
+    await target.begin()
+    await target.flood(lambda: _ask(target, next(requests)), 4)
+
+
+@attack(door="page")
+async def page_polls(target: Target) -> None:
+    """The page and its chat, opened again and again, 64 at a time, and left at the first event."""
+    watch = f"GET /events HTTP/1.1\r\nhost: {target.address}\r\n\r\n".encode()
+    chat = _post(target, "/chat", {"messages": _MESSAGES})
+    requests = itertools.cycle([watch, chat])
+    await target.begin()
+    await target.flood(lambda: _ask(target, next(requests)), 64)
+
+
+@attack(door="engine")
+async def engine_flood(target: Target) -> None:
+    """Requests for one token by the engine protocol, 64 at a time, each aborted as it is made."""
+    numbers = itertools.count()
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0)
+    ids = vllm.TokenizedInput(input_ids=[5, 6, 7])
+    async with target.channel() as channel:
+
+        async def send() -> None:
+            name = str(next(numbers))
+            request = vllm.GenerateRequest(
+                request_id=name, tokenized=ids, sampling_params=sampling
+            ).SerializeToString()
+            abort = vllm.AbortRequest(request_ids=[name]).SerializeToString()
+            await asyncio.gather(
+                target.ask(channel, f"/{SERVICE_NAME}/Generate", request),
+                target.ask(channel, f"/{SERVICE_NAME}/Abort", abort),
+            )
+
+        await target.begin()
+        await target.flood(send, 64)

@@ -1,0 +1,129 @@
+"""Hostile requests to a frontend's other door, which speaks vLLM's engine protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
+from grpc import aio
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from frontend.vllm_engine.servicer import OPERATORS_METHODS, SERVICE_NAME
+from tests.fuzz.corpus import Case, load_cases
+from tests.fuzz.stack import OPERATORS_TOKEN, Stack, send_all
+from tests.fuzz.tally import DEADLINE_S, Tally, unary
+from tests.fuzz.values import CANARY, draw_messages
+
+_OPERATOR = (("authorization", f"Bearer {OPERATORS_TOKEN}"),)
+_STREAMS = ("Generate", "GetTokenizer", "SubscribeKvEvents")
+# These may go on for as long as others generate.
+_ENDLESS = ("FlushCache", "SubscribeKvEvents")
+_ENOUGH_S = 0.5
+
+
+async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
+    """Sends the corpus and `count` messages, two thirds of them requests to generate."""
+    cases = [*_draw_cases(count, seed), *load_cases("engine")]
+    return await send_all(stack, cases, partial(_send, stack.engine))
+
+
+def _draw_cases(count: int, seed: int) -> list[Case]:
+    """Draws cases of one message, in random order."""
+    few = count // 3 // len(_OTHERS)
+    shares = [(method, [example], few) for method, example in _OTHERS.items()]
+    shares.append(("Generate", _GENERATE, count - few * len(_OTHERS)))
+    cases = []
+    for i, (method, examples, number) in enumerate(shares):
+        drawn = draw_messages(type(examples[0]), examples, number, seed + i * count)
+        cases += [Case(method, (message,)) for message in drawn]
+    random.Random(seed).shuffle(cases)
+    return cases
+
+
+async def _send(channel: aio.Channel, tally: Tally, case: Case) -> None:
+    """Sends a case's messages, each in a call of its own; what is for operators, as one and not."""
+    is_operators = f"/{SERVICE_NAME}/{case.method}" in OPERATORS_METHODS
+    callers = ((), _OPERATOR) if is_operators else ((),)
+    for message, metadata in itertools.product(case.messages, callers):
+        try:
+            async with asyncio.timeout(_ENOUGH_S if case.method in _ENDLESS else DEADLINE_S + 1):
+                await _call(channel, case.method, message, metadata)
+        except TimeoutError:
+            tally.counts["left"] += 1
+        except aio.AioRpcError as error:
+            tally.status(case, error)
+        else:
+            tally.status(case, None)
+
+
+async def _call(
+    channel: aio.Channel, method: str, message: bytes, metadata: Sequence[tuple[str, str]]
+) -> None:
+    name = f"/{SERVICE_NAME}/{method}"
+    if method not in _STREAMS:
+        await unary(channel, name, message, metadata=metadata)
+        return
+    call: Any = channel.unary_stream(name)(message, timeout=DEADLINE_S, metadata=metadata)
+    async for _ in call:
+        pass
+
+
+def _request(**fields: Any) -> vllm.GenerateRequest:
+    sampling = {"max_tokens": 4, "skip_special_tokens": True, **fields.pop("sampling", {})}
+    fields = {"tokenized": _IDS, **fields} if "text" not in fields else fields
+    return vllm.GenerateRequest(sampling_params=vllm.SamplingParams(**sampling), **fields)
+
+
+_IDS = vllm.TokenizedInput(original_text=CANARY, input_ids=[1, 2, 3])
+_ALL = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 9,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.2,
+    "min_tokens": 2,
+    "stop_token_ids": [9],
+    "seed": -7,
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+    "logit_bias": {3: 2.0, 4: -2.0},
+    "truncate_prompt_tokens": 2,
+    "include_stop_str_in_output": True,
+}
+_CONSTRAINTS: list[dict[str, Any]] = [
+    {"regex": "[a-z]{2,5}"},
+    {"json_schema": '{"type": "integer"}'},
+    {"grammar": 'root ::= "a" | "b" root'},
+    {"structural_tag": '{"type": "structural_tag", "format": {"type": "any_text"}}'},
+    {"json_object": True},
+    {"choice": vllm.ChoiceConstraint(choices=["yes", "no"])},
+]
+_GENERATE: list[Message] = [
+    _request(request_id="a"),
+    _request(text=CANARY, stream=True),
+    _request(text=CANARY, request_id="a", sampling={"n": 3, "stop": ["a", "the"]}),
+    _request(stream=True, sampling=_ALL),
+    _request(sampling=_ALL),
+    *(_request(sampling=each) for each in _CONSTRAINTS),
+]
+_OTHERS: dict[str, Message] = {
+    "Abort": vllm.AbortRequest(request_ids=["a", CANARY]),
+    "Embed": vllm.EmbedRequest(request_id="a", tokenized=_IDS),
+    "HealthCheck": vllm.HealthCheckRequest(),
+    "FlushCache": common.FlushCacheRequest(timeout_s=0.1),
+    "GetModelInfo": vllm.GetModelInfoRequest(),
+    "GetServerInfo": vllm.GetServerInfoRequest(),
+    "GetLoads": vllm.GetLoadsRequest(),
+    "GetTokenizer": common.GetTokenizerRequest(),
+    "StartProfile": common.StartProfileRequest(output_dir=CANARY, start_step=1, activities=["CPU"]),
+    "StopProfile": common.StopProfileRequest(),
+    "SubscribeKvEvents": common.SubscribeKvEventsRequest(start_sequence_number=0),
+}

@@ -1,0 +1,177 @@
+"""Hostile requests to the gateway and to the page of a real stack, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpc import aio
+
+from shared.pb import frontend_pb2 as pb
+from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.fuzz.corpus import Case, load_cases
+from tests.fuzz.http_requests import Answer, draw_cases, exchange, is_whole
+from tests.fuzz.tally import DEADLINE_S, Tally
+from tests.stack import RealStack, running_stack
+
+_AT_ONCE = 8
+_SMALL = {"kv_blocks": 256, "max_num_seqs": 8, "max_model_len": 192}
+_MAY = (501, 503)  # besides 2xx, 3xx and 4xx
+# The gateway says so of a model that it does not know: docs/http.md.
+_KNOWN = re.compile(r"Available: [^\"]*")
+_VALID = pb.GenerateRequest(
+    token_ids=pb.TokenIds(ids=[5, 6, 7]),
+    sampling=pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+)
+
+
+async def fuzz_gateway(_: Path, count: int, seed: int) -> Tally:
+    """Sends `count` requests to what the gateway serves, and the corpus."""
+    cases = [*draw_cases(_GATEWAY, count, seed), *load_cases("http")]
+    with running_stack(http_port="auto", **_SMALL) as stack:
+        return await _fuzz(stack, stack.stack.url, cases)
+
+
+async def fuzz_page(_: Path, count: int, seed: int) -> Tally:
+    """Sends `count` requests to the page's routes, and the corpus."""
+    cases = [*draw_cases(_PAGE, count, seed), *load_cases("page")]
+    with running_stack(ui_port="auto", **_SMALL) as stack:
+        return await _fuzz(stack, stack.stack.page_url, cases)
+
+
+async def _fuzz(stack: RealStack, url: str, cases: Sequence[Case]) -> Tally:
+    """Sends the cases beside valid streams, which must get what they get alone. Each must be
+    answered; no process may die, or log a traceback, and nothing may be left in the end."""
+    tally, left = Tally(), list(cases)
+    pids = await asyncio.to_thread(stack.pids)
+
+    async def send() -> None:
+        while left:
+            await _send(urlsplit(url).netloc, tally, left.pop())
+
+    async with aio.insecure_channel(stack.address) as channel:
+        expected = await _stream(channel)
+        sending = asyncio.gather(*(send() for _ in range(_AT_ONCE)))
+        while not sending.done():
+            if await _stream(channel) != expected:
+                tally.problem("a valid request got other tokens", f"{len(cases) - len(left)} cases")
+        await sending
+    await asyncio.to_thread(stack.wait_idle)
+    if await asyncio.to_thread(stack.pids) != pids:
+        tally.problem("a process died", url)
+    for process in stack.processes():
+        if "Traceback" in stack.stack.log(process.name).read_text():
+            tally.problem(f"{process.name} logged a traceback", url)
+    return tally
+
+
+async def _stream(channel: aio.Channel) -> list[int]:
+    """The tokens of a valid, greedy request."""
+    tokens: list[int] = []
+    async for chunk in InferenceServiceStub(channel).GenerateStream(_VALID, timeout=DEADLINE_S):
+        tokens += chunk.token_ids
+    return tokens
+
+
+async def _send(address: str, tally: Tally, case: Case) -> None:
+    for message in case.messages:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                answer = await exchange(address, message)
+        except TimeoutError:
+            tally.problem(f"no answer in {DEADLINE_S:.0f} s", case)
+            continue
+        tally.counts[str(answer.status or "closed")] += 1
+        if answer.status >= 500 and answer.status not in _MAY:
+            tally.problem(f"{answer.status}: {answer.body!r}", case)
+        if not answer.status and is_whole(message):
+            tally.problem("closed without an answer", case)
+        for text in _errors(answer):
+            tally.text(_KNOWN.sub("", text), case)
+
+
+def _errors(answer: Answer) -> Iterator[str]:
+    """The texts that say what went wrong: a refusal's, or those within a stream."""
+    text = answer.body.decode(errors="replace")
+    if answer.status >= 400:
+        yield text
+    yield from (line for line in text.splitlines() if line.startswith('data: {"error"'))
+
+
+_MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
+_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}}
+_FUNCTION = {"name": "get_weather", "description": "The weather", "parameters": _SCHEMA}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+_LIMITED = {"model": "demo", "max_tokens": 4}
+_CHAT = _LIMITED | {"messages": _MESSAGES}
+_PROMPT = _LIMITED | {"prompt": "Once upon a time"}
+_SAMPLING = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "n": 2,
+    "seed": 7,
+    "stop": ["a", "the"],
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"3": 2.0},
+    "user": "me",
+}
+_TOOL = {"type": "function", "function": _FUNCTION}
+_RESPONSE = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
+_POSTS: list[tuple[str, Any]] = [
+    ("/v1/chat/completions", _CHAT | _SAMPLING | {"logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", _CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", _CHAT | {"tools": [_TOOL], "tool_choice": "required"}),
+    (
+        "/v1/chat/completions",
+        _CHAT
+        | {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "city", "schema": _SCHEMA},
+            }
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        _LIMITED
+        | {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+                *_MESSAGES,
+                {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+                {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+            ]
+        },
+    ),
+    ("/v1/completions", _PROMPT | _SAMPLING),
+    ("/v1/completions", _PROMPT | {"stream": True, "ignore_eos": True, "min_p": 0.1, "top_k": 5}),
+    ("/v1/completions", _PROMPT | {"regex": "[a-z]{2,5}"}),
+    ("/v1/messages", _CHAT | {"system": "Be brief.", "stop_sequences": ["a"], "temperature": 0}),
+    ("/v1/messages", _CHAT | {"stream": True, "metadata": {"user_id": "me"}}),
+    (
+        "/v1/messages",
+        _CHAT
+        | {
+            "tools": [{"name": "get_weather", "input_schema": _SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "get_weather"},
+        },
+    ),
+    ("/v1/responses", _RESPONSE | {"instructions": "Be brief.", "temperature": 0, "store": False}),
+    ("/v1/responses", _RESPONSE | {"input": _MESSAGES, "stream": True}),
+    ("/v1/tokenize", {"model": "demo", "prompt": "Once upon a time"}),
+    ("/v1/detokenize", {"model": "demo", "tokens": [1, 2, 3]}),
+]
+_GATEWAY = [*(("POST", path, body) for path, body in _POSTS), ("GET", "/v1/models", None)]
+_PAGE: list[tuple[str, str, Any]] = [
+    *[("POST", "/chat", {"messages": _MESSAGES})] * 4,
+    ("POST", "/chat", {"messages": [{"role": "system", "content": "Be brief."}, *_MESSAGES]}),
+    ("GET", "/", None),
+    ("GET", "/events", None),
+    ("GET", "/readiness", None),
+    ("GET", "/static/page.js", None),
+]

@@ -1,0 +1,157 @@
+"""Hostile HTTP/1.1 requests, and how to send them: JSON of other shapes and values,
+other headers and paths, and bytes that are no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+
+from tests.fuzz import mutations
+from tests.fuzz.corpus import Case
+from tests.fuzz.json_values import twist
+from tests.http2_frames import dial
+
+_READ_BYTES = 64 << 10
+_JSON = "application/json"
+_HEADERS: tuple[tuple[str, str], ...] = (
+    ("content-type", "text/plain"),
+    ("content-type", f"{_JSON}; charset=utf-16"),
+    ("content-encoding", "gzip"),
+    ("accept", "text/html"),
+    ("authorization", "Bearer " + "x" * 4000),
+    ("expect", "100-continue"),
+    ("expect", "a miracle"),
+    ("upgrade", "websocket"),
+    ("transfer-encoding", "chunked"),
+    ("content-length", "-1"),
+    ("content-length", "99999999999999999999"),
+    ("host", ""),
+    ("host", "localhost:99999999"),
+    ("origin", "null"),
+    ("range", "bytes=5-1,-9"),
+    ("if-none-match", '"'),
+    ("if-modified-since", "never"),
+    ("traceparent", "00-zz-zz-zz"),
+    ("x-request-id", "\xff\xfe"),
+    ("cookie", "a=b;" * 2000),
+)
+_PATHS = (
+    "?",
+    "?a=%ff&a[]=1",
+    "/",
+    "//",
+    "/..",
+    "/%2e%2e/%2e%2e/etc/passwd",
+    "%00",
+    "#",
+    "/\xe9",
+    ";",
+)
+_METHODS = ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response; its status is 0 if the server closed without one."""
+
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+def encode(method: str, path: str, body: bytes, headers: Sequence[tuple[str, str]] = ()) -> bytes:
+    """A request as it is sent; of two headers with one name the later one stands."""
+    usual = {"host": "localhost", "content-length": str(len(body)), "content-type": _JSON}
+    lines = [f"{method} {path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in (usual | dict(headers)).items()]
+    return "\r\n".join((*lines, "\r\n")).encode("latin-1") + body
+
+
+def draw_cases(examples: Sequence[tuple[str, str, Any]], count: int, seed: int) -> list[Case]:
+    """Draws requests like the examples: method, path, and the body as JSON, or None."""
+    rng = random.Random(seed)
+    return [_draw_case(rng, *rng.choice(examples)) for _ in range(count)]
+
+
+def _draw_case(rng: random.Random, method: str, path: str, value: Any) -> Case:
+    name = f"{method} {path}"
+    body = b"" if value is None else json.dumps(twist(value, rng)).encode()
+    headers: list[tuple[str, str]] = []
+    match rng.randrange(10):
+        case 0:
+            body = mutations.mutate(body, rng.getrandbits(32))
+        case 1:
+            path += rng.choice(_PATHS)
+        case 2:
+            method = rng.choice(_METHODS)
+        case 3 | 4:
+            headers = rng.choices(_HEADERS, k=rng.randint(1, 3))
+        case 5:
+            whole = encode(method, path, body)
+            return Case(name, (mutations.mutate(whole, rng.getrandbits(32)),))
+    return Case(name, (encode(method, path, body, headers),))
+
+
+def is_whole(message: bytes) -> bool:
+    """Whether a server knows where the request ends, and that it is one."""
+    connection = h11.Connection(h11.SERVER)
+    try:
+        connection.receive_data(message)
+        while (event := connection.next_event()) is not h11.NEED_DATA:
+            if isinstance(event, h11.EndOfMessage):
+                return True
+    except h11.RemoteProtocolError:
+        pass
+    return False
+
+
+async def exchange(address: str, message: bytes) -> Answer:
+    """Sends bytes as they are, and reads the answer to its end; a stream of events that answers a
+    GET has none, and is read to its first. What is no whole request is followed by the end."""
+    reader, writer = await dial(address)
+    try:
+        with suppress(ConnectionError):  # it may have answered before all was written
+            writer.write(message)
+            await writer.drain()
+            if not is_whole(message):
+                writer.write_eof()
+        return await _read_answer(reader, message)
+    except (ConnectionError, h11.RemoteProtocolError):  # closed, or cut short
+        return Answer()
+    finally:
+        writer.transport.abort()
+
+
+async def _read_answer(reader: asyncio.StreamReader, message: bytes) -> Answer:
+    endless = message.startswith(b"GET")
+    method = "HEAD" if message.startswith(b"HEAD ") else "GET"  # whether a body will follow
+    connection = h11.Connection(h11.CLIENT)
+    connection.send(h11.Request(method=method, target="/", headers=[("host", "localhost")]))
+    connection.send(h11.EndOfMessage())
+    answer = Answer()
+    while True:
+        event = connection.next_event()
+        if isinstance(event, h11.Response):
+            headers = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+            answer = Answer(event.status_code, headers)
+        elif isinstance(event, h11.Data):
+            answer = Answer(answer.status, answer.headers, answer.body + event.data)
+            streams = answer.headers.get("content-type", "").startswith("text/event-stream")
+            if endless and streams and b"\n\n" in answer.body:
+                return answer
+        elif isinstance(event, h11.InformationalResponse):
+            continue
+        elif event is h11.NEED_DATA:
+            data = await reader.read(_READ_BYTES)
+            if not data and not answer.status:
+                return answer
+            connection.receive_data(data)
+        else:
+            return answer
