@@ -57,7 +57,8 @@ class Rig:
         self._slots = vocab_size
         self._clock = Path(directory) / "clock"
         self._scheduler_address = f"unix:{directory}/scheduler.sock"
-        self._scheduler = InstantScheduler(vocab_size, StepClock(self._clock, vocab_size))
+        clock = StepClock(self._clock, vocab_size)
+        self._scheduler = InstantScheduler(vocab_size, clock)  # type: ignore[abstract]  # not asked
         self._port = free_port()
         self._frontends: list[psutil.Popen] = []
 

@@ -43,7 +43,7 @@ def private_stack(model: Path) -> Iterator[tuple[psutil.Popen, str]]:
         BenchError: the stack does not start.
     """
     launcher = psutil.Popen(
-        [sys.executable, "-P", "-m", "deploy", "run", "--port", "0", "--model", str(model)],
+        [sys.executable, "-P", "-m", "cli", "run", "--port", "0", "--model", str(model)],
         env={**os.environ, PREFIX + "LOG_FORMAT": "json"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -79,7 +79,7 @@ def facts(needed: Mapping[str, Sequence[str]], directory: Path, *, ask_torch: bo
         obstacles=[*_obstacles(directory, "--out"), *_obstacles(cache, "TRITON_CACHE_DIR")],
         free_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         torch=torch,
-        driver=_driver() if torch else None,
+        driver=driver_version() if torch else None,
     )
 
 
@@ -203,7 +203,8 @@ def _torch() -> dict[str, Any]:
     return found
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None if nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)

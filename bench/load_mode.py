@@ -1,0 +1,227 @@
+"""`python -m bench --mode load`: latency against load, for requests that arrive at random.
+
+Arrivals are a Poisson process: requests are sent when they are due, whether or not earlier ones
+have been answered. The rate rises until the server falls behind. See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.errors import BenchError
+from bench.machine import this_machine
+from bench.metrics import Metrics, Trace, summarize
+from bench.stack import run_request
+from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
+from frontend.client import AsyncLLM, LLMError, PrivateStack
+
+# A server that takes this much longer than the requests took to arrive is beyond its capacity.
+_BEHIND = 1.5
+
+
+@dataclass(frozen=True)
+class Load:
+    """The figures at one rate of arrival. Rates are requests per second: those that arrived, over
+    the time that they arrived in, and those answered, until the last token of the last one."""
+
+    offered_rate: float
+    achieved_rate: float
+    goodput: float  # of the requests that met both goals
+    metrics: Metrics
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "offered_rate": self.offered_rate,
+            "achieved_rate": self.achieved_rate,
+            "goodput": self.goodput,
+            **dataclasses.asdict(self.metrics),
+        }
+
+
+@dataclass(frozen=True)
+class Goals:
+    """A request is good if its first token and, on average, each further one come this soon."""
+
+    ttft_s: float
+    itl_s: float
+
+    def met(self, trace: Trace) -> bool:
+        latencies = trace.inter_token_latencies_s()
+        mean = sum(latencies) / len(latencies) if latencies else 0.0
+        return trace.ttft_s <= self.ttft_s and mean <= self.itl_s
+
+
+def parse_args(args: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench --mode load", description=__doc__)
+    parser.add_argument("--address", help="a frontend's; default: start a private stack")
+    parser.add_argument("--model", default="models/demo", help="for a private stack, %(default)s")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="the first, requests/s, %(default)s"
+    )
+    parser.add_argument("--growth", type=float, default=1.4, help="from rate to rate, %(default)s")
+    parser.add_argument("--seconds", type=float, default=60.0, help="per rate, %(default)s")
+    parser.add_argument("--ttft-goal", type=float, default=2.0, help="seconds, %(default)s")
+    parser.add_argument("--itl-goal", type=float, default=0.2, help="seconds, %(default)s")
+    parser.add_argument("--min-input", type=int, default=32, help="tokens, %(default)s")
+    parser.add_argument("--max-input", type=int, default=256, help="%(default)s")
+    parser.add_argument("--min-output", type=int, default=16, help="%(default)s")
+    parser.add_argument("--max-output", type=int, default=128, help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="%(default)s")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
+    options = parser.parse_args(args)
+    for name in ("rate", "seconds", "ttft_goal", "itl_goal"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')}: must be over 0")
+    if not options.growth > 1:
+        parser.error("--growth: must be over 1")
+    for name in ("input", "output"):
+        if not 1 <= getattr(options, f"min_{name}") <= getattr(options, f"max_{name}"):
+            parser.error(f"--min-{name}: must be at least 1 and at most --max-{name}")
+    return options
+
+
+async def measure(options: argparse.Namespace, console: Console) -> tuple[str, list[Load]]:
+    """Raises the rate until the server is beyond its capacity -> its model, and all loads.
+
+    Raises:
+        BenchError: a completion is shorter than requested, or the requests do not fit the model.
+        LLMError: the server refused or failed.
+    """
+    goals = Goals(options.ttft_goal, options.itl_goal)
+    loads: list[Load] = []
+    with _server(options, console) as address:
+        async with AsyncLLM(address) as llm:
+            model = await llm.get_model()
+            rate, behind = options.rate, False
+            while not behind:
+                due = arrivals(rate, options.seconds, options.seed + len(loads))
+                shape = _shape(options, len(due), len(loads))
+                requests = reference_workload(shape, model.vocab_size)
+                check_fits(requests, model.max_model_len)
+                await run_request(llm, warm_up_request(shape, model.vocab_size))
+                with console.status(f"{rate:.2f} requests/s, {len(due)} requests"):
+                    traces = await _send(llm, due, requests)
+                loads.append(summarize_load(traces, options.seconds, goals))
+                behind = loads[-1].metrics.duration_s > _BEHIND * options.seconds
+                rate *= options.growth
+    return model.model, loads
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+    """The times of a Poisson process's events, from 0 on; at least one."""
+    rng = random.Random(f"arrivals {seed}")
+    times = [0.0]
+    while (following := times[-1] + rng.expovariate(rate)) < seconds:
+        times.append(following)
+    return times
+
+
+def summarize_load(traces: list[Trace], seconds: float, goals: Goals) -> Load:
+    """Computes the figures for requests that arrived within `seconds`."""
+    metrics = summarize(traces)
+    taken = max(metrics.duration_s, seconds)
+    good = sum(goals.met(trace) for trace in traces)
+    return Load(len(traces) / seconds, len(traces) / taken, good / taken, metrics)
+
+
+async def _send(llm: AsyncLLM, due: list[float], requests: list[Request]) -> list[Trace]:
+    """Sends each request when it is due, and waits for all."""
+    start = time.perf_counter()
+
+    async def send(when: float, request: Request) -> Trace:
+        await asyncio.sleep(start + when - time.perf_counter())
+        trace = await run_request(llm, request)
+        trace.sent = start + when  # what a busy client adds is not hidden
+        return trace
+
+    return await asyncio.gather(*map(send, due, requests))
+
+
+def _shape(options: argparse.Namespace, count: int, number: int) -> Shape:
+    """Other prompts at each rate: the prefix cache must not know them."""
+    return Shape(
+        count,
+        options.min_input,
+        options.max_input,
+        options.min_output,
+        options.max_output,
+        options.seed + number,
+    )
+
+
+@contextmanager
+def _server(options: argparse.Namespace, console: Console) -> Iterator[str]:
+    if options.address:
+        yield options.address
+        return
+    with console.status(f"starting a private stack with {options.model}"):
+        stack = PrivateStack(options.model)
+    with stack:
+        yield stack.address
+
+
+def print_table(model: str, loads: list[Load], console: Console) -> None:
+    table = Table(title=f"{model}: latency against load")
+    for column in (
+        "offered/s",
+        "achieved/s",
+        "goodput/s",
+        "TTFT p50, s",
+        "p99",
+        "ITL p50, s",
+        "p99",
+    ):
+        table.add_column(column, justify="right")
+    for load in loads:
+        rates = (load.offered_rate, load.achieved_rate, load.goodput)
+        m = load.metrics
+        ttfts, itls = (m.ttft_p50_s, m.ttft_p99_s), (m.itl_p50_s, m.itl_p99_s)
+        table.add_row(
+            *(f"{rate:.2f}" for rate in rates),
+            *(f"{value or 0:.3f}" for value in ttfts),
+            *(f"{value or 0:.4f}" for value in itls),
+        )
+    console.print(table)
+
+
+def main(args: list[str]) -> int:
+    options = parse_args(args)
+    console = Console()
+    try:
+        model, loads = asyncio.run(measure(options, console))
+    except (BenchError, LLMError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    from bench.load_plot import write_plot  # matplotlib takes a second to import
+
+    print_table(model, loads, console)
+    found = {
+        "mode": "load",
+        "model": model,
+        "loads": [load.to_json() for load in loads],
+        "goals": {"ttft_s": options.ttft_goal, "itl_s": options.itl_goal},
+        "seconds": options.seconds,
+        "workload": dataclasses.asdict(_shape(options, 0, 0)),
+        **dataclasses.asdict(this_machine()),
+    }
+    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    picture = options.out.with_suffix(".png")
+    write_plot(found, picture)
+    console.print(f"written: {options.out} {picture}")
+    return 0
