@@ -66,14 +66,15 @@ class Doors:
             text=prompt,
             sampling=pb.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0),
         )
-        arrivals: list[float] = []
+        first_at = 0.0
         loop = asyncio.get_running_loop()
         make = lambda: Connection(f"{self.host}:{self.port}", METHOD)  # noqa: E731
         _, connection = await loop.create_connection(make, self.host, self.port)
         received: list[bytes] = []
 
         def on_message(data: bytes) -> None:
-            arrivals.append(time.perf_counter())
+            nonlocal first_at
+            first_at = first_at or time.perf_counter()
             received[:] = [data]
 
         await connection.call(request.SerializeToString(), on_message)
@@ -81,7 +82,7 @@ class Doors:
         last = pb.GenerateStreamResponse.FromString(received[0]) if received else None
         if last is None or last.usage.completion_tokens != tokens:
             raise BenchError("a stream did not have the tokens that were asked for")
-        return arrivals[0]
+        return first_at
 
     async def http(self, prompt: str, tokens: int) -> float:
         body = json.dumps(

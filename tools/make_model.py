@@ -3,7 +3,8 @@
     python -m tools.make_model --shape qwen3-0.6b --out /tmp/qwen3-0.6b
     python -m tools.make_model --shape tiny --out /tmp/tiny --set num_hidden_layers=3
 
-The tokenizer is the demo model's, so a larger vocabulary has ids that it does not know.
+The tokenizer is the demo model's. A larger vocabulary has ids that it does not know, which are made
+unlikely, so that even random weights write text.
 """
 
 import argparse
@@ -22,6 +23,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_SHARD_BYTES = 2 << 30
+_UNKNOWN_SCALE = 0.1  # of the logits of ids that the tokenizer does not know
 
 # Keys that the public Qwen3 configurations have in common; "rope_theta" is where both transformers
 # 4 and 5 look for it.
@@ -167,11 +169,16 @@ def make_model(
     _write_tokenizer(out, config["vocab_size"])
 
     shapes = tensor_shapes(config)
+    tied = config["tie_word_embeddings"]
+    output_layer = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    known = _read_json(DEMO_MODEL / "config.json")["vocab_size"]
     shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for file, names in zip(_file_names(len(shards)), shards, strict=True):
         std = config["initializer_range"]
         tensors = {name: make_tensor(name, shapes[name], seed, std, dtype) for name in names}
+        if output_layer in tensors:
+            tensors[output_layer][known:] *= _UNKNOWN_SCALE
         save_file(tensors, out / file, metadata={"format": "pt"})
         (out / file).chmod(0o644)  # a container reads it as another user
         weight_map |= dict.fromkeys(names, file)

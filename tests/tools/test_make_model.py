@@ -58,6 +58,16 @@ def test_transformers_finds_every_weight_and_no_other(
         assert getattr(model.config, key) == value
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_write_text(tmp_path: Path, tied: bool) -> None:
+    make_model(tmp_path, "tiny", {"vocab_size": 50_000, "tie_word_embeddings": tied})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    known = len(AutoTokenizer.from_pretrained(tmp_path))
+    for first in range(100, 120):
+        written = model.generate(torch.tensor([[first]]), do_sample=False, max_new_tokens=8)
+        assert written.max() < known
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
