@@ -41,16 +41,26 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
 
 def http_health(url: str, timeout_s: float = 2.0) -> str:
     """Asks the gateway or the page at `url` whether it is ready; returns as `check_health`."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(f"{url}/readiness", timeout=timeout_s):
-            return SERVING
+        fetch(f"{url}/readiness", timeout_s)
+        return SERVING
     except urllib.error.HTTPError:
         return NOT_SERVING
     except TimeoutError:
         return SILENT
     except (OSError, HTTPException):
         return UNREACHABLE
+
+
+def fetch(url: str, timeout_s: float) -> bytes:
+    """The body of a process of the stack, which no proxy stands before.
+
+    Raises:
+        OSError, HTTPException: there is none, or not in time.
+    """
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=timeout_s) as answer:
+        return bytes(answer.read())
 
 
 def main() -> None:

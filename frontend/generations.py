@@ -124,19 +124,18 @@ class Generations:
     async def _prompt_ids(
         self, message: pb.GenerateRequest, max_model_len: int, vocab_size: int, keep: int | None
     ) -> Sequence[int]:
-        if message.HasField("token_ids"):
-            field = "token_ids"
-            ids: Sequence[int] = message.token_ids.ids
-            if keep is None:
-                validation.check_prompt_length(field, len(ids), max_model_len)
-            # A copy: the field would keep the whole message alive, and is slow to walk over.
-            prompt_ids = array("I", ids if keep is None else ids[-keep:])
+        field = message.WhichOneof("prompt") or "prompt"
+        ids: Sequence[int]
+        if field == "token_ids":
+            ids = message.token_ids.ids
         else:
-            field = message.WhichOneof("prompt") or "prompt"
             limit = max_model_len - 1 if keep is None else validation.MAX_TOKENIZED
-            encoded = await self.encode(message, limit)
-            prompt_ids = array("I", encoded if keep is None else encoded[-keep:])
-        validation.check_prompt_length(field, len(prompt_ids), max_model_len)
+            ids = await self.encode(message, limit)
+        if keep is not None:
+            ids = ids[-keep:]
+        validation.check_prompt_length(field, len(ids), max_model_len)
+        # A copy: the field would keep the whole message alive, and is slow to walk over.
+        prompt_ids = array("I", ids)
         validation.check_token_ids(field, prompt_ids, vocab_size)
         return prompt_ids
 

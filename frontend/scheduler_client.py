@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import structlog
-from grpc import StatusCode, aio
+from grpc import aio
 
 from frontend.call import CALL
+from frontend.engine_calls import EngineCalls
 from frontend.logprobs import PromptLogprobs
 from frontend.metrics import RequestMetrics
 from frontend.request import Request
@@ -35,7 +36,7 @@ from frontend.scheduler_messages import (
 from frontend.suspects import Suspects
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
 from shared.channels import PLAINTEXT, Dialer
-from shared.errors import DataLossError, InternalError, QueueFullError, UnavailableError, passed_on
+from shared.errors import InternalError, QueueFullError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.tls import FileError
@@ -81,6 +82,7 @@ class SchedulerClient:
         self._resume_timeout_s = resume_timeout_s
         self._dialer = dialer
         self.metrics = metrics or RequestMetrics()
+        self.calls = EngineCalls()
         self._lost_at: float | None = None  # the connection, time.monotonic
         self._next_number = 1
         self._open: dict[int, TokenStream] = {}
@@ -97,7 +99,6 @@ class SchedulerClient:
         # Both None while there is no connection.
         self._info: pb.EngineInfo | None = None
         self._outgoing: Outgoing | None = None
-        self._stub: SchedulerServiceAsyncStub | None = None
 
     @property
     def serving(self) -> bool:
@@ -114,77 +115,6 @@ class SchedulerClient:
         if self._info is None:
             raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
         return self._info
-
-    async def load(self) -> pb.GetLoadResponse:
-        """Asks the connected engine for its state and counts.
-
-        Raises:
-            UnavailableError: there is no connection, or it is lost meanwhile.
-        """
-        stub = self._connected()
-        try:
-            return await stub.GetLoad(pb.GetLoadRequest(), timeout=_CONNECT_TIMEOUT_S)
-        except aio.AioRpcError as error:
-            raise UnavailableError("no engine is ready", _RETRY_AFTER_S) from error
-
-    async def watch_blocks(self) -> AsyncGenerator[pb.BlockEvents, None]:
-        """Yields what the connected engine's prefix cache holds, then what happens in it.
-
-        Raises:
-            DataLossError: the caller did not read fast enough.
-            UnavailableError: there is no connection, or it is lost meanwhile.
-        """
-        call = self._connected().WatchBlocks(pb.WatchBlocksRequest())
-        try:
-            async for message in call:
-                yield message
-        except aio.AioRpcError as error:
-            if error.code() is StatusCode.DATA_LOSS:
-                raise DataLossError(error.details() or "") from error
-            raise UnavailableError("no engine is ready", _RETRY_AFTER_S) from error
-        finally:
-            call.cancel()
-
-    async def flush_cache(self, timeout_s: float) -> bool:
-        """Empties the connected engine's prefix cache once nothing runs; returns whether nothing
-        did within `timeout_s`.
-
-        Raises:
-            UnavailableError: there is no connection, or it is lost meanwhile.
-        """
-        stub = self._connected()
-        try:
-            return (await stub.FlushCache(pb.FlushCacheRequest(timeout_s=timeout_s))).flushed
-        except aio.AioRpcError as error:
-            raise UnavailableError("no engine is ready", _RETRY_AFTER_S) from error
-
-    async def start_profile(self, request: pb.StartProfileRequest) -> Sequence[str]:
-        """Has the connected engine's workers record their next steps -> paths of traces to come.
-
-        Raises:
-            InvalidArgumentError, FailedPreconditionError: the workers refuse.
-            UnavailableError: there is no connection, or it is lost meanwhile.
-        """
-        stub = self._connected()
-        try:
-            return (await stub.StartProfile(request)).traces
-        except aio.AioRpcError as error:
-            lost = UnavailableError("no engine is ready", _RETRY_AFTER_S)
-            raise passed_on(error, lost) from error
-
-    async def stop_profile(self) -> Sequence[str]:
-        """Ends what `start_profile` began -> paths of the traces. Raises the same."""
-        stub = self._connected()
-        try:
-            return (await stub.StopProfile(pb.StopProfileRequest())).traces
-        except aio.AioRpcError as error:
-            lost = UnavailableError("no engine is ready", _RETRY_AFTER_S)
-            raise passed_on(error, lost) from error
-
-    def _connected(self) -> SchedulerServiceAsyncStub:
-        if self._stub is None:
-            raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
-        return self._stub
 
     def submit(self, request: Request) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
@@ -242,12 +172,12 @@ class SchedulerClient:
                 with contextlib.suppress(TimeoutError):  # then the call says why
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         await channel.channel_ready()
-                self._stub = SchedulerServiceStub(channel)
-                return await self._converse(self._stub)
+                self.calls.stub = SchedulerServiceStub(channel)
+                return await self._converse(self.calls.stub)
         except FileError as error:
             return str(error)
         finally:
-            self._stub = None
+            self.calls.stub = None
 
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         """Runs one connection from start to end; returns why it ended."""

@@ -140,6 +140,8 @@ def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
         return InvalidArgumentError(field, reason)
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return FailedPreconditionError(details)
+    if error.code() is grpc.StatusCode.DATA_LOSS:
+        return DataLossError(details)
     return otherwise
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.request
 from http.client import HTTPException
 from typing import Required, TypedDict
 
 import grpc
 
-from deploy.health import CHANNEL_OPTIONS
+from deploy.health import CHANNEL_OPTIONS, fetch
 from deploy.stack import Stack
 from shared.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
@@ -69,7 +68,8 @@ class Sampler:
         seconds = count = 0.0
         for file in self._directory.glob("frontend-*.json"):
             try:
-                body = _scrape(json.loads(file.read_bytes())[0]["targets"][0])
+                target = json.loads(file.read_bytes())[0]["targets"][0]
+                body = fetch(f"http://{target}/metrics", _TIMEOUT_S)
             except (OSError, HTTPException, ValueError, LookupError):  # not there yet, or no longer
                 continue
             values = {name: float(value) for name, value in _FIRST_TOKEN.findall(body)}
@@ -84,9 +84,3 @@ class Sampler:
         self._last[name] = counts
         new = tuple(now - before for now, before in zip(counts, last, strict=True))
         return new if min(new) >= 0 else (0.0,) * len(counts)
-
-
-def _scrape(target: str) -> bytes:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(f"http://{target}/metrics", timeout=_TIMEOUT_S) as answer:
-        return bytes(answer.read())

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import numpy as np
 from smg_grpc_proto.generated import common_pb2 as common
 
+from frontend.vllm_engine.responses import cache_use
 from shared.pb import scheduler_pb2
 
 _DEVICE = common.KV_CACHE_TIER_DEVICE
@@ -79,23 +80,23 @@ class KvEventStream:
 
     def _load(self, load: scheduler_pb2.GetLoadResponse, load_only: bool) -> common.EngineLoad:
         self._num_loads += 1
-        usage = load.blocks_used / load.blocks
+        cache = cache_use(load, self._info.block_size)
         record = common.EngineLoad(
             running_requests=load.running,
             waiting_requests=load.waiting,
             waiting_uncached_tokens=load.waiting_tokens,
-            token_usage=usage,
-            active_token_usage=usage,
+            token_usage=cache.usage,
+            active_token_usage=cache.usage,
             gen_throughput=load.tokens_per_s,
             max_running_requests=self._info.max_num_seqs,
             sample=self._num_loads,
             load_only=load_only,
         )
         if load_only or self._num_loads == 1:
-            record.num_used_tokens = load.blocks_used * self._info.block_size
-            record.max_total_num_tokens = load.blocks * self._info.block_size
-            if load.prompt_tokens:
-                record.cache_hit_rate = load.cached_prompt_tokens / load.prompt_tokens
+            record.num_used_tokens = cache.used_tokens
+            record.max_total_num_tokens = cache.max_tokens
+            if cache.hit_rate is not None:
+                record.cache_hit_rate = cache.hit_rate
         return record
 
 

@@ -7,6 +7,7 @@ that comes again in a message adds to what it had.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
@@ -14,6 +15,7 @@ from frontend.completion import Delta
 from frontend.generation import VLLM_REASONS, CompletionReader, Generation
 from frontend.logprobs import LogprobRow
 from frontend.threads import in_pieces
+from shared.pb import scheduler_pb2
 
 _ROWS_AT_ONCE = 32
 
@@ -93,4 +95,23 @@ def _output_logprobs(rows: Sequence[LogprobRow]) -> vllm.OutputLogProbs:
             vllm.TopLogProbs(token_ids=token_ids[1:], values=values[1:])
             for token_ids, values in rows
         ],
+    )
+
+
+class CacheUse(NamedTuple):
+    """How much of an engine's KV cache is in use, and how much of the prompts was found in it."""
+
+    used_tokens: int
+    max_tokens: int
+    usage: float  # 0 to 1
+    hit_rate: float | None  # 0 to 1, since the scheduler's start; None: no prompts so far
+
+
+def cache_use(load: scheduler_pb2.GetLoadResponse, block_size: int) -> CacheUse:
+    """Reads a scheduler's load; `block_size` in tokens."""
+    return CacheUse(
+        load.blocks_used * block_size,
+        load.blocks * block_size,
+        load.blocks_used / load.blocks,
+        load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else None,
     )

@@ -179,8 +179,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm.GetLoadsRequest, context: Context
     ) -> vllm.GetLoadsResponse:
         scheduler = self._generations.scheduler
-        load, info = await scheduler.load(), scheduler.engine_info
-        hits = load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+        load, info = await scheduler.calls.load(), scheduler.engine_info
+        cache = responses.cache_use(load, info.block_size)
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=1,
@@ -189,11 +189,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     num_running_reqs=load.running,
                     num_waiting_reqs=load.waiting,
                     num_total_reqs=load.running + load.waiting,
-                    num_used_tokens=load.blocks_used * info.block_size,
-                    max_total_num_tokens=load.blocks * info.block_size,
-                    token_usage=load.blocks_used / load.blocks,
+                    num_used_tokens=cache.used_tokens,
+                    max_total_num_tokens=cache.max_tokens,
+                    token_usage=cache.usage,
                     gen_throughput=load.tokens_per_s,
-                    cache_hit_rate=hits,
+                    cache_hit_rate=cache.hit_rate,
                     utilization=load.running / info.max_num_seqs,
                     max_running_requests=info.max_num_seqs,
                     num_waiting_uncached_tokens=load.waiting_tokens,
@@ -209,7 +209,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise InvalidArgumentError(
                 "timeout_s", f"{request.timeout_s:g}; must be in [0, {_MAX_FLUSH_S}]"
             )
-        flushed = await self._generations.scheduler.flush_cache(request.timeout_s)
+        flushed = await self._generations.scheduler.calls.flush_cache(request.timeout_s)
         message = "the prefix cache is empty" if flushed else "requests are in progress"
         return common.FlushCacheResponse(success=flushed, message=message)
 
@@ -217,14 +217,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common.StartProfileRequest, context: Context
     ) -> common.ProfileResponse:
         check_operator(self._operators, context)
-        traces = await self._generations.scheduler.start_profile(profile_request(request))
+        traces = await self._generations.scheduler.calls.start_profile(profile_request(request))
         return common.ProfileResponse(success=True, message=f"recording {', '.join(traces)}")
 
     async def StopProfile(
         self, request: common.StopProfileRequest, context: Context
     ) -> common.ProfileResponse:
         check_operator(self._operators, context)
-        traces = await self._generations.scheduler.stop_profile()
+        traces = await self._generations.scheduler.calls.stop_profile()
         return common.ProfileResponse(success=True, message=f"wrote {', '.join(traces)}")
 
     async def SubscribeKvEvents(
@@ -237,7 +237,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             )
         scheduler = self._generations.scheduler
         stream = KvEventStream(scheduler.engine_info)
-        async with aclosing(scheduler.watch_blocks()) as messages:
+        async with aclosing(scheduler.calls.watch_blocks()) as messages:
             async for message in messages:
                 yield stream.batch(message)
 

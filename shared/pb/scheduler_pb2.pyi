@@ -954,7 +954,7 @@ Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
 
 @_typing.final
 class StartProfileRequest(_message.Message):
-    """As in worker.proto."""
+    """Has all workers record their next steps; the fields are those of worker.proto."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
