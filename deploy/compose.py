@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT, stream_completion
-from deploy.model import resolve_model
+from deploy.model import model_name, resolve_model
 from deploy.plan import Environment, Layout, StackSettings, check_environment, read_settings
 from deploy.stack import bracket_host, dialled_address, make_directory, run_directory
 from shared.config import PREFIX
@@ -73,11 +73,14 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
     """The variables that docker/compose.yaml reads besides the services' settings."""
     last_port = settings.port + layout.frontends - 1
     names = ",".join(f"worker-{rank}:{WORKER_PORT}" for rank in range(settings.tp))
+    model = resolve_model(settings.model)
     return {
-        "MODEL_DIRECTORY": str(_without_links(resolve_model(settings.model))),
+        "MODEL_DIRECTORY": str(_without_links(model)),
         "HOST": bracket_host(settings.host),
         "PORTS": f"{settings.port}-{last_port}" if layout.frontends > 1 else str(settings.port),
         "FRONTENDS": str(layout.frontends),
+        f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
+        or model_name(settings.model, model),
         f"{PREFIX}WORKER_ADDRESSES": names,
     }
 

@@ -37,6 +37,14 @@ def resolve_model(model: str) -> Path:
     raise LaunchError(f"MODEL: {model} is no directory{hint}")
 
 
+def model_name(model: str, directory: Path) -> str:
+    """What clients call `model`, found in `directory`, unless they are told otherwise: OWNER/NAME
+    of the hub, or its directory's name."""
+    if model.startswith(HUB):
+        return model.removeprefix(HUB).partition("@")[0]
+    return directory.resolve().name
+
+
 def _from_hub(model: str) -> Path:
     hub_id, _, revision = model.removeprefix(HUB).partition("@")
     if not _HUB_ID.fullmatch(hub_id):

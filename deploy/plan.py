@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.errors import LaunchError
-from deploy.model import resolve_model
+from deploy.model import model_name, resolve_model
 from deploy.ports import choose_port, free_port, free_service_port
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
@@ -37,6 +37,7 @@ class StackSettings(PublicSettings):
     program: ClassVar[str] = "nano-vllm-grpc"
 
     model: str = "models/demo"
+    served_model_name: str = ""
     tp: int = Field(1, gt=0)
     scheduler_address: str = ""
     worker_addresses: Addresses = ()
@@ -117,6 +118,9 @@ def plan_stack(
         ui_port = choose_port("UI_PORT", wanted, "127.0.0.1", port, usual, taken=http_port)
     reads_model = bool({"worker", "frontend"} & set(layout.services))
     model = resolve_model(settings.model) if reads_model else None
+    name = settings.served_model_name
+    if model and not name:
+        name = model_name(settings.model, model)
     stack = Stack(
         directory=directory,
         host=settings.host,
@@ -132,7 +136,7 @@ def plan_stack(
         public_tls=_public_tls(settings) if "frontend" in layout.services else None,
         internal_tls=settings.dialer.tls,
         auth_tokens_file=_tokens_file(settings) if "frontend" in layout.services else "",
-        model=model.resolve().name if model else "",
+        model=name,
         http_port=http_port,
         ui_port=ui_port,
     )
@@ -153,7 +157,7 @@ def plan_stack(
     if stack.ui_port:
         ours["UI_PORT"] = str(stack.ui_port)
     if model:
-        ours["MODEL"] = str(model)
+        ours |= {"MODEL": str(model), "SERVED_MODEL_NAME": name}
     if settings.metrics_port:
         raise LaunchError("NANO_METRICS_PORT: is one process's; a stack's have free ports")
     if layout.metrics:

@@ -35,8 +35,11 @@ class ModelFacts:
     pad_token_id: int = 0
 
 
-def read_model_facts(directory: Path) -> ModelFacts:
+def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
     """Reads config.json and, if there is one, generation_config.json.
+
+    Args:
+        name: what clients call the model; if empty, its directory's name.
 
     Raises:
         ModelFilesError: a file is missing or unreadable, or a value in it is impossible.
@@ -50,7 +53,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     if not isinstance(vocab_size, int) or vocab_size <= 0:
         raise ModelFilesError(f"{directory / 'config.json'}: vocab_size is {vocab_size!r}")
     return ModelFacts(
-        name=directory.resolve().name,
+        name=name or directory.resolve().name,
         vocab_size=vocab_size,
         eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         defaults=_sampling_defaults(generation, generation_path, vocab_size),

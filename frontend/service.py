@@ -78,7 +78,7 @@ async def serve(
         OSError: the address cannot be bound.
     """
     directory = Path(settings.model)
-    facts = read_model_facts(directory)
+    facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
     door = Server(settings, ENGINE_NAME, beside=server)
     opened = False

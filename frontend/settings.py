@@ -60,6 +60,12 @@ class FrontendSettings(PublicSettings):
     program: ClassVar[str] = "python -m frontend"
 
     model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
+    served_model_name: str = Field(
+        "",
+        description="what clients call the model; if empty, its directory's name",
+        max_length=256,
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+    )
     scheduler_address: str = "127.0.0.1:50052"
     tokenizer_threads: int = Field(2, gt=0)
     index: int = Field(0, ge=0, description="of this frontend among those that share the port")

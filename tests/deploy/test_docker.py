@@ -197,6 +197,7 @@ def test_variables_given_to_compose() -> None:
         "HOST": "127.0.0.1",
         "PORTS": "6000-6002",
         "FRONTENDS": "3",
+        "NANO_SERVED_MODEL_NAME": "demo",
         "NANO_WORKER_ADDRESSES": "worker-0:50053,worker-1:50053",
     }
 

@@ -90,6 +90,7 @@ def test_defaults() -> None:
     # Unset variables are not passed on: the services' own defaults apply.
     assert environment == {
         "NANO_MODEL": DEMO,
+        "NANO_SERVED_MODEL_NAME": "demo",
         "NANO_HOST": "127.0.0.1",
         "NANO_PORT": "50051",
         "NANO_SCHEDULER_ADDRESS": "unix:.run/50051/scheduler.sock",
@@ -257,8 +258,9 @@ def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_commit_pins_a_model_of_the_hub(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, environment = plan(MODEL=f"hub:somebody/demo@{COMMIT}")
+    stack, environment = plan(MODEL=f"hub:somebody/demo@{COMMIT}")
     assert environment["NANO_MODEL"] == str(cached)
+    assert environment["NANO_SERVED_MODEL_NAME"] == stack.model == "somebody/demo"
     assert capsys.readouterr().err == ""
     # Links into the cache are followed by all readers.
     model = Path(environment["NANO_MODEL"])
@@ -273,6 +275,15 @@ def test_a_branch_of_the_hub_says_which_commit_it_was(
     _, environment = plan(MODEL="hub:somebody/demo@main")
     assert environment["NANO_MODEL"] == str(cached)
     assert f"MODEL=hub:somebody/demo@{COMMIT} keeps to it" in capsys.readouterr().err
+
+
+def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
+    stack, environment = plan()
+    assert environment["NANO_SERVED_MODEL_NAME"] == stack.model == "demo"
+    stack, environment = plan(SERVED_MODEL_NAME="acme/fox-1.5")
+    assert environment["NANO_SERVED_MODEL_NAME"] == stack.model == "acme/fox-1.5"
+    with pytest.raises(SettingsError, match="served_model_name"):
+        plan(SERVED_MODEL_NAME="two\nlines")
 
 
 def test_a_scheduler_alone_needs_no_model() -> None:

@@ -17,6 +17,7 @@ from deploy.supervisor import stop_process
 from tests.stack import RealStack, running_stack
 
 PROMPT = "Once upon a time"
+NAME = "acme/fox-1.5"
 NUM_TOKENS = 1500
 
 pytestmark = pytest.mark.xdist_group("http")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("http")
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[RealStack]:
-    with running_stack(http_port="auto") as running:
+    with running_stack(http_port="auto", served_model_name=NAME) as running:
         yield running
 
 
@@ -47,7 +48,7 @@ HEADERS = {"content-type": "application/json"}
 
 
 def body(**options: Any) -> str:
-    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+    asked = {"model": NAME, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
     return json.dumps(asked | {"ignore_eos": True} | options)
 
 
@@ -202,7 +203,8 @@ def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
 
 
 def test_a_full_queue_is_429_and_no_engine_503() -> None:
-    with running_stack(http_port="auto", max_num_seqs=1, max_waiting=1) as stack:
+    limits = {"max_num_seqs": 1, "max_waiting": 1}
+    with running_stack(http_port="auto", served_model_name=NAME, **limits) as stack:
         with streaming(stack, n=16):  # one after another, beyond all of the gateway's retries
             assert status(stack, "POST", "/v1/completions", body()) == 429
         stop_process(stack.directory, next(p for p in stack.processes() if p.name == "scheduler-0"))
