@@ -104,12 +104,11 @@ def is_whole(message: bytes) -> bool:
     connection = h11.Connection(h11.SERVER)
     try:
         connection.receive_data(message)
-        while (event := connection.next_event()) is not h11.NEED_DATA:
-            if isinstance(event, h11.EndOfMessage):
-                return True
+        while isinstance(event := connection.next_event(), (h11.Request, h11.Data)):
+            pass
+        return isinstance(event, h11.EndOfMessage)
     except h11.RemoteProtocolError:
-        pass
-    return False
+        return False
 
 
 async def exchange(address: str, message: bytes) -> Answer:
@@ -117,7 +116,7 @@ async def exchange(address: str, message: bytes) -> Answer:
     GET has none, and is read to its first. What is no whole request is followed by the end."""
     reader, writer = await dial(address)
     try:
-        with suppress(ConnectionError):  # it may have answered before all was written
+        with suppress(OSError):  # it may have answered before all was written
             writer.write(message)
             await writer.drain()
             if not is_whole(message):

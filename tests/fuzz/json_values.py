@@ -65,9 +65,9 @@ def twist(value: Any, rng: random.Random) -> Any:
 
 
 def _draw(rng: random.Random) -> Any:
+    value: Any = copy.deepcopy(rng.choice(_EDGES))  # further twists may change it
     if rng.random() < 0.9:
-        return rng.choice(_EDGES)
-    value: Any = rng.choice(_EDGES)
+        return value
     for _ in range(rng.choice(_DEEP)):
         value = [value] if rng.random() < 0.5 else {"items": value}
     return value
