@@ -6,6 +6,7 @@ export class Chat {
   #turns = [];
   #known = new Set();  // faults
   #log; #onChange; #stopping = null; #answer = null; #pause = null; #receivedAt;
+  #unshown = ""; #frame = 0;
 
   // `onChange` is called when an answer begins or ends.
   constructor(log, onChange) {
@@ -40,6 +41,7 @@ export class Chat {
   #notice() {
     const notice = element("span", "notice");
     notice.setAttribute("role", "status");
+    this.#show();
     this.#keepAtEnd(() => this.#answer.append(notice));
     return notice;
   }
@@ -81,17 +83,16 @@ export class Chat {
         if (piece.error) throw new Error(piece.error);
         said += piece.text;
         this.#received();
-        this.#keepAtEnd(() => {
-          const afterNotice = answer.lastChild?.className === "notice";
-          answer.append(afterNotice ? piece.text.trimStart() : piece.text);
-          if (piece.timings) answer.append(element("span", "facts", describe(piece)));
-        });
+        this.#unshown += piece.text;
+        this.#frame ||= requestAnimationFrame(() => this.#show());
+        if (piece.timings) this.#show(element("span", "facts", describe(piece)));
       }
     } catch (error) {
       const stopped = error.name === "AbortError";
       const [className, reason] = stopped ? ["facts", "stopped"] : ["facts bad", error.message];
-      answer.append(element("span", className, reason));
+      this.#show(element("span", className, reason));
     }
+    this.#show();
     if (said && answer.isConnected) this.#turns = [...turns, { role: "assistant", content: said }];
     answer.removeAttribute("aria-busy");
     this.#stopping = this.#answer = null;
@@ -112,6 +113,17 @@ export class Chat {
       rest = events.pop();
       for (const event of events) yield JSON.parse(event.slice("data: ".length));
     }
+  }
+
+  // Appends what has come since the last frame, and then `end`. To do it for each token would lay
+  // the whole answer out for each.
+  #show(end = "") {
+    cancelAnimationFrame(this.#frame);
+    const afterNotice = this.#answer.lastChild?.className === "notice";
+    const text = afterNotice ? this.#unshown.trimStart() : this.#unshown;
+    this.#unshown = "";
+    this.#frame = 0;
+    this.#keepAtEnd(() => this.#answer.append(...[text, end].filter(Boolean)));
   }
 
   // Stays at the end of the conversation, unless the user has scrolled away from it.

@@ -59,7 +59,8 @@ def test_an_answer_streams_outlives_its_worker_and_stops(stack: RealStack, tab: 
     assert paused.replace("\n", "").startswith(begun.replace("\n", ""))
     wait_for(lambda: len(tab.text(ANSWER)) > len(paused), "the rest of it")
     assert 0 < float(tab.wait_for("#faults tr", "worker-0").split()[1]) <= float(waited.split()[-2])
-    assert tab.wait_for("#processes tr:nth-child(1):has(.good)").split()[-1] == "1"
+    # Once, unless a busy machine made it miss its heartbeats.
+    assert int(tab.wait_for("#processes tr:nth-child(1):has(.good)").split()[-1]) >= 1
     tab.wait_for("#health.good", "serving")
 
     tab.press("Escape")
@@ -100,7 +101,8 @@ def test_all_of_it_fits_a_small_screen_in_either_theme(tab: Tab, theme: str) -> 
     tab.show(360, 640, theme)
     tab.wait_for("#processes", "frontend-0")
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert tab.evaluate(overflow) == 0
+    # Charts are drawn anew once their places have other sizes.
+    wait_for(lambda: tab.evaluate(overflow) == 0, "all within the screen's width")
     back, text = (
         tab.evaluate(f"getComputedStyle(document.body).{name}.match(/[0-9]+/g).map(Number)")
         for name in ("backgroundColor", "color")
