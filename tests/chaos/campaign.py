@@ -68,6 +68,8 @@ class _Campaign:
             await self._harm(target, load, kind)
         await load.stop()
         await asyncio.to_thread(self._stack.wait_serving)
+        # As before the start: processes for grammars come with the first request that has one.
+        await undisturbed(self._stack.address, requests)
         end = await self._rest()
         outcome = load.outcome
         report.requests, report.tokens = outcome.requests, outcome.tokens
