@@ -24,9 +24,9 @@ from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.result import Result, print_table, write_json
 from bench.single_stream import measure_single_stream
-from bench.stack import Received, run_stack
+from bench.stack import Received, private_stack, run_stack
 from bench.workload import Shape, check_fits, reference_workload, warm_up_request
-from frontend.client import AsyncLLM, LLMError, ModelInfo, PrivateStack
+from frontend.client import AsyncLLM, LLMError, ModelInfo
 
 
 def _mode_parser() -> argparse.ArgumentParser:
@@ -87,9 +87,7 @@ def server(options: argparse.Namespace, console: Console) -> Iterator[tuple[str,
         return
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         scheduler_address = f"unix:{directory}/scheduler.sock"
-        with console.status(f"starting a private stack with {options.model}"):
-            stack = PrivateStack(options.model, scheduler_address=scheduler_address)
-        with stack:
+        with private_stack(options.model, console, scheduler_address=scheduler_address) as stack:
             yield stack.address, scheduler_address
 
 

@@ -25,8 +25,8 @@ from rich.table import Table
 from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, percentile, summarize
-from bench.stack import PLAIN
-from frontend.client import AsyncLLM, LLMError, PrivateStack, StructuredOutput
+from bench.stack import PLAIN, private_stack
+from frontend.client import AsyncLLM, LLMError, StructuredOutput
 
 # Matches long enough text for any run, so that no stream ends early.
 _WORDS = StructuredOutput(regex=r"([a-z]{1,9}[ .])+")
@@ -74,9 +74,7 @@ async def measure(options: argparse.Namespace, console: Console) -> list[Cost]:
         LLMError: the server refused or failed.
     """
     costs = []
-    with console.status(f"starting a private stack with {options.model}"):
-        stack = PrivateStack(options.model)
-    with stack:
+    with private_stack(options.model, console) as stack:
         async with AsyncLLM(stack.address) as llm:
             for name, fields in FEATURES.items():
                 with console.status(name):

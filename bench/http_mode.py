@@ -25,9 +25,10 @@ from rich.console import Console
 from bench.errors import BenchError
 from bench.http2 import Connection
 from bench.machine import this_machine
+from bench.stack import private_stack
 from bench.stream_client import METHOD
 from deploy.ports import free_service_port
-from frontend.client import LLMError, PrivateStack
+from frontend.client import LLMError
 from shared.pb import frontend_pb2 as pb
 
 _WORDS = ("once", "upon", "a", "time", "there", "was", "fox", "who", "lived", "in", "the", "wood")
@@ -133,9 +134,7 @@ async def measure(options: argparse.Namespace, console: Console) -> Cost:
         LLMError: the server did not start.
     """
     http_port = free_service_port()
-    with console.status(f"starting a private stack with {options.model}"):
-        stack = PrivateStack(options.model, http_port=http_port)
-    with stack:
+    with private_stack(options.model, console, http_port=http_port) as stack:
         host, _, port = stack.address.rpartition(":")
         doors = Doors(options.model.resolve().name, host, int(port), http_port)
         sends = (doors.grpc, doors.http)

@@ -25,9 +25,9 @@ from rich.table import Table
 from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, summarize
-from bench.stack import run_request
+from bench.stack import private_stack, run_request
 from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
-from frontend.client import AsyncLLM, LLMError, PrivateStack
+from frontend.client import AsyncLLM, LLMError
 
 # A server that takes this much longer than the requests took to arrive is beyond its capacity.
 _BEHIND = 1.5
@@ -168,9 +168,7 @@ def _server(options: argparse.Namespace, console: Console) -> Iterator[str]:
     if options.address:
         yield options.address
         return
-    with console.status(f"starting a private stack with {options.model}"):
-        stack = PrivateStack(options.model)
-    with stack:
+    with private_stack(options.model, console) as stack:
         yield stack.address
 
 

@@ -53,7 +53,7 @@ class InstantWorkers:
         return await never
 
     async def recover(self) -> None:
-        raise NotImplementedError("they are never lost")
+        raise AssertionError("they are never lost")
 
 
 class SwitchedMetrics(EngineMetrics):

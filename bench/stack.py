@@ -6,17 +6,27 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from bench.engine_stats import ReadStats
 from bench.errors import BenchError
 from bench.metrics import Trace, summarize
 from bench.run import Run
 from bench.workload import TEMPERATURE, Request
-from frontend.client import AsyncLLM, SamplingParams
+from frontend.client import AsyncLLM, PrivateStack, SamplingParams
 
 # Adds nothing to a temperature, whatever the model's own defaults are.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 Received = Callable[[int], None]
+
+
+def private_stack(model: str | Path, console: Console, **options: Any) -> PrivateStack:
+    """Starts a stack, with `options` of `PrivateStack`, and says so while it does."""
+    with console.status(f"starting a private stack with {model}"):
+        return PrivateStack(model, **options)
 
 
 async def run_stack(

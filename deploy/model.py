@@ -38,8 +38,8 @@ def resolve_model(model: str) -> Path:
 
 
 def model_name(model: str, directory: Path) -> str:
-    """What clients call `model`, found in `directory`, unless they are told otherwise: OWNER/NAME
-    of the hub, or its directory's name."""
+    """The default name of `model`, which is in `directory`, for its clients: OWNER/NAME of the hub,
+    or the directory's name."""
     if model.startswith(HUB):
         return model.removeprefix(HUB).partition("@")[0]
     return directory.resolve().name

@@ -19,9 +19,9 @@ _RETRY_AFTER_S = 0.5
 
 
 class EngineCalls:
-    """What gateways and operators ask of the engine.
+    """Asks the engine for what gateways and operators want of it.
 
-    Each raises UnavailableError if there is no connection, or it is lost meanwhile.
+    Each call raises UnavailableError if there is no connection, or it is lost meanwhile.
     """
 
     def __init__(self) -> None:

@@ -114,9 +114,7 @@ class Sequence:
         self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
         self.resubmitted = resubmitted  # it had been accepted before the connection was lost
         self.client = client
-        self.traceparent = (
-            traceparent  # of the span that its own belong to; empty: it is not traced
-        )
+        self.traceparent = traceparent  # of its spans' parent; empty: it is not traced
         # Its tokens.
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)

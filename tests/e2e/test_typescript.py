@@ -37,7 +37,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(example: Path, address: str) -> list[str]:
-    """What the example prints: a title and an answer, twice."""
+    """Runs the example -> its output: a title and an answer, twice."""
     done = subprocess.run(
         ["node", "dist/main.js", address], cwd=example, capture_output=True, text=True, timeout=60
     )

@@ -91,7 +91,7 @@ class Tab:
         return result["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What can be read in the elements that the selector finds."""
+        """The visible text of the elements that the selector finds."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return str(self.evaluate(f"{found}.map(each => each.innerText).join('\\n')"))
 
