@@ -67,6 +67,11 @@ class FrontendSettings(PublicSettings):
         pattern=r"^[^\x00-\x1f\x7f]*$",
     )
     scheduler_address: str = "127.0.0.1:50052"
+    scheduler_addresses: Addresses = Field(
+        (),
+        description="of several engines: host:port or unix:path of each, dns:host:port for all "
+        "addresses of a name, file:path for those on a file's lines",
+    )
     tokenizer_threads: int = Field(2, gt=0)
     index: int = Field(0, ge=0, description="of this frontend among those that share the port")
     operator_tokens_file: str = Field(
@@ -77,7 +82,7 @@ class FrontendSettings(PublicSettings):
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )
 
-    _split = field_validator("engine_addresses", mode="before")(split_commas)
+    _split = field_validator("engine_addresses", "scheduler_addresses", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

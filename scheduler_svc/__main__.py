@@ -126,6 +126,8 @@ async def _run_engine(
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_waiting=limits.max_waiting,
             tensor_parallel_size=len(settings.worker_addresses),
+            name=settings.engine_name,
+            model_fingerprint=group.model_fingerprint,
         )
         await asyncio.gather(servicer.run(engine, info, workers), on_serving(True), engine.run())
     finally:

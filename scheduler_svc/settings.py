@@ -19,6 +19,12 @@ class SchedulerSettings(ServiceSettings):
     # Frontends hold the streams and resubmit their requests: there is nothing to wait for.
     drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
+    engine_name: str = Field(
+        "0",
+        description="what this engine is called among several",
+        max_length=256,
+        pattern=r"^[^\x00-\x1f\x7f]+$",
+    )
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     model: str = Field("models/demo", description="model directory, for structured output")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")

@@ -22,6 +22,7 @@ class WorkerGroup:
     vocab_size: int
     max_num_batched_tokens: int  # of a step
     epoch: int  # the highest that any rank has seen
+    model_fingerprint: str
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
@@ -49,4 +50,5 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         vocab_size=infos[0].vocab_size,
         max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),
         epoch=max(info.epoch for info in infos),
+        model_fingerprint=infos[0].model_fingerprint,
     )

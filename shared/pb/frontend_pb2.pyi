@@ -458,6 +458,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """echoed; generated if empty"""
     text: _builtins.str
@@ -466,6 +467,10 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Cached prefixes are shared only among requests with the same salt, so that nobody else can tell
     from the time to first token, or from the usage, what has been asked.
+    """
+    engine: _builtins.str
+    """The name of the engine that is to run this, where there are several. Empty: the one that is
+    expected to have the first token soonest. If that engine is lost, another goes on.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -488,10 +493,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "engine", b"engine", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

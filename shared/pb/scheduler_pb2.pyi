@@ -119,6 +119,7 @@ class Submit(_message.Message):
     RESUBMITTED_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """Chosen by the frontend, and never used twice on a stream unless a Trial withdraws it in between."""
     request_id: _builtins.str
@@ -143,6 +144,8 @@ class Submit(_message.Message):
     The number of completions of the prompt, which are numbered request, request + 1, ... and
     sampled with seed, seed + 1, ...; 0 means 1. In beam search there is one per beam, best first.
     """
+    expected_cached_tokens: _builtins.int
+    """The prompt's tokens that this engine has cached, as far as the frontend knows."""
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
     @_builtins.property
@@ -162,10 +165,11 @@ class Submit(_message.Message):
         resubmitted: _builtins.bool = ...,
         n: _builtins.int = ...,
         client: Global___Client | None = ...,
+        expected_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "generated_ids", b"generated_ids", "n", b"n", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "expected_cached_tokens", b"expected_cached_tokens", "generated_ids", b"generated_ids", "n", b"n", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,15 +480,19 @@ class EngineState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SERVING_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     serving: _builtins.bool
+    draining: _builtins.bool
+    """The scheduler is about to stop, and stays for what cannot go on at another engine."""
     def __init__(
         self,
         *,
         serving: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["serving", b"serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "serving", b"serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,6 +510,8 @@ class EngineInfo(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """prompt and completion together: the model's limit or the cache's, tokens"""
     vocab_size: _builtins.int
@@ -511,6 +521,10 @@ class EngineInfo(_message.Message):
     max_num_batched_tokens: _builtins.int
     max_waiting: _builtins.int
     tensor_parallel_size: _builtins.int
+    name: _builtins.str
+    """the engine's, among several"""
+    model_fingerprint: _builtins.str
+    """engines with the same one give the same tokens"""
     def __init__(
         self,
         *,
@@ -522,10 +536,12 @@ class EngineInfo(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_waiting: _builtins.int = ...,
         tensor_parallel_size: _builtins.int = ...,
+        name: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "num_blocks", b"num_blocks", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_blocks", b"num_blocks", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,6 +905,9 @@ class GetLoadResponse(_message.Message):
     FRONTENDS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     STEP_TIME_S_FIELD_NUMBER: _builtins.int
+    WAITING_UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     """Now:
     sequences
@@ -921,6 +940,12 @@ class GetLoadResponse(_message.Message):
     """sampled, over the last ten seconds or so"""
     step_time_s: _builtins.float
     """from one answer to the next while there is work, averaged likewise"""
+    waiting_uncached_tokens: _builtins.int
+    """of waiting_tokens, as far as frontends knew"""
+    prompt_token_s: _builtins.float
+    """seconds that a prompt's token takes, 0: not known yet"""
+    queue_s: _builtins.float
+    """until a sequence that came now would be admitted, for want of room"""
     def __init__(
         self,
         *,
@@ -943,10 +968,13 @@ class GetLoadResponse(_message.Message):
         frontends: _builtins.int = ...,
         tokens_per_s: _builtins.float = ...,
         step_time_s: _builtins.float = ...,
+        waiting_uncached_tokens: _builtins.int = ...,
+        prompt_token_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
