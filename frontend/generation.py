@@ -11,10 +11,10 @@ import structlog
 
 from frontend.call import CALL
 from frontend.completion import CompletionBuilder, Delta
+from frontend.engines.pool import Engines
 from frontend.logprobs import CompletionLogprobs
 from frontend.metrics import ABORT, ERROR, LENGTH, STOP, RequestMetrics
 from frontend.request import Request
-from frontend.scheduler_client import SchedulerClient
 from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
 from shared.errors import DeadlineError, InternalError, ServiceError
@@ -126,12 +126,10 @@ class Generation:
         self,
         request: Request,
         readers: Sequence[CompletionReader],
-        close: Callable[[TokenStream], None],
         received_at: float,
         metrics: RequestMetrics,
     ) -> None:
-        """`close`: drops a stream that has not ended; `received_at`: when the request arrived, by
-        `time.monotonic`."""
+        """`received_at`: when the request arrived, by `time.monotonic`."""
         self._metrics = metrics
         call = CALL.get()
         self._trace = call.trace if call else None
@@ -139,7 +137,6 @@ class Generation:
         self.request = request
         self._all = readers
         self._open = list(readers)
-        self._close = close
         self._received_at = received_at
         # Not sent yet.
         self._prompt_logprobs = readers[0].stream.prompt_logprobs
@@ -184,7 +181,7 @@ class Generation:
         for each, _ in deltas:
             if each.ending is not None:
                 # After a stop string this frees the blocks before the client reads on.
-                self._close(each.stream)
+                each.stream.close()
                 self._open.remove(each)
                 self._metrics.finished[VLLM_REASONS[each.ending.reason]] += 1
         self._observe()
@@ -197,14 +194,14 @@ class Generation:
         """Ends the completions where they are."""
         self._prompt_logprobs = None
         for each in self._open:
-            self._close(each.stream)
+            each.stream.close()
             if not each.stream.ended:
                 each.stream.complete(FinishReason.ABORTED)
 
     def close(self) -> None:
         """Drops the completions that have not ended."""
         for each in self._open:
-            self._close(each.stream)
+            each.stream.close()
             failed = each.stream.error and not isinstance(each.stream.error, DeadlineError)
             self._metrics.finished[ERROR if failed else ABORT] += 1
 
@@ -254,7 +251,7 @@ class Generation:
 
 async def begin(
     request: Request,
-    scheduler: SchedulerClient,
+    engines: Engines,
     table: Mapping[int, bytes],
     received_at: float,
     on_thread: OnThread,
@@ -279,12 +276,12 @@ async def begin(
         await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
     reason = _end_of_resumed(request, builders[0])
     if reason is None:
-        streams = scheduler.submit(request)
+        streams = engines.submit(request)
     else:
         streams = [TokenStream(0, request, Waiter(Turns(1)))]
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
-    return Generation(request, readers, scheduler.close, received_at, scheduler.metrics)
+    return Generation(request, readers, received_at, engines.metrics)
 
 
 def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> None:

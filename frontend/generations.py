@@ -13,11 +13,11 @@ from grpc import aio
 
 from frontend import validation
 from frontend.call import CALL, Work
+from frontend.engines.pool import Engines
 from frontend.generation import Generation, begin
 from frontend.model_files import ModelFacts
 from frontend.request import Request
 from frontend.sampling_checks import check_resume, check_sampling
-from frontend.scheduler_client import SchedulerClient
 from frontend.tenants import engine_salt
 from frontend.tokenizer import Tokenizer
 from shared.errors import InvalidArgumentError
@@ -27,12 +27,12 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class Generations:
-    """Starts generations with one model and one scheduler, for every door of the frontend."""
+    """Starts generations with one model, for every door of the frontend."""
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, scheduler: SchedulerClient) -> None:
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, engines: Engines) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
-        self.scheduler = scheduler
+        self.engines = engines
 
     async def start(
         self,
@@ -60,7 +60,7 @@ class Generations:
         table = self.tokenizer.full_table if special else self.tokenizer.table
         generation = await begin(
             checked,
-            self.scheduler,
+            self.engines,
             table,
             received_at,
             self.tokenizer.on_thread,
@@ -101,7 +101,7 @@ class Generations:
             validation.check_priority(message.priority, client.priorities)
         request_id = message.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        info = self.scheduler.engine_info
+        info = self.engines.engine_info
         keep = None
         if truncate is not None:
             keep = validation.check_truncation(
@@ -119,6 +119,7 @@ class Generations:
             engine_salt(client, message.cache_salt),
             check_resume(message.resume_token_ids, sampling, info.vocab_size),
             client,
+            message.engine,
         )
 
     async def _prompt_ids(

@@ -66,3 +66,4 @@ class Request:
     # Tokens of the completion that the client already has; none follows one that ends it.
     resume_token_ids: Sequence[int] = ()
     client: Client | None = None  # None: anonymous
+    engine: str = ""  # the name of the one that it asks for

@@ -1,9 +1,10 @@
-"""The single stream to the scheduler: requests up, tokens down.
+"""The single stream to an engine's scheduler: requests up, tokens down.
 
 The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
-wait and are resubmitted on the next one with the tokens they have, to go on from there. A token is
-identified by (request, offset): those already received are dropped, so none is repeated. What may
-have killed a scheduler is submitted to the next one only when that says so (`suspects`).
+wait and are resubmitted on the next one with the tokens they have, to go on from there, or are
+released to go on at another engine (`engines.pool`). A token is identified by (request, offset):
+those already received are dropped, so none is repeated. What may have killed a scheduler is
+submitted to the next one only when that says so (`suspects`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from grpc import aio
 
-from frontend.call import CALL
 from frontend.engine_calls import EngineCalls
-from frontend.logprobs import PromptLogprobs
 from frontend.metrics import RequestMetrics
 from frontend.request import Request
 from frontend.scheduler_messages import (
@@ -33,14 +32,14 @@ from frontend.scheduler_messages import (
     submit_message,
     suspects_message,
 )
-from frontend.suspects import Suspects
-from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
+from frontend.streams import Streams
+from frontend.suspects import Record, Suspects
+from frontend.token_stream import FinishReason, Start, TokenStream
 from shared.channels import PLAINTEXT, Dialer
-from shared.errors import InternalError, QueueFullError, UnavailableError
+from shared.errors import InternalError, QueueFullError, ServiceError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.tls import FileError
-from shared.turns import Turns
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -49,18 +48,11 @@ log = structlog.get_logger(__name__)
 
 Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing follows
 
-# Log-probabilities of completions that clients have not read yet; some 70 bytes each.
-MAX_UNREAD_LOGPROBS = 1 << 22
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 _RETRY_AFTER_S = 0.5  # told to clients while there is no connection
 # What one iteration of the event loop may do.
 _LOGPROBS_AT_ONCE = 1 << 14
 _SUBMISSIONS_AT_ONCE = 32
-# A step of the engine has a token for every open request. If all their chunks were written at once
-# and the engine were faster than that, its steps would pile up unread and latency would grow
-# without bound. With a few chunks at a time, of some tens of microseconds each, steps are read as
-# they arrive, and a request that waits long for its turn gets the tokens of several in one chunk.
-_WRITES_AT_ONCE = 8
 _CONNECT_TIMEOUT_S = 10.0  # then comes a new channel, with the certificates of that time
 
 
@@ -74,36 +66,47 @@ class SchedulerClient:
         resume_timeout_s: float = 300.0,  # a worker may have died as well, and has weights to load
         dialer: Dialer = PLAINTEXT,
         metrics: RequestMetrics | None = None,
+        streams: Streams | None = None,
+        try_elsewhere: Callable[[TokenStream], bool] = lambda _: False,
     ) -> None:
-        """`on_ready` is told whether the engine serves, at each change; open requests outlive a
-        lost connection by `resume_timeout_s`."""
+        """Args:
+        on_ready: is told whether the engine serves, at each change.
+        resume_timeout_s: open requests outlive a lost connection by this.
+        streams: all of this frontend's, if there are other engines.
+        try_elsewhere: is given what the engine has no room for, and returns whether another has.
+        """
         self._address = address
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
         self._dialer = dialer
         self.metrics = metrics or RequestMetrics()
         self.calls = EngineCalls()
+        self._streams = streams or Streams()
+        self._try_elsewhere = try_elsewhere
         self._lost_at: float | None = None  # the connection, time.monotonic
-        self._next_number = 1
         self._open: dict[int, TokenStream] = {}
         # What the connected scheduler does not have, and what it may have still; some ended.
         self._withheld: set[int] = set()
         self._withdrawn: set[int] = set()
         self._suspects = Suspects()
         self._serving = True  # as far as the scheduler says
+        self.draining = False  # likewise
         self._holding = False  # nothing is submitted while the scheduler tries a suspect alone
-        self._writes = Turns(_WRITES_AT_ONCE)
-        self._scored: WeakSet[TokenStream] = WeakSet()  # until their calls end
-        self._num_unread = 0  # log-probabilities that have come since they were last counted
+        self._was_ready = False
         self._giving_up: asyncio.TimerHandle | None = None
+        self.model_fingerprint = ""  # of the engine when it was last connected
         # Both None while there is no connection.
         self._info: pb.EngineInfo | None = None
         self._outgoing: Outgoing | None = None
 
     @property
+    def connected(self) -> bool:
+        return self._info is not None
+
+    @property
     def serving(self) -> bool:
         """Whether a request that is submitted now would run."""
-        return self._info is not None and self._serving and not self._holding
+        return self.connected and self._serving and not self._holding and not self.draining
 
     @property
     def engine_info(self) -> pb.EngineInfo:
@@ -113,8 +116,36 @@ class SchedulerClient:
             UnavailableError: there is no connection.
         """
         if self._info is None:
-            raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
+            raise no_engine()
         return self._info
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open_streams(self) -> list[TokenStream]:
+        """The completions that have not ended, in order of their numbers."""
+        return [self._open[number] for number in sorted(self._open)]
+
+    def has(self, stream: TokenStream) -> bool:
+        return stream.number in self._open
+
+    def is_suspect(self, stream: TokenStream) -> bool:
+        """Whether schedulers died with a completion, so that it is only submitted on trial."""
+        return stream.number in self._suspects
+
+    def is_stranger(self, stream: TokenStream) -> bool:
+        """Whether a completion was begun with another model than this engine's."""
+        return self.model_of(stream) not in ("", self.model_fingerprint)
+
+    def model_of(self, stream: TokenStream) -> str:
+        """The fingerprint of the model that a completion here must go on with; empty: any."""
+        return stream.model_fingerprint or (self.model_fingerprint if stream.tokens else "")
+
+    def disconnect(self) -> None:
+        """Has the scheduler end the connection, on which there is nothing left to do."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(None)
 
     def submit(self, request: Request) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
@@ -122,36 +153,82 @@ class SchedulerClient:
         Raises:
             UnavailableError: there is no connection.
         """
-        if self._outgoing is None:
-            raise UnavailableError("no engine is ready", _RETRY_AFTER_S)
-        first, sampling = self._next_number, request.sampling
-        self._next_number += sampling.num_completions
-        call = CALL.get()
-        waiter = Waiter(self._writes, call.caller if call else "")
-        prompt = None
-        if sampling.prompt_logprobs is not None:
-            prompt = PromptLogprobs(len(request.prompt_ids))
-        streams = [TokenStream(first, request, waiter, 0, prompt)]
-        for index in range(1, sampling.num_completions):
-            streams.append(TokenStream(first + index, request, waiter, index))
-        if call and call.trace:
-            traceparent = call.trace.begin_generation()
-            for stream in streams:
-                stream.traceparent = traceparent
-        self._open.update((stream.number, stream) for stream in streams)
-        if sampling.logprobs is not None:
-            self._scored.update(streams)
+        if not self.connected:
+            raise no_engine()
+        streams = self._streams.open(request)
+        self.begin(streams)
+        return streams
+
+    def begin(self, streams: Sequence[TokenStream], expected_cached: int = 0) -> None:
+        """Submits the completions of a new request, of whose prompt the engine has
+        `expected_cached` tokens. There is a connection."""
+        assert self._outgoing is not None
+        self._take_in(streams)
         if self._holding:
             self._withheld.update(stream.number for stream in streams)
         else:
+            sampling = streams[0].request.sampling
             n = sampling.n if sampling.n > 1 else 0
-            self._outgoing.put_nowait(submit_message(streams[0], n=n))
-        return streams
+            message = self._submission(streams[0], n=n, expected_cached=expected_cached)
+            self._outgoing.put_nowait(message)
+
+    def adopt(
+        self,
+        streams: Sequence[TokenStream],
+        records: Sequence[Record | None],
+        expected_cached: int = 0,
+    ) -> None:
+        """Goes on with completions that another engine had, which have new numbers, and with what
+        is known of each as a suspect. The engine serves."""
+        assert self._outgoing is not None
+        self._take_in(streams)
+        for stream, record in zip(streams, records, strict=True):
+            if record and self._suspects.take_over(stream.number, record):
+                losses = {stream.number: record.losses}
+                self._withheld.add(stream.number)
+                self._outgoing.put_nowait(suspects_message(losses))
+            elif stands_for_itself(stream):
+                self._outgoing.put_nowait(
+                    self._submission(stream, resubmitted=True, expected_cached=expected_cached)
+                )
+
+    def release(self, streams: Sequence[TokenStream]) -> list[Record | None]:
+        """Lets go of completions that go on elsewhere; returns what is known of each as a
+        suspect."""
+        records = [self._suspects.hand_over(stream.number) for stream in streams]
+        for stream in streams:
+            self._bind(stream)
+            self.close(stream)
+        return records
+
+    def fail(self, streams: Sequence[TokenStream], error: ServiceError) -> None:
+        """Ends completions with `error`."""
+        for stream in streams:
+            self.close(stream)
+            stream.fail(error)
 
     def close(self, stream: TokenStream) -> None:
         """Has the scheduler drop a completion unless it has ended."""
-        if self._open.pop(stream.number, None) is not None and self._outgoing is not None:
+        if self._drop(stream.number) is not None and self._outgoing is not None:
             self._outgoing.put_nowait(abort_message(stream))
+
+    def _submission(self, stream: TokenStream, n: int = 0, **facts: Any) -> pb.FrontendMessage:
+        return submit_message(stream, n, num_engines=self._streams.num_engines, **facts)
+
+    def _take_in(self, streams: Sequence[TokenStream]) -> None:
+        for stream in streams:
+            self._open[stream.number] = stream
+            stream.close = partial(self.close, stream)
+
+    def _drop(self, number: int) -> TokenStream | None:
+        stream = self._open.pop(number, None)
+        if stream is not None:
+            stream.settle()
+        return stream
+
+    def _bind(self, stream: TokenStream) -> None:
+        """Notes the model that a completion's tokens are of, if that is not known."""
+        stream.model_fingerprint = self.model_of(stream)
 
     async def run(self) -> None:
         """Connects, and reconnects whenever the connection is lost. Only cancellation ends it."""
@@ -188,7 +265,9 @@ class SchedulerClient:
                 if message.HasField("engine_info"):
                     await self._on_connected(message.engine_info, outgoing)
                 elif message.HasField("engine_state"):
-                    await self._on_serving(message.engine_state.serving, self._holding)
+                    self._serving = message.engine_state.serving
+                    self.draining = message.engine_state.draining
+                    await self._tell_ready()
                 elif message.HasField("trial"):
                     await self._on_trial(message.trial)
                 else:
@@ -208,7 +287,8 @@ class SchedulerClient:
         if self._giving_up is not None:
             self._giving_up.cancel()
         self._info, self._outgoing = info, outgoing
-        self._serving, self._holding = True, False
+        self.model_fingerprint = info.model_fingerprint
+        self._serving, self._holding, self.draining = True, False, False
         if losses := self._suspects.losses(self._open):
             log.warning("schedulers died with requests", suspects=len(losses))
             outgoing.put_nowait(suspects_message(losses))
@@ -216,27 +296,31 @@ class SchedulerClient:
         await self._submit_rest(outgoing)
         if self._lost_at is not None:
             self.metrics.recovery.observe(time.monotonic() - self._lost_at)
-        await self._on_ready(True)
+        await self._tell_ready()
 
     async def _submit_rest(self, outgoing: Outgoing) -> None:
-        """Submits what was withheld, except suspects."""
-        suspects = {number for number in self._withheld if number in self._suspects}
-        rest, self._withheld = sorted(self._withheld - suspects), suspects
+        """Submits what was withheld, except suspects and what is of another model."""
+        kept = {
+            number
+            for number in self._withheld
+            if number in self._suspects
+            or (number in self._open and self.is_stranger(self._open[number]))
+        }
+        rest, self._withheld = sorted(self._withheld - kept), kept
         for place, number in enumerate(rest, start=1):
             if place % _SUBMISSIONS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             stream = self._open.get(number)  # if it is not closed meanwhile
             if stream is not None and stands_for_itself(stream):
-                outgoing.put_nowait(submit_message(stream, resubmitted=True))
+                outgoing.put_nowait(self._submission(stream, resubmitted=True))
 
-    async def _on_serving(self, serving: bool, holding: bool) -> None:
-        before = self._serving and not self._holding
-        self._serving, self._holding = serving, holding
-        if (ready := serving and not holding) != before:
+    async def _tell_ready(self) -> None:
+        if (ready := self.serving) != self._was_ready:
+            self._was_ready = ready
             await self._on_ready(ready)
 
     async def _on_trial(self, trial: pb.Trial) -> None:
-        outgoing, holds = self._outgoing, trial.withdraw or trial.alone
+        outgoing, self._holding = self._outgoing, trial.withdraw or trial.alone
         assert outgoing is not None
         on_trial, cleared = self._suspects.begin_trial(trial.requests, alone=trial.alone)
         if trial.withdraw:
@@ -248,11 +332,11 @@ class SchedulerClient:
             outgoing.put_nowait(suspects_message(cleared=cleared, holding=trial.withdraw))
         for stream in filter(None, map(self._open.get, on_trial)):
             self._withheld.discard(stream.number)
-            outgoing.put_nowait(submit_message(stream, resubmitted=True))
+            outgoing.put_nowait(self._submission(stream, resubmitted=True))
         self._clear_suspects()
-        if not holds:
+        if not self._holding:
             await self._submit_rest(outgoing)
-        await self._on_serving(self._serving, holds)
+        await self._tell_ready()
 
     def _clear_suspects(self) -> None:
         cleared = self._suspects.clear(self._open)
@@ -268,26 +352,23 @@ class SchedulerClient:
                 "a request kills the scheduler whenever it is submitted",
                 request_id=culprit.request.request_id,
             )
-            del self._open[culprit.number]
+            self._drop(culprit.number)
             culprit.fail(InternalError("internal error"))
 
     async def _on_disconnected(self) -> None:
         self._info = self._outgoing = None
         self._lost_at = time.monotonic()
         self._suspects.end_trial()
+        for stream in self._open.values():
+            self._bind(stream)
         self._giving_up = asyncio.get_running_loop().call_later(
             self._resume_timeout_s, self._give_up
         )
-        await self._on_ready(False)
+        await self._tell_ready()
 
     def _give_up(self) -> None:
-        for stream in self._open.values():
-            stream.fail(
-                UnavailableError(
-                    "the engine was lost and did not come back in time", _RETRY_AFTER_S
-                )
-            )
-        self._open.clear()
+        reason = "the engine was lost and did not come back in time"
+        self.fail(self.open_streams(), UnavailableError(reason, _RETRY_AFTER_S))
 
     def _on_step(self, output: pb.StepOutput) -> None:
         """Hands out the tokens of one engine step, then the ends that came with it.
@@ -311,14 +392,15 @@ class SchedulerClient:
             stream = self._open.get(started.request)
             if stream is not None and stream.start is None:
                 stream.start = Start(started.cached_prompt_tokens, started.queue_s)
+                stream.settle()
                 self.metrics.queue_time.observe(started.queue_s)
         for finished in output.finished:
-            stream = self._open.pop(finished.request, None)
+            stream = self._drop(finished.request)
             if stream is not None:
                 end = finish_of(finished, stream.request.request_id)
                 if isinstance(end, FinishReason):
                     stream.complete(end, finished.score)
-                else:
+                elif not (isinstance(end, QueueFullError) and self._try_elsewhere(stream)):
                     stream.fail(end)
         for stream in grown:
             stream.waiter.wake()
@@ -346,33 +428,7 @@ class SchedulerClient:
             if rows.prompt:
                 stream.waiter.wake()  # tokens of other completions may be waiting for them
             else:
-                self._num_unread += len(rows.token_ids) // 4
-                if self._num_unread > MAX_UNREAD_LOGPROBS:
-                    self._drop_unread()
-
-    def _drop_unread(self) -> None:
-        """Counts what clients have not read, and if it is too much, ends the completions that have
-        most of it."""
-        unread = [
-            (stream.logprobs.num_entries, stream)
-            for stream in self._scored
-            if stream.logprobs is not None
-        ]
-        unread.sort(key=lambda each: each[0])
-        self._num_unread = sum(count for count, _ in unread)
-        if self._num_unread > MAX_UNREAD_LOGPROBS:
-            while self._num_unread > MAX_UNREAD_LOGPROBS // 2:
-                count, stream = unread.pop()
-                self._num_unread -= count
-                self.close(stream)
-                stream.logprobs = None
-                stream.fail(
-                    QueueFullError(
-                        f"sampling.logprobs: {count} have not been read, more than of any other "
-                        f"request; the limit is {MAX_UNREAD_LOGPROBS} of all",
-                        _RETRY_AFTER_S,
-                    )
-                )
+                self._streams.count_unread(len(rows.token_ids) // 4)
 
     def _fail_on_gap(self, stream: TokenStream, offset: int) -> None:
         log.error(
@@ -381,8 +437,12 @@ class SchedulerClient:
             expected_offset=len(stream.tokens),
             offset=offset,
         )
-        self.close(stream)
-        stream.fail(InternalError("internal error"))
+        self.fail([stream], InternalError("internal error"))
+
+
+def no_engine() -> UnavailableError:
+    """The error of a request while there is no connection."""
+    return UnavailableError("no engine is ready", _RETRY_AFTER_S)
 
 
 async def _drain(outgoing: Outgoing) -> AsyncIterator[pb.FrontendMessage]:

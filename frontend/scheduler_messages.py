@@ -48,13 +48,21 @@ _NAMED_FIELD = re.compile(r"((\w+)(?:\.\w+|\[\d+\])*): (.*)", re.DOTALL)
 
 
 def submit_message(
-    stream: TokenStream, n: int = 0, *, resubmitted: bool = False
+    stream: TokenStream,
+    n: int = 0,
+    *,
+    resubmitted: bool = False,
+    expected_cached: int = 0,
+    num_engines: int = 1,
 ) -> pb.FrontendMessage:
     """Submits a completion with the tokens it has so far.
 
     Args:
         n: the number of completions, of which this is the first; 0 for this one alone, or a beam
             search.
+        resubmitted: whether it was accepted before, here or by another engine.
+        expected_cached: tokens that the engine has in its cache, as far as is known.
+        num_engines: so many share what its client may use.
     """
     request = stream.request
     timeout_s = 0.0
@@ -72,18 +80,21 @@ def submit_message(
             cache_salt=request.cache_salt,
             resubmitted=resubmitted,
             n=n,
+            expected_cached_tokens=expected_cached,
             traceparent=stream.traceparent,
-            client=_client(request.client) if request.client else None,
+            client=_client(request.client, num_engines) if request.client else None,
         )
     )
 
 
-def _client(client: Client) -> pb.Client:
+def _client(client: Client, num_engines: int) -> pb.Client:
+    """An engine's part of what a client may use: what one refuses, another takes, as long as the
+    client has not used up all parts."""
     return pb.Client(
         name=client.name,
         weight=client.weight,
-        input_tokens_per_minute=client.input_tokens_per_minute,
-        output_tokens_per_minute=client.output_tokens_per_minute,
+        input_tokens_per_minute=-(-client.input_tokens_per_minute // num_engines),
+        output_tokens_per_minute=-(-client.output_tokens_per_minute // num_engines),
     )
 
 

@@ -22,7 +22,7 @@ SERVICE_NAME = "nanovllm.v1.InferenceService"
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """Serves `frontend.proto` for one model and one scheduler."""
+    """Serves `frontend.proto` for one model."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
@@ -93,5 +93,4 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.DetokenizeResponse(text=await self._tokenizer.decode(token_ids))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        facts, scheduler = self._generations.facts, self._generations.scheduler
-        return responses.model(facts, scheduler.engine_info)
+        return responses.model(self._generations.facts, self._generations.engines.engine_info)

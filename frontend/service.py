@@ -11,10 +11,10 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer
 
 from frontend.audit import Audit
 from frontend.auth import ClientInterceptor, Tokens
+from frontend.engines.pool import Engines
 from frontend.generations import Generations
 from frontend.metrics import RequestMetrics
 from frontend.model_files import read_model_facts
-from frontend.scheduler_client import SchedulerClient
 from frontend.server import SERVICE_NAME, InferenceServicer
 from frontend.settings import FrontendSettings
 from frontend.tokenizer import Tokenizer
@@ -92,10 +92,14 @@ async def serve(
         await door.set_serving(serving)
         await server.set_serving(serving)
 
-    scheduler = SchedulerClient(
-        settings.scheduler_address, set_serving, dialer=settings.dialer, metrics=metrics
+    engines = Engines(
+        settings.scheduler_addresses or (settings.scheduler_address,),
+        set_serving,
+        settings.dialer,
+        metrics,
+        settings.check_scheduler,
     )
-    generations = Generations(facts, tokenizer, scheduler)
+    generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
     path = settings.operator_tokens_file
     servicer = VllmEngineServicer(generations, directory, Tokens(path) if path else None)
@@ -103,7 +107,7 @@ async def serve(
     await server.start(f"{settings.host}:{settings.port}")
     try:
         async with asyncio.TaskGroup() as tasks:
-            connection = tasks.create_task(scheduler.run())
+            connection = tasks.create_task(engines.run())
             await asyncio.gather(server.wait(), door.wait())
             connection.cancel()
     except* OSError as errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -86,12 +87,25 @@ class FrontendSettings(PublicSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._check_calling("scheduler_address", self.scheduler_address)
+        if not self.scheduler_addresses:
+            self._check_calling("scheduler_address", self.scheduler_address)
+        for source in self.scheduler_addresses:
+            kind, _, rest = source.partition(":")
+            if kind == "dns" and not re.fullmatch(r"[^:/]+:\d{1,5}", rest):
+                raise ValueError(f"scheduler_addresses: {source}: must be dns:host:port")
+            if kind == "file" and not rest:
+                raise ValueError("scheduler_addresses: file: has no path")
+            if kind != "file":
+                self.check_scheduler(source)
         for address in self.engine_addresses:
             self._check_listening("engine_addresses", address)
         if self.engine_addresses and self.index >= len(self.engine_addresses):
             raise ValueError(f"engine_addresses: none for the frontend with index {self.index}")
         return self
+
+    def check_scheduler(self, address: str) -> None:
+        """Raises ValueError for the address of a scheduler that must not be called."""
+        self._check_calling("scheduler_addresses", address)
 
     @property
     def engine_address(self) -> str:

@@ -29,8 +29,8 @@ MIN_LOSSES_ALONE = 2
 
 
 @dataclass(slots=True)
-class _Record:
-    """The losses of a completion since it last made progress."""
+class Record:
+    """What is known of a completion: its losses since it last made progress."""
 
     num_tokens: int = 0  # that it had at the last loss
     losses: int = 0
@@ -41,7 +41,7 @@ class Suspects:
     """Completions of one frontend that schedulers died with, by their numbers."""
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self._untried: set[int] = set()
         self._on_trial: set[int] = set()
         self._alone = False  # whether those on trial are one, with nothing else in the scheduler
@@ -58,6 +58,20 @@ class Suspects:
         self._untried &= open_.keys()
         return {number: self._records[number].losses for number in sorted(self._untried)}
 
+    def hand_over(self, number: int) -> Record | None:
+        """Forgets a completion, which another engine goes on with; returns what is known of it."""
+        self._untried.discard(number)
+        self._on_trial.discard(number)
+        return self._records.pop(number, None)
+
+    def take_over(self, number: int, record: Record) -> bool:
+        """Takes in what another engine's `hand_over` returned; whether that makes a suspect."""
+        self._records[number] = record
+        is_suspect = record.losses >= _MIN_LOSSES_OF_SUSPECTS
+        if is_suspect:
+            self._untried.add(number)
+        return is_suspect
+
     def lost(
         self, open_: Mapping[int, TokenStream], streams: Iterable[TokenStream]
     ) -> TokenStream | None:
@@ -71,7 +85,7 @@ class Suspects:
             number, num_tokens = stream.number, len(stream.tokens)
             record = self._records.get(number)
             if record is None or num_tokens >= record.num_tokens + _MIN_PROGRESS:
-                record = self._records[number] = _Record()
+                record = self._records[number] = Record()
             alone = self._alone and number in self._on_trial
             record.losses += 1
             record.losses_alone += alone and num_tokens == record.num_tokens

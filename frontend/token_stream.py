@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
 from shared.errors import ServiceError
 from shared.turns import Turns
+
+
+def _nothing() -> None:
+    pass
 
 
 class FinishReason(enum.Enum):
@@ -74,6 +79,11 @@ class TokenStream:
         self.waiter = waiter
         self.index = index
         self.traceparent = ""  # of the engine's spans
+        self.group = [self]  # the request's completions
+        # Where it is: how to have that drop it, and what to do once it has begun or is gone.
+        self.close: Callable[[], None] = _nothing
+        self.on_settled: Callable[[], None] = _nothing
+        self.model_fingerprint = ""  # of the model that its tokens are of, once it has left that
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs
         self.logprobs: CompletionLogprobs | None = None
@@ -98,6 +108,11 @@ class TokenStream:
         """
         if self.error is not None:
             raise self.error
+
+    def settle(self) -> None:
+        """Notes that it has begun where it is, or is not there any more."""
+        self.on_settled()
+        self.on_settled = _nothing
 
     def append(self, token_id: int, now: float) -> None:
         """Adds a token. Wake the waiter once all tokens of a step have been added."""

@@ -62,6 +62,7 @@ async def serve(
         server.stop()
 
     engine.add_done_callback(on_failed)
+    server.on_stopping(servicer.drain)
     try:
         await server.wait()
         if engine.done():

@@ -38,6 +38,15 @@ class Load:
         steps = self._steps.per_second(now)
         return self._step_seconds.per_second(now) / steps if steps else 0.0
 
+    def queue_s(self, now: float) -> float:
+        """The seconds until a sequence that came now would be admitted, for want of room."""
+        if not self._scheduler.is_full:
+            return 0.0
+        rate = self._admissions.per_second(now)
+        if not rate:
+            return _UNKNOWN_RETRY_S
+        return min((self._scheduler.num_waiting + 1) / rate, _MAX_RETRY_S)
+
     def retry_after_s(self, now: float) -> float:
         """The seconds that a refused request should wait: until a tenth of the queue has been
         admitted at the current rate, so that requests refused together find room."""

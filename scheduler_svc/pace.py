@@ -27,6 +27,7 @@ _FALL = 0.25  # weight of a new measurement if it is shorter than what was known
 _RISE = 0.1  # its weight if it is longer: that may be what else the machine does
 _MAX_FACTOR = 4.0  # between what was known and one measurement: machines pause
 _LEAST_S = 1e-7  # of a token or a step
+_USUAL_CONTEXT = 512  # tokens
 
 
 class Pace:
@@ -91,11 +92,19 @@ class Pace:
 
     def seconds(self, step: Step) -> float:
         """The seconds that a step takes, as far as they are known."""
-        decodes = step.num_decodes.bit_length()
-        seconds = (decodes and _nearest(self._steps, decodes)) or 0.0
+        seconds = self.decodes_s(step.num_decodes)
         for size, count in _prompt_tokens(step).items():
             seconds += count * (_nearest(self._tokens, size) or 0.0)
         return seconds
+
+    def decodes_s(self, num_decodes: int) -> float:
+        """The seconds that so many decodes take, 0 if that is not known."""
+        return (num_decodes and _nearest(self._steps, num_decodes.bit_length())) or 0.0
+
+    @property
+    def prompt_token_s(self) -> float:
+        """The seconds that a prompt's token usually takes, 0 if that is not known."""
+        return _nearest(self._tokens, _USUAL_CONTEXT.bit_length()) or 0.0
 
     def seconds_for_prompts(self, num_decodes: int) -> float:
         """The seconds that prompts may take of the next step, which has so many decodes; 0 where

@@ -88,6 +88,24 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         return self._waiting.num_tokens
 
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens of prompts that are expected to be computed, of sequences waiting and running."""
+        running = (seq.num_unscheduled_tokens for seq in self._running)
+        return self._waiting.num_uncached_tokens + sum(count for count in running if count > 1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a sequence that came now would wait for another to end."""
+        short = self.num_waiting > 0 and self.blocks.num_free_blocks < self.blocks.num_blocks // 16
+        return self.num_running >= self.limits.max_num_seqs or short
+
+    def prompt_token_s(self) -> float:
+        """Seconds that a prompt's token takes, with its share of the decodes in its step; 0 if that
+        is not known."""
+        decodes_s, token_s = self.pace.decodes_s(self.num_running), self.pace.prompt_token_s
+        return token_s and token_s + decodes_s / self.limits.max_num_prefill_tokens
+
     def open_sequences(self) -> list[SequenceKey]:
         """The keys of all sequences that have not ended."""
         return list(self._sequences)

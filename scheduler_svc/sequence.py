@@ -76,6 +76,7 @@ class Sequence:
         "num_blocks_needed",
         "num_cached_prompt_tokens",
         "num_computed_tokens",
+        "num_expected_cached",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_resumed_tokens",
@@ -104,6 +105,7 @@ class Sequence:
         resubmitted: bool = False,
         client: Client = ANONYMOUS,
         traceparent: str = "",
+        num_expected_cached: int = 0,
     ) -> None:
         # The request.
         self.key = SequenceKey(*key)
@@ -115,6 +117,7 @@ class Sequence:
         self.resubmitted = resubmitted  # it had been accepted before the connection was lost
         self.client = client
         self.traceparent = traceparent  # of its spans' parent; empty: it is not traced
+        self.num_expected_cached = num_expected_cached  # tokens, as far as its frontend knew
         # Its tokens.
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)
@@ -146,6 +149,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_expected_uncached(self) -> int:
+        """The tokens that are expected to be computed once it is admitted."""
+        return max(len(self.tokens) - self.num_expected_cached, 1)
 
     @property
     def num_generated_tokens(self) -> int:

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from grpc import aio
@@ -40,6 +40,11 @@ _AT_ONCE = 0.0
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
 
+class _State(NamedTuple):
+    serving: bool = True
+    draining: bool = False
+
+
 class Connection:
     """Buffers the outputs that one frontend has not been sent yet. Those that arrive while a
     message is being written join the next one. If the frontend falls too far behind, they are
@@ -47,13 +52,14 @@ class Connection:
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
-        self._serving = self._told = True  # what is, and what the frontend knows
+        # What is, and what the frontend knows.
+        self._state = self._told = _State()
         self._trials: list[scheduler_pb2.Trial] = []
         self._news = asyncio.Event()
         self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def set_serving(self, serving: bool) -> None:
-        self._serving = serving
+    def set_state(self, state: _State) -> None:
+        self._state = state
         self._news.set()
 
     def tell(self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False) -> None:
@@ -82,9 +88,9 @@ class Connection:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._told != self._serving:
-                self._told = self._serving
-                state = scheduler_pb2.EngineState(serving=self._told)
+            if self._told != self._state:
+                self._told = self._state
+                state = scheduler_pb2.EngineState(**self._told._asdict())
                 await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
             while self._trials:
                 trial = self._trials.pop(0)
@@ -108,7 +114,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._failed = False
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
-        self._serving = True
+        self._state = _State()
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count()
 
@@ -131,9 +137,16 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def set_serving(self, serving: bool) -> None:
         """Tells all frontends whether requests wait for workers."""
-        self._serving = serving
+        self._tell(self._state._replace(serving=serving))
+
+    def drain(self) -> None:
+        """Tells all frontends that this scheduler is about to stop, and ends its other streams."""
+        self._tell(self._state._replace(draining=True))
+
+    def _tell(self, state: _State) -> None:
+        self._state = state
         for connection in self._connections.values():
-            connection.set_serving(serving)
+            connection.set_state(state)
 
     def emit(self, outputs: list[Output]) -> None:
         """Hands outputs to the connections that their sequences came from."""
@@ -152,7 +165,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         connection = Connection()
         await trials.join(number, connection.tell, connection.cut_off)
         self._connections[number] = connection
-        connection.set_serving(self._serving)
+        connection.set_state(self._state)
         tasks: list[asyncio.Task[None]] = []
         log.info("frontend connected", connection=number)
         try:
@@ -199,6 +212,9 @@ class SchedulerServicer(SchedulerServiceServicer):
             blocks_used=blocks.num_blocks - blocks.num_free_blocks,
             tokens_per_s=engine.load.tokens_per_s(now),
             step_time_s=engine.load.step_time_s(now),
+            waiting_uncached_tokens=scheduler.num_uncached_tokens,
+            prompt_token_s=scheduler.prompt_token_s(),
+            queue_s=engine.load.queue_s(now),
             frontends=len(self._connections),
             evicted_blocks=blocks.num_evictions,
             **dataclasses.asdict(scheduler.stats),
@@ -215,11 +231,13 @@ class SchedulerServicer(SchedulerServiceServicer):
                 part.load.CopyFrom(self._load(engine))
                 await context.write(part)
             watch.snapshot.clear()
-            while not watch.fell_behind:
+            while not (watch.fell_behind or self._state.draining):
                 events = await watch.read(_LOAD_EVERY_S)
                 for message in event_messages(events):
                     message.load.CopyFrom(self._load(engine))
                     await context.write(message)
+        if self._state.draining:
+            raise UnavailableError("this scheduler is stopping", _AT_ONCE)
         raise DataLossError("too many events were not read: watch again")
 
     async def FlushCache(

@@ -48,6 +48,7 @@ class WaitingQueue:
 
     def __init__(self, max_short_tokens: int) -> None:
         self.num_tokens = 0  # of all sequences in the queue
+        self.num_uncached_tokens = 0  # of those, the ones that are expected to be computed
         self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
         self._max_short_tokens = max_short_tokens
         self._lines = Lines()
@@ -103,6 +104,7 @@ class WaitingQueue:
         else:
             self._preempted.add(seq)
         self.num_tokens += seq.num_tokens
+        self.num_uncached_tokens += seq.num_expected_uncached
         ticket = self._tickets[seq] = next(self._numbers)
         line = self._queued_line(seq)
         self._ordered.push(seq, ticket, line)
@@ -164,6 +166,7 @@ class WaitingQueue:
         else:
             line.leave()
         self.num_tokens -= seq.num_tokens
+        self.num_uncached_tokens -= seq.num_expected_uncached
         share = self._shares[seq.client.name]
         share.length -= 1
         share.num_tokens -= seq.num_tokens
@@ -175,6 +178,8 @@ class WaitingQueue:
         if open_sequences is not None:
             self._lines.check_integrity(seq.line for seq in open_sequences)
         assert self.num_tokens == sum(s.num_tokens for s in self._tickets), "waiting tokens"
+        uncached = sum(s.num_expected_uncached for s in self._tickets)
+        assert self.num_uncached_tokens == uncached, "uncached tokens"
         lengths = {name: share.length for name, share in self._shares.items()}
         assert lengths == Counter(s.client.name for s in self._tickets), "clients' shares"
         shares = self._shares.values()

@@ -107,6 +107,7 @@ class Server:
             reflection.enable_server_reflection(
                 (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
             )
+        self._on_stopping: Callable[[], object] = lambda: None
         self._stopping: asyncio.Event = beside._stopping if beside else asyncio.Event()
 
     async def set_serving(self, serving: bool) -> None:
@@ -146,6 +147,10 @@ class Server:
         """Ends `wait`; safe to call more than once."""
         self._stopping.set()
 
+    def on_stopping(self, tell: Callable[[], object]) -> None:
+        """Has `tell` called when the server begins to drain."""
+        self._on_stopping = tell
+
     async def wait(self) -> None:
         """Serves until SIGTERM, SIGINT or `stop`, then drains: health becomes NOT_SERVING, the
         address is free for others and clients are told to connect elsewhere (GOAWAY), while calls
@@ -162,6 +167,7 @@ class Server:
         grace_s = self._settings.drain_timeout_s
         log.info("draining", grace_s=grace_s, calls=self._calls.count)
         self._health.stop()
+        self._on_stopping()
         stopped = asyncio.create_task(self.grpc.stop(grace_s + _FLUSH_S))
         await self._calls.finished(grace_s)
         self._calls.end()

@@ -84,7 +84,7 @@ class KvEventStream:
         record = common.EngineLoad(
             running_requests=load.running,
             waiting_requests=load.waiting,
-            waiting_uncached_tokens=load.waiting_tokens,
+            waiting_uncached_tokens=load.waiting_uncached_tokens,
             token_usage=cache.usage,
             active_token_usage=cache.usage,
             gen_throughput=load.tokens_per_s,

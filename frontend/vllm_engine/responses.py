@@ -115,3 +115,24 @@ def cache_use(load: scheduler_pb2.GetLoadResponse, block_size: int) -> CacheUse:
         load.blocks_used / load.blocks,
         load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else None,
     )
+
+
+def engine_load(
+    rank: int, load: scheduler_pb2.GetLoadResponse, info: scheduler_pb2.EngineInfo
+) -> vllm.SchedulerLoad:
+    """An engine's load; `rank` tells several apart."""
+    cache = cache_use(load, info.block_size)
+    return vllm.SchedulerLoad(
+        dp_rank=rank,
+        num_running_reqs=load.running,
+        num_waiting_reqs=load.waiting,
+        num_total_reqs=load.running + load.waiting,
+        num_used_tokens=cache.used_tokens,
+        max_total_num_tokens=cache.max_tokens,
+        token_usage=cache.usage,
+        gen_throughput=load.tokens_per_s,
+        cache_hit_rate=cache.hit_rate,
+        utilization=load.running / info.max_num_seqs,
+        max_running_requests=info.max_num_seqs,
+        num_waiting_uncached_tokens=load.waiting_uncached_tokens,
+    )

@@ -49,7 +49,7 @@ _MAX_ABORTED = 4096  # requests of a call
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves `vllm_engine.proto` for a text model that one engine runs."""
+    """Serves `vllm_engine.proto` for a text model."""
 
     def __init__(self, generations: Generations, directory: Path, operators: Tokens | None) -> None:
         """`directory`: the model's; `operators`: who may call `OPERATORS_METHODS`."""
@@ -129,7 +129,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm.HealthCheckRequest, context: Context
     ) -> vllm.HealthCheckResponse:
-        serving = self._generations.scheduler.serving
+        serving = self._generations.engines.serving
         return vllm.HealthCheckResponse(
             healthy=serving, message="serving" if serving else "no engine is ready"
         )
@@ -137,7 +137,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm.GetModelInfoRequest, context: Context
     ) -> vllm.GetModelInfoResponse:
-        facts, info = self._generations.facts, self._generations.scheduler.engine_info
+        facts, info = self._generations.facts, self._generations.engines.engine_info
         path = str(self._directory.absolute())
         defaults = {
             name: value
@@ -163,7 +163,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm.GetServerInfoRequest, context: Context
     ) -> vllm.GetServerInfoResponse:
-        info = self._generations.scheduler.engine_info
+        info = self._generations.engines.engine_info
         return vllm.GetServerInfoResponse(
             active_requests=sum(map(len, self._open.values())),
             last_receive_timestamp=self._received_at.timestamp(),
@@ -178,26 +178,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(
         self, request: vllm.GetLoadsRequest, context: Context
     ) -> vllm.GetLoadsResponse:
-        scheduler = self._generations.scheduler
-        load, info = await scheduler.calls.load(), scheduler.engine_info
-        cache = responses.cache_use(load, info.block_size)
+        engines = self._generations.engines.connected()
+        loads = await asyncio.gather(*(calls.load() for _, calls in engines))
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
-            dp_rank_count=1,
+            dp_rank_count=len(engines),
             loads=[
-                vllm.SchedulerLoad(
-                    num_running_reqs=load.running,
-                    num_waiting_reqs=load.waiting,
-                    num_total_reqs=load.running + load.waiting,
-                    num_used_tokens=cache.used_tokens,
-                    max_total_num_tokens=cache.max_tokens,
-                    token_usage=cache.usage,
-                    gen_throughput=load.tokens_per_s,
-                    cache_hit_rate=cache.hit_rate,
-                    utilization=load.running / info.max_num_seqs,
-                    max_running_requests=info.max_num_seqs,
-                    num_waiting_uncached_tokens=load.waiting_tokens,
-                )
+                responses.engine_load(rank, load, info)
+                for rank, (load, (info, _)) in enumerate(zip(loads, engines, strict=True))
             ],
         )
 
@@ -209,7 +197,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise InvalidArgumentError(
                 "timeout_s", f"{request.timeout_s:g}; must be in [0, {_MAX_FLUSH_S}]"
             )
-        flushed = await self._generations.scheduler.calls.flush_cache(request.timeout_s)
+        engines = self._generations.engines.connected()
+        flushed = all(
+            await asyncio.gather(*(calls.flush_cache(request.timeout_s) for _, calls in engines))
+        )
         message = "the prefix cache is empty" if flushed else "requests are in progress"
         return common.FlushCacheResponse(success=flushed, message=message)
 
@@ -217,14 +208,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common.StartProfileRequest, context: Context
     ) -> common.ProfileResponse:
         check_operator(self._operators, context)
-        traces = await self._generations.scheduler.calls.start_profile(profile_request(request))
+        engines, wanted = self._generations.engines.connected(), profile_request(request)
+        found = await asyncio.gather(*(calls.start_profile(wanted) for _, calls in engines))
+        traces = [trace for each in found for trace in each]
         return common.ProfileResponse(success=True, message=f"recording {', '.join(traces)}")
 
     async def StopProfile(
         self, request: common.StopProfileRequest, context: Context
     ) -> common.ProfileResponse:
         check_operator(self._operators, context)
-        traces = await self._generations.scheduler.calls.stop_profile()
+        engines = self._generations.engines.connected()
+        found = await asyncio.gather(*(calls.stop_profile() for _, calls in engines))
+        traces = [trace for each in found for trace in each]
         return common.ProfileResponse(success=True, message=f"wrote {', '.join(traces)}")
 
     async def SubscribeKvEvents(
@@ -235,9 +230,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise OutOfRangeError(
                 "start_sequence_number: what was sent is not kept; 0 begins with a snapshot"
             )
-        scheduler = self._generations.scheduler
-        stream = KvEventStream(scheduler.engine_info)
-        async with aclosing(scheduler.calls.watch_blocks()) as messages:
+        engines = self._generations.engines.connected()
+        if len(engines) > 1:
+            raise FailedPreconditionError(
+                f"this frontend sends requests to the one of {len(engines)} engines that has their "
+                "prefix by itself: there is no single cache to watch"
+            )
+        info, calls = engines[0]
+        stream = KvEventStream(info)
+        async with aclosing(calls.watch_blocks()) as messages:
             async for message in messages:
                 yield stream.batch(message)
 

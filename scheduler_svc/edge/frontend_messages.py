@@ -36,6 +36,7 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
         resubmitted=submit.resubmitted,
         client=_client(submit.client) if submit.client.name else ANONYMOUS,
         traceparent=submit.traceparent,
+        num_expected_cached=submit.expected_cached_tokens,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from grpc import aio
 
 from frontend import responses, sampling_checks, scheduler_client, structured_output
+from frontend import streams as frontend_streams
 from frontend.completion import CompletionBuilder
 from frontend.generation import Generation
 from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
@@ -172,7 +173,7 @@ async def test_stop_strings_are_looked_for_in_one_completion_at_a_time(
 async def test_of_the_logprobs_that_nobody_reads_the_most_are_dropped(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_client, "MAX_UNREAD_LOGPROBS", 45_000)
+    monkeypatch.setattr(frontend_streams, "MAX_UNREAD_LOGPROBS", 45_000)
     await accept_long_sequences(service)
     service.scheduler.automatic = False
     async with connect(service.address, window=0) as client:

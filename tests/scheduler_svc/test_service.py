@@ -126,8 +126,13 @@ class Frontend:
 
     async def failure(self) -> aio.AioRpcError:
         with pytest.raises(aio.AioRpcError) as raised:
-            await self._call.read()
+            await self._read_states()
         return raised.value
+
+    async def _read_states(self) -> None:
+        while True:
+            message: Any = await self._call.read()
+            assert message.HasField("engine_state")
 
     def close(self) -> None:
         self._call.cancel()

@@ -1,0 +1,121 @@
+"""Which engines hold which prefixes, from what they tell of their caches.
+
+As an engine does (`scheduler_svc/block_manager.py`), a block is named by its tokens and the name of
+the block before it, the first one by the cache salt. Engines choose their names with secrets of
+their own; here a block has one name, a hash under this process's random seed, whichever engines
+hold it. Should two prefixes have the same, a request goes to an engine that does not have its own:
+engines look for themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from shared.pb import scheduler_pb2 as pb
+
+Name = int
+
+
+class PrefixIndex:
+    """The published blocks of several engines, numbered from 0, with blocks of one size."""
+
+    def __init__(self, block_size: int) -> None:
+        self._bytes_per_block = 4 * block_size
+        self._holders: dict[Name, int] = {}  # bit n: engine n holds the block
+        self._promised: dict[Name, Counter[int]] = {}
+        # By engine: names here by those there.
+        self._names: dict[int, dict[bytes, Name]] = {}
+        # Blocks without the one before them, by their names; nobody finds them until that is back.
+        self._orphans: dict[int, dict[bytes, pb.StoredBlock]] = {}
+
+    def apply(self, engine: int, message: pb.BlockEvents) -> None:
+        """Takes in an engine's next message, of which none may be left out."""
+        if message.HasField("snapshot") and message.snapshot.index == 0:
+            self.forget(engine)
+        for event in message.events:
+            if event.HasField("stored"):
+                self._store(engine, event.stored)
+            elif event.HasField("removed"):
+                self._remove(engine, event.removed)
+            else:
+                self.forget(engine)
+
+    def forget(self, engine: int) -> None:
+        """Empties an engine: it is gone, or will tell again what it holds."""
+        for name in self._names.pop(engine, {}).values():
+            self._release(name, engine)
+        self._orphans.pop(engine, None)
+
+    def names_of(self, token_ids: array[int], cache_salt: str) -> list[Name]:
+        """The names of a prompt's full blocks. The last token is always computed, and so never
+        part of one."""
+        data = token_ids[:-1].tobytes()
+        size, name, names = self._bytes_per_block, _root(cache_salt), []
+        for end in range(size, len(data) + 1, size):
+            name = hash((name, data[end - size : end]))
+            names.append(name)
+        return names
+
+    def matches(self, names: Iterable[Name], engines: Iterable[int]) -> dict[int, int]:
+        """The number of leading blocks that each of `engines` holds, or was promised."""
+        found = dict.fromkeys(engines, 0)
+        left = sum(1 << engine for engine in found)
+        for depth, name in enumerate(names, start=1):
+            holders = self._holders.get(name, 0)
+            for engine in self._promised.get(name, ()):
+                holders |= 1 << engine
+            left &= holders
+            if not left:
+                break
+            for engine in found:
+                if left >> engine & 1:
+                    found[engine] = depth
+        return found
+
+    def promise(self, engine: int, names: Iterable[Name]) -> None:
+        """Notes that an engine is about to compute blocks, until `withdraw`: requests that follow
+        at once with the same prompt need not compute it elsewhere."""
+        for name in names:
+            self._promised.setdefault(name, Counter())[engine] += 1
+
+    def withdraw(self, engine: int, names: Iterable[Name]) -> None:
+        for name in names:
+            promised = self._promised[name]
+            promised[engine] -= 1
+            if not promised[engine]:
+                del promised[engine]
+                if not promised:
+                    del self._promised[name]
+
+    def _store(self, engine: int, block: pb.StoredBlock) -> None:
+        names = self._names.setdefault(engine, {})
+        before = names.get(block.parent) if block.parent else _root(block.cache_salt)
+        if before is None:
+            self._orphans.setdefault(engine, {})[block.name] = block
+            return
+        name = names[block.name] = hash((before, block.token_ids))
+        self._holders[name] = self._holders.get(name, 0) | 1 << engine
+        if orphans := self._orphans.get(engine):
+            for orphan in [each for each in orphans.values() if each.parent == block.name]:
+                del orphans[orphan.name]
+                self._store(engine, orphan)
+
+    def _remove(self, engine: int, their_name: bytes) -> None:
+        if orphans := self._orphans.get(engine):
+            orphans.pop(their_name, None)
+        name = self._names.get(engine, {}).pop(their_name, None)
+        if name is not None:
+            self._release(name, engine)
+
+    def _release(self, name: Name, engine: int) -> None:
+        holders = self._holders[name] & ~(1 << engine)
+        if holders:
+            self._holders[name] = holders
+        else:
+            del self._holders[name]
+
+
+def _root(cache_salt: str) -> Name:
+    return hash(("cache_salt", cache_salt))

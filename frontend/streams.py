@@ -1,0 +1,88 @@
+"""Makes the streams of a frontend's requests, whichever engines they go to, and bounds what they
+hold unread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+from frontend.call import CALL
+from frontend.logprobs import PromptLogprobs
+from frontend.request import Request
+from frontend.token_stream import TokenStream, Waiter
+from shared.errors import QueueFullError
+from shared.turns import Turns
+
+# Log-probabilities of completions that clients have not read yet; some 70 bytes each.
+MAX_UNREAD_LOGPROBS = 1 << 22
+_RETRY_AFTER_S = 0.5
+# A step of the engine has a token for every open request. If all their chunks were written at once
+# and the engine were faster than that, its steps would pile up unread and latency would grow
+# without bound. With a few chunks at a time, of some tens of microseconds each, steps are read as
+# they arrive, and a request that waits long for its turn gets the tokens of several in one chunk.
+_WRITES_AT_ONCE = 8
+
+
+class Streams:
+    """The token streams of one frontend process."""
+
+    def __init__(self) -> None:
+        self.num_engines = 1
+        self._next_number = 1
+        self._writes = Turns(_WRITES_AT_ONCE)
+        self._scored: WeakSet[TokenStream] = WeakSet()  # until their calls end
+        self._num_unread = 0  # log-probabilities that have come since they were last counted
+
+    def open(self, request: Request) -> list[TokenStream]:
+        """The streams of a new request's completions."""
+        call = CALL.get()
+        waiter = Waiter(self._writes, call.caller if call else "")
+        prompt = None
+        if request.sampling.prompt_logprobs is not None:
+            prompt = PromptLogprobs(len(request.prompt_ids))
+        streams = [TokenStream(0, request, waiter, 0, prompt)]
+        for index in range(1, request.sampling.num_completions):
+            streams.append(TokenStream(0, request, waiter, index))
+        for stream in streams:
+            stream.group = streams
+        self.number(streams)
+        if call and call.trace:
+            traceparent = call.trace.begin_generation()
+            for stream in streams:
+                stream.traceparent = traceparent
+        if request.sampling.logprobs is not None:
+            self._scored.update(streams)
+        return streams
+
+    def number(self, streams: Sequence[TokenStream]) -> None:
+        """Gives streams new numbers, one after the other: no engine gets the same number twice."""
+        for stream in streams:
+            stream.number = self._next_number
+            self._next_number += 1
+
+    def count_unread(self, num_logprobs: int) -> None:
+        """Takes note of log-probabilities that have come. If too many are unread, the completions
+        that have most of them end."""
+        self._num_unread += num_logprobs
+        if self._num_unread <= MAX_UNREAD_LOGPROBS:
+            return
+        unread = [
+            (stream.logprobs.num_entries, stream)
+            for stream in self._scored
+            if stream.logprobs is not None
+        ]
+        unread.sort(key=lambda each: each[0])
+        self._num_unread = sum(count for count, _ in unread)
+        if self._num_unread > MAX_UNREAD_LOGPROBS:
+            while self._num_unread > MAX_UNREAD_LOGPROBS // 2:
+                count, stream = unread.pop()
+                self._num_unread -= count
+                stream.close()
+                stream.logprobs = None
+                stream.fail(
+                    QueueFullError(
+                        f"sampling.logprobs: {count} have not been read, more than of any other "
+                        f"request; the limit is {MAX_UNREAD_LOGPROBS} of all",
+                        _RETRY_AFTER_S,
+                    )
+                )
