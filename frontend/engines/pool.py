@@ -10,6 +10,7 @@ be why: it stays for a while, so that it takes no third engine along.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ _PATIENCE_S = 10.0
 _RETURN_S = 300.0
 # What gets that many tokens from one engine is not why the one before was lost.
 _MIN_PROGRESS = 4
+_DRAIN_LOOK_S = 0.1  # between looks at what a drained engine has left
 _MOVES_AT_ONCE = 32  # requests, in one iteration of the event loop
 
 
@@ -238,7 +240,10 @@ class Engines:
 
     async def _move_streams(self) -> None:
         while True:
-            await self._changed.wait()
+            drained = any(engine.is_drained for engine in self._engines.values())
+            with contextlib.suppress(TimeoutError):  # its last streams may have ended
+                async with asyncio.timeout(_DRAIN_LOOK_S if drained else None):
+                    await self._changed.wait()
             self._changed.clear()
             await self._tell_ready()
             for place, engine in list(self._engines.items()):

@@ -76,6 +76,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.suspects: asyncio.Queue[pb.Suspects] = asyncio.Queue()
         self.profiles: list[pb.StartProfileRequest] = []
+        self.block_events: asyncio.Queue[pb.BlockEvents] = asyncio.Queue()  # for the one watcher
         self._connection: Connection | None = None
         self._server: aio.Server | None = None
 
@@ -153,6 +154,19 @@ class FakeScheduler(SchedulerServiceServicer):
         finally:
             reader.cancel()
 
+    def tell(self, *, serving: bool = True, draining: bool = False) -> None:
+        """Tells the frontend the engine's state."""
+        state = pb.EngineState(serving=serving, draining=draining)
+        self.connection.outbox.put_nowait(pb.SchedulerMessage(engine_state=state))
+
+    async def WatchBlocks(  # type: ignore[override]
+        self, request: pb.WatchBlocksRequest, context: object
+    ) -> AsyncIterator[pb.BlockEvents]:
+        yield pb.BlockEvents(snapshot=pb.SnapshotPart(index=0, count=1, blocks=0))
+        while True:
+            yield await self.block_events.get()
+            self.block_events.task_done()
+
     async def StartProfile(
         self, request: pb.StartProfileRequest, context: object
     ) -> pb.StartProfileResponse:
@@ -193,6 +207,7 @@ class FakeScheduler(SchedulerServiceServicer):
                 self.send((), [refusal])
             while self.automatic and connection.live:
                 self._step(connection)
+        connection.outbox.put_nowait(None)  # the frontend has closed its side
 
 
 def logprob_rows(

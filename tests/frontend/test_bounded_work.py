@@ -234,7 +234,7 @@ async def test_requests_are_submitted_again_in_slices(
         for _ in calls:
             await service.scheduler.submits.get()
         with counting_turns() as turns:
-            count(monkeypatch, scheduler_client, "submit_message", turns, lambda _: 1)
+            count(monkeypatch, scheduler_client, "submit_message", turns, lambda *_: 1)
             await reconnect(service)
             for _ in calls:
                 await service.scheduler.submits.get()
