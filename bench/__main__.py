@@ -1,7 +1,7 @@
 """`python -m bench`: measures a running server, or a private stack; with `--mode scheduler` or
 `--mode frontend` just that service, with `--mode features` the cost of sampling features, with
-`--mode load` latency against load, with `--mode http` the cost of the gateway. See
-docs/benchmarks.md."""
+`--mode load` latency against load, with `--mode http` the cost of the gateway, with
+`--mode routing` the choice among engines. See docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _mode_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--mode",
-        choices=["stack", "scheduler", "frontend", "features", "load", "http"],
+        choices=["stack", "scheduler", "frontend", "features", "load", "http", "routing"],
         default="stack",
         help="%(default)s; the others have flags of their own",
     )

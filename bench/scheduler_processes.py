@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from grpc import aio
 
 from bench.errors import BenchError
 from bench.machine import cpu_s
+from bench.processes import BenchProcess
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.2
-_LOG_LINES = 12
 _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -45,7 +43,10 @@ class Sizes:
 class SchedulerUnderTest:
     """A running scheduler: its stub, its counters, and the CPU time it and its worker have used."""
 
-    def __init__(self, stub: SchedulerServiceAsyncStub, scheduler_pid: int, worker_pid: int):
+    def __init__(
+        self, address: str, stub: SchedulerServiceAsyncStub, scheduler_pid: int, worker_pid: int
+    ) -> None:
+        self.address = address
         self.stub = stub
         self._scheduler = psutil.Process(scheduler_pid)
         self._worker = psutil.Process(worker_pid)
@@ -61,7 +62,9 @@ class SchedulerUnderTest:
 
 
 @contextlib.asynccontextmanager
-async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
+async def running_scheduler(
+    sizes: Sizes, engine_name: str = "0"
+) -> AsyncIterator[SchedulerUnderTest]:
     """Starts both processes, and stops them at the end.
 
     Raises:
@@ -70,7 +73,7 @@ async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, contextlib.ExitStack() as stack:
         worker_address = f"unix:{directory}/worker.sock"
         scheduler_address = f"unix:{directory}/scheduler.sock"
-        worker = _Process(
+        worker = BenchProcess(
             stack,
             Path(directory, "worker.log"),
             "bench.instant_worker",
@@ -81,7 +84,7 @@ async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
             step_us=sizes.step_us,
             token_us=sizes.token_us,
         )
-        scheduler = _Process(
+        scheduler = BenchProcess(
             stack,
             Path(directory, "scheduler.log"),
             "scheduler_svc",
@@ -90,40 +93,16 @@ async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             kv_blocks="auto",
+            engine_name=engine_name,
             exit_with_parent=True,
         )
         async with aio.insecure_channel(scheduler_address, options=_ANY_SIZE) as channel:
             stub: SchedulerServiceAsyncStub = SchedulerServiceStub(channel)
             await _wait_ready(stub, worker, scheduler)
-            yield SchedulerUnderTest(stub, scheduler.pid, worker.pid)
+            yield SchedulerUnderTest(scheduler_address, stub, scheduler.pid, worker.pid)
 
 
-class _Process:
-    """`python -m MODULE --FLAG VALUE ...`, which ends with `stack`."""
-
-    def __init__(
-        self, stack: contextlib.ExitStack, log: Path, module: str, **flags: object
-    ) -> None:
-        args = [part for name, value in flags.items() for part in (_flag(name), str(value))]
-        self._log = log
-        self._module = module
-        with log.open("wb") as file:
-            command = [sys.executable, "-m", module, *args]
-            self._popen = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        self.pid = self._popen.pid
-        stack.callback(self._stop)
-
-    def check(self) -> None:
-        if self._popen.poll() is not None:
-            lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            raise BenchError("\n".join([f"{self._module} ended:", *lines]))
-
-    def _stop(self) -> None:
-        self._popen.kill()  # neither has anything to lose
-        self._popen.wait()
-
-
-async def _wait_ready(stub: SchedulerServiceAsyncStub, *processes: _Process) -> None:
+async def _wait_ready(stub: SchedulerServiceAsyncStub, *processes: BenchProcess) -> None:
     """Waits until the scheduler answers GetLoad, which it does once its engine is ready."""
     for _ in range(round(_START_TIMEOUT_S / _POLL_S)):
         try:
@@ -135,7 +114,3 @@ async def _wait_ready(stub: SchedulerServiceAsyncStub, *processes: _Process) -> 
         for process in processes:
             process.check()
     raise BenchError(f"the scheduler was not ready after {_START_TIMEOUT_S:.0f} s")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

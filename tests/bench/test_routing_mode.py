@@ -1,0 +1,43 @@
+"""`bench --mode routing` on two engines, for a moment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.routing_mode import main, make_workload, parse_args
+
+SMALL = [
+    "--engines",
+    "2",
+    "--seconds",
+    "3",
+    "--rate",
+    "8",
+    "--systems",
+    "3",
+    "--system-words",
+    "100",
+    "--pause",
+    "0.5",
+]
+
+
+def test_every_way_serves_the_same_requests(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    quick = ["--step-us", "2000", "--token-us", "10", "--no-gateway", "--out", str(out)]
+    assert main([*SMALL, *quick]) == 0
+    ways = {each["way"]: each for each in json.loads(out.read_text())["ways"]}
+    assert len(ways) == 4
+    assert len({each["requests"] for each in ways.values()}) == 1
+    whole, ours = (
+        ways[each]["hit_rate"] for each in ("one engine as large as all", "expected first token")
+    )
+    assert 0.5 * whole < ours <= whole + 0.05
+
+
+def test_the_workload_depends_on_the_seed_alone() -> None:
+    options = parse_args(SMALL)
+    assert make_workload(options) == make_workload(options)
+    other = parse_args([*SMALL, "--seed", "1"])
+    assert make_workload(options) != make_workload(other)
