@@ -7,20 +7,10 @@ from pathlib import Path
 
 from bench.routing_mode import main, make_workload, parse_args
 
-SMALL = [
-    "--engines",
-    "2",
-    "--seconds",
-    "3",
-    "--rate",
-    "8",
-    "--systems",
-    "3",
-    "--system-words",
-    "100",
-    "--pause",
-    "0.5",
-]
+SMALL = (
+    *("--engines", "2", "--seconds", "3", "--rate", "8", "--pause", "0.5"),
+    *("--systems", "3", "--system-words", "100"),
+)
 
 
 def test_every_way_serves_the_same_requests(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""What a frontend knows of engines' prefix caches, against what they would find themselves."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from frontend.engines.prefix_index import PrefixIndex
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.block_watch import BlockWatch
+from scheduler_svc.edge.block_events import event_messages, snapshot_parts
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import Sequence
+from shared.pb import scheduler_pb2 as pb
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 24
+
+
+class Cache:
+    """An engine's block manager with sequences that come and go, as its frontend is told."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self._rng = rng
+        self._running: list[Sequence] = []
+
+    def live(self) -> None:
+        """Computes a random prompt, or ends a sequence."""
+        if self._running and self._rng.random() < 0.5:
+            self.blocks.free(self._running.pop(self._rng.randrange(len(self._running))))
+            return
+        prompt, salt = random_prompt(self._rng)
+        seq = sequence(prompt, salt)
+        if self.blocks.allocate_prompt(seq):
+            seq.begin_at(len(prompt))
+            self.blocks.publish(seq)
+            self._running.append(seq)
+
+    def matched_blocks(self, prompt: list[int], salt: str) -> int:
+        return len(self.blocks._match_prefix(sequence(prompt, salt)))
+
+
+def random_prompt(rng: random.Random) -> tuple[list[int], str]:
+    """One of few, so that many begin alike."""
+    shared = [7] * BLOCK_SIZE * rng.randrange(4)
+    return [*shared, *(rng.randrange(2) for _ in range(rng.randrange(1, 20)))], rng.choice(
+        ["", "s"]
+    )
+
+
+def sequence(prompt: list[int], salt: str) -> Sequence:
+    return Sequence((0, 0), prompt, SamplingParams(max_tokens=1), cache_salt=salt)
+
+
+def news(watch: BlockWatch) -> Iterator[pb.BlockEvents]:
+    """A watcher's messages, the snapshot first."""
+    if watch.snapshot is not None:
+        yield from snapshot_parts(watch.snapshot)
+        watch.snapshot = None  # type: ignore[assignment]  # it has been told
+    yield from event_messages(watch.take())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_finds_what_the_engines_find(seed: int) -> None:
+    rng = random.Random(seed)
+    print("seed", seed)
+    index = PrefixIndex(BLOCK_SIZE)
+    caches = [Cache(rng) for _ in range(3)]
+    with ExitStack() as stack:
+        watches: dict[int, BlockWatch] = {}
+        for _ in range(300):
+            number = rng.randrange(3)
+            caches[number].live()
+            if number not in watches:
+                if rng.random() < 0.5:
+                    continue  # what happens before it is watched is in the snapshot
+                watches[number] = stack.enter_context(caches[number].blocks.watched())
+            for message in news(watches[number]):
+                index.apply(number, message)
+        for _ in range(100):
+            prompt, salt = random_prompt(rng)
+            found = index.matches(index.names_of(array("I", prompt), salt), range(3))
+            assert found == {n: each.matched_blocks(prompt, salt) for n, each in enumerate(caches)}
+        evicted = [each.blocks.num_evictions for each in caches]
+        assert min(evicted) > 0  # the case that matters
+    for number in range(3):
+        index.forget(number)
+    assert not index._holders
+    assert not any(index._names.values())
+
+
+def test_what_was_promised_counts_until_it_is_withdrawn() -> None:
+    index = PrefixIndex(BLOCK_SIZE)
+    names = index.names_of(array("I", range(9)), "")
+    assert len(names) == 2
+    index.promise(1, names)
+    index.promise(1, names[:1])
+    assert index.matches(names, [0, 1]) == {0: 0, 1: 2}
+    index.withdraw(1, names)
+    assert index.matches(names, [0, 1]) == {0: 0, 1: 1}
+    index.withdraw(1, names[:1])
+    assert index.matches(names, [0, 1]) == {0: 0, 1: 0}
+    assert not index._promised
+
+
+def test_the_last_token_is_never_expected_to_be_cached() -> None:
+    index = PrefixIndex(BLOCK_SIZE)
+    assert len(index.names_of(array("I", range(8)), "")) == 1
+    assert index.names_of(array("I"), "") == []
