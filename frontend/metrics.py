@@ -39,6 +39,8 @@ class RequestMetrics(ServiceMetrics):
         self.queue_time = Histogram(_REQUEST_SECONDS)
         self.latency = Histogram(_REQUEST_SECONDS)
         self.recovery = Histogram(RECOVERY_SECONDS)
+        self.num_engines_serving = 0
+        self.moved = 0  # completions, from one engine to another
 
     def families(self) -> Iterator[Metric]:
         for name, help_text, histogram in (
@@ -49,6 +51,10 @@ class RequestMetrics(ServiceMetrics):
         ):
             yield self._histogram(name, help_text, histogram)
         yield self._recoveries("scheduler", self.recovery)
+        help_text = "Engines that take requests."
+        yield self._gauge("engines_serving", help_text, self.num_engines_serving)
+        help_text = "Completions that went on at another engine."
+        yield self._counter("moved_completions", help_text, self.moved)
         finished = [([reason], count) for reason, count in dict(self.finished).items()]
         help_text = "Completions that ended, by reason."
         yield self._counters("request_success", help_text, ["finished_reason"], finished)

@@ -176,6 +176,7 @@ class Engines:
         await self._tell_ready()
 
     async def _tell_ready(self) -> None:
+        self.metrics.num_engines_serving = len(self._serving())
         if self.serving != self._was_serving:
             self._was_serving = self.serving
             await self._on_ready(self.serving)
@@ -290,6 +291,7 @@ class Engines:
         if not engine.is_drained:
             for stream in streams:
                 self._moved_at[stream] = len(stream.tokens)
+        self.metrics.moved += len(streams)
         records = engine.client.release(streams)
         self._streams.number(streams)
         fit = self._choose(streams[0], others)

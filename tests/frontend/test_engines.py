@@ -150,6 +150,8 @@ async def test_a_lost_engines_streams_go_on_at_another(
     assert np.frombuffer(moved.generated_ids, "<i4").tolist() == expected()[:2]
     assert moved.resubmitted  # a full queue takes it, and nobody is charged again
     assert await finish(b, stream) == expected()
+    metrics = cluster.engines.metrics
+    assert (metrics.moved, metrics.num_engines_serving) == (1, 1)
     assert cluster.readiness.get_nowait() is True
     assert cluster.readiness.empty()  # it has been ready all the time
 

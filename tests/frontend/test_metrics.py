@@ -47,6 +47,7 @@ async def test_tokens_waits_and_ends_are_counted(service: Service) -> None:
         "request_success_total/abort": 0,
         "request_success_total/error": 0,
     }
+    assert found["engines_serving"] == 1
     assert found["client_requests_total//GenerateStream/LENGTH"] == 1
     assert found["client_requests_total//GenerateStream/STOP"] == 1
     assert found["client_completion_tokens_total/"] > 14
