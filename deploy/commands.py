@@ -198,12 +198,13 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _grace_s(directory: Path) -> float:
-    """Seconds that all services together may take to stop, one after another."""
+    """Seconds that all groups of processes together may take to stop, one after another."""
     try:
         stack = Stack.load(directory)
     except LaunchError:
         return 0.0
-    return len(stack.services) * stop_timeout_s(stack) + 5.0
+    groups = {process.group for process in stack.processes()}
+    return len(groups) * stop_timeout_s(stack) + 5.0
 
 
 def _wait_for_end_of_input(stop: threading.Event) -> None:
