@@ -28,7 +28,7 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart ps logs top chat generate doctor bench simulate chaos abuse gpu-check test check \
+.PHONY: help setup protos up down restart scale ps logs top chat generate doctor bench simulate chaos abuse gpu-check test check \
 	lock clean check-style check-types check-imports check-protos check-stubs
 
 help:  ## this list
@@ -67,6 +67,9 @@ down: $(STAMP)  ## stop the stack
 
 restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE: only this one's)
 	@$(CLI) restart $(call flags,PORT SERVICE)
+
+scale: $(STAMP)  ## start or stop engines of the running stack until there are ENGINES, while requests go on
+	@$(CLI) scale $(call flags,PORT ENGINES)
 
 ps: $(STAMP)  ## a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)

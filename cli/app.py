@@ -17,6 +17,7 @@ from deploy.errors import LaunchError
 from deploy.logs import follow
 from deploy.plan import Environment, Layout, read_settings
 from deploy.restart import restart as restart_processes
+from deploy.scale import scale as scale_stack
 from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
 from deploy.top import top as show_load
 from frontend.client import SamplingParams
@@ -91,6 +92,15 @@ def down(port: Port = None, runtime: Runtime = "native") -> int:
     if runtime == "docker":
         return compose.down(_environment(port))
     return commands.down(_directory(port))
+
+
+@app.command()
+def scale(
+    engines: Annotated[int, typer.Option(min=1, help="how many there are to be")],
+    port: Port = None,
+) -> int:
+    """Start more engines, or stop some, while the stack serves."""
+    return scale_stack(_directory(port), engines)
 
 
 @app.command()

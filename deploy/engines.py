@@ -92,8 +92,18 @@ def connected_frontends(stack: Stack, engine: int) -> int:
     return load.frontends if load else 0
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Waits for the condition, at most so long; returns whether it holds."""
+def wait_until_left(stack: Stack, engine: int, limit_s: float) -> bool:
+    """Waits until no frontend has anything with an engine that is no longer listed, at most so
+    long; returns whether none has."""
+    return _wait_until(lambda: not connected_frontends(stack, engine), limit_s)
+
+
+def wait_until_joined(stack: Stack, engine: int, frontends: int, limit_s: float) -> bool:
+    """Waits until so many frontends are connected to an engine that is listed again; likewise."""
+    return _wait_until(lambda: connected_frontends(stack, engine) >= frontends, limit_s)
+
+
+def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:

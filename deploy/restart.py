@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 
 from deploy.errors import LaunchError, StartError
 from deploy.first_tokens import stream_completion
+from deploy.guards import uninterrupted
 from deploy.progress import show_progress
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
 from deploy.startup import Report, wait_until_serving
@@ -37,7 +35,7 @@ def restart(directory: Path, service: str | None) -> int:
 
 
 def _restart(stack: Stack, process: Process, report: Report) -> None:
-    with _uninterrupted():
+    with uninterrupted():
         stop_process(stack.directory, process)
         start_process(stack.directory, process)
     try:
@@ -69,14 +67,3 @@ def _answers(stack: Stack) -> bool:
             raise
         return code is grpc.StatusCode.RESOURCE_EXHAUSTED
     return True
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds back signals between a stop and its start, which would leave the process stopped."""
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

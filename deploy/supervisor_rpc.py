@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.client
 import socket
 import xmlrpc.client
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from supervisor.xmlrpc import SupervisorTransport, UnixStreamHTTPConnection
+from supervisor.xmlrpc import Faults, SupervisorTransport, UnixStreamHTTPConnection
 
 from deploy.errors import SupervisorGoneError, SupervisorSilentError
 from deploy.supervisor_config import control_socket
@@ -36,6 +36,40 @@ def supervisor_rpc(directory: Path, timeout_s: float | None = ANSWER_S) -> Itera
         raise SupervisorGoneError(f"no supervisord answers in {directory}: {error}") from error
     finally:
         transport.close()
+
+
+def update_groups(directory: Path) -> None:
+    """Has supervisord read its configuration again, stop and forget the groups that are no longer
+    in it, and start those that are new.
+
+    Raises:
+        SupervisorGoneError: there is no supervisord, or no longer.
+    """
+    with supervisor_rpc(directory, None) as supervisor:
+        ((added, _, removed),) = supervisor.reloadConfig()
+        for group in reversed(removed):  # in the order in which all of them would stop
+            _stop_and_forget(supervisor, group)
+        for group in added:
+            with already(Faults.ALREADY_ADDED):
+                supervisor.addProcessGroup(group)
+
+
+def replace_groups(directory: Path, groups: Sequence[str]) -> None:
+    """Has supervisord stop these groups, first those that it started last, and start them as its
+    configuration says by now."""
+    with supervisor_rpc(directory, None) as supervisor:
+        supervisor.reloadConfig()
+        for group in reversed(groups):
+            _stop_and_forget(supervisor, group)
+        for group in groups:
+            with already(Faults.ALREADY_ADDED):
+                supervisor.addProcessGroup(group)
+
+
+def _stop_and_forget(supervisor: Any, group: str) -> None:
+    with already(Faults.BAD_NAME):  # an interrupted command had it forgotten
+        supervisor.stopProcessGroup(group)
+        supervisor.removeProcessGroup(group)
 
 
 class _Connection(UnixStreamHTTPConnection):  # type: ignore[misc]  # it has no types
