@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from cli.errors import CommandError
 from cli.variables import takes_variables
 from deploy import commands, compose
+from deploy.engines import DRAIN_S
 from deploy.errors import LaunchError
 from deploy.logs import follow
 from deploy.plan import Environment, Layout, read_settings
@@ -104,9 +105,17 @@ def scale(
 
 
 @app.command()
-def restart(port: Port = None, service: Service = None) -> int:
-    """Restart processes one after another, each once the one before serves."""
-    return restart_processes(_directory(port), service)
+def restart(
+    port: Port = None,
+    service: Service = None,
+    engine: Annotated[int | None, typer.Option(min=0, help="only this engine's")] = None,
+    model: Annotated[str | None, typer.Option(help="replaces the stack's")] = None,
+    drain_timeout_s: Annotated[
+        float, typer.Option(min=0, help="for streams to leave an engine, or to end")
+    ] = DRAIN_S,
+) -> int:
+    """Restart processes one after another, or engines, each once the one before serves."""
+    return restart_processes(_directory(port), service, engine, model, drain_timeout_s)
 
 
 @app.command()

@@ -87,26 +87,16 @@ def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadRe
         return None
 
 
-def connected_frontends(stack: Stack, engine: int) -> int:
+def num_frontends(stack: Stack, engine: int) -> int:
+    """The number of frontends that are connected to an engine; 0 if it does not say."""
     load = ask_load(stack, engine)
     return load.frontends if load else 0
 
 
-def wait_until_left(stack: Stack, engine: int, limit_s: float) -> bool:
-    """Waits until no frontend has anything with an engine that is no longer listed, at most so
-    long; returns whether none has."""
-    return _wait_until(lambda: not connected_frontends(stack, engine), limit_s)
-
-
-def wait_until_joined(stack: Stack, engine: int, frontends: int, limit_s: float) -> bool:
-    """Waits until so many frontends are connected to an engine that is listed again; likewise."""
-    return _wait_until(lambda: connected_frontends(stack, engine) >= frontends, limit_s)
-
-
-def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+def wait_for_frontends(
+    stack: Stack, engine: int, enough: Callable[[int], bool], limit_s: float
+) -> None:
+    """Waits, at most so long, until the number of frontends at an engine is `enough`."""
     deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
+    while not enough(num_frontends(stack, engine)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return True

@@ -12,7 +12,7 @@ from deploy.engines import (
     extra_master_ports,
     link_missing_models,
     list_engines,
-    wait_until_left,
+    wait_for_frontends,
 )
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.guards import ignore_signals, locked, signals_interrupt
@@ -68,7 +68,7 @@ def _start_engines(stack: Stack, wanted: Stack) -> None:
 def _stop_engines(stack: Stack, wanted: Stack) -> None:
     list_engines(wanted, range(wanted.engines))
     for engine in range(wanted.engines, stack.engines):
-        wait_until_left(stack, engine, DRAIN_S)
+        wait_for_frontends(stack, engine, lambda number: not number, DRAIN_S)
     apply(wanted)
 
 

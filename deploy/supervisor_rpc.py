@@ -67,9 +67,12 @@ def replace_groups(directory: Path, groups: Sequence[str]) -> None:
 
 
 def _stop_and_forget(supervisor: Any, group: str) -> None:
+    forgotten = False
     with already(Faults.BAD_NAME):  # an interrupted command had it forgotten
-        supervisor.stopProcessGroup(group)
-        supervisor.removeProcessGroup(group)
+        while not forgotten:
+            supervisor.stopProcessGroup(group)
+            with already(Faults.STILL_RUNNING):  # the watchdog had it started again
+                forgotten = supervisor.removeProcessGroup(group)
 
 
 class _Connection(UnixStreamHTTPConnection):  # type: ignore[misc]  # it has no types
