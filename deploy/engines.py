@@ -19,6 +19,7 @@ from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 DRAIN_S = 60.0  # for streams that only this engine can finish
+_JOIN_S = 10.0
 _LOAD_S = 2.0
 _POLL_S = 0.05
 
@@ -93,10 +94,26 @@ def num_frontends(stack: Stack, engine: int) -> int:
     return load.frontends if load else 0
 
 
-def wait_for_frontends(
-    stack: Stack, engine: int, enough: Callable[[int], bool], limit_s: float
-) -> None:
-    """Waits, at most so long, until the number of frontends at an engine is `enough`."""
+def wait_until_left(stack: Stack, engine: int, limit_s: float) -> None:
+    """Waits, at most so long, until frontends have nothing more with an engine that is no longer
+    listed. The only one is never left; there they may have nothing to do."""
+
+    def left() -> bool:
+        load = ask_load(stack, engine)
+        if load is None or not load.frontends:
+            return True
+        return stack.engines == 1 and not load.running + load.waiting
+
+    _wait(left, limit_s)
+
+
+def wait_until_joined(stack: Stack, engine: int, frontends: int) -> None:
+    """Waits until so many frontends are connected to an engine that has been listed, but not for
+    ever: they may have died meanwhile, or know their engines from elsewhere."""
+    _wait(lambda: num_frontends(stack, engine) >= frontends, _JOIN_S)
+
+
+def _wait(condition: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while not enough(num_frontends(stack, engine)) and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(_POLL_S)

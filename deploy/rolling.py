@@ -6,7 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.engines import link_model, list_engines, num_frontends, wait_for_frontends
+from deploy.engines import (
+    link_model,
+    list_engines,
+    num_frontends,
+    wait_until_joined,
+    wait_until_left,
+)
 from deploy.errors import LaunchError, StartError
 from deploy.guards import uninterrupted
 from deploy.model import resolve_model
@@ -37,9 +43,10 @@ def replace_engine(
             the old one again.
     """
     frontends = num_frontends(stack, engine)
-    list_engines(stack, (each for each in range(stack.engines) if each != engine))
+    if stack.engines > 1:
+        list_engines(stack, (each for each in range(stack.engines) if each != engine))
     try:
-        wait_for_frontends(stack, engine, lambda number: not number, drain_timeout_s)
+        wait_until_left(stack, engine, drain_timeout_s)
         if model:
             _replace_model(stack, engine, processes, report, model)
         else:
@@ -49,7 +56,7 @@ def replace_engine(
     finally:
         list_engines(stack, range(stack.engines))
     # The next one may be the last that they have.
-    wait_for_frontends(stack, engine, lambda number: number >= frontends, drain_timeout_s)
+    wait_until_joined(stack, engine, frontends)
 
 
 def _replace(stack: Stack, processes: Sequence[Process], report: Report) -> None:

@@ -12,7 +12,9 @@ from deploy.engines import (
     extra_master_ports,
     link_missing_models,
     list_engines,
-    wait_for_frontends,
+    num_frontends,
+    wait_until_joined,
+    wait_until_left,
 )
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.guards import ignore_signals, locked, signals_interrupt
@@ -62,13 +64,16 @@ def _start_engines(stack: Stack, wanted: Stack) -> None:
         if isinstance(error, StartError):
             raise LaunchError(f"{error} (log: {error.log})") from error
         raise
+    frontends = num_frontends(stack, 0)
     list_engines(wanted, range(wanted.engines))
+    for engine in range(stack.engines, wanted.engines):
+        wait_until_joined(wanted, engine, frontends)
 
 
 def _stop_engines(stack: Stack, wanted: Stack) -> None:
     list_engines(wanted, range(wanted.engines))
     for engine in range(wanted.engines, stack.engines):
-        wait_for_frontends(stack, engine, lambda number: not number, DRAIN_S)
+        wait_until_left(stack, engine, DRAIN_S)
     apply(wanted)
 
 
