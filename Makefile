@@ -12,12 +12,12 @@ ifeq ($(origin OUT),environment)
 OUT :=
 endif
 
-ENGINE := DEVICE DTYPE QUANTIZATION KV_DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS \
+OF_ENGINE := DEVICE DTYPE QUANTIZATION KV_DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS \
 	MAX_NUM_PREFILL_TOKENS MAX_MODEL_LEN MAX_WAITING MAX_WAITING_TOKENS KV_BLOCKS BLOCK_SIZE MEMORY_UTILIZATION ATTENTION ENFORCE_EAGER SYNC
 SECURITY := TLS_CERT TLS_KEY TLS_CLIENT_CA INTERNAL_TLS_CERT INTERNAL_TLS_KEY INTERNAL_TLS_CA \
 	INTERNAL_TLS_ROLES AUTH_TOKENS_FILE MAX_REQUESTS_PER_CLIENT REFLECTION ALLOW_PLAINTEXT \
 	ALLOW_PUBLIC_PLAINTEXT KEEPALIVE_S
-STACK := MODEL SERVED_MODEL_NAME $(ENGINE) $(SECURITY) FRONTENDS HOST PORT HTTP_PORT UI_PORT SERVICES RANKS METRICS \
+STACK := MODEL SERVED_MODEL_NAME $(OF_ENGINE) $(SECURITY) ENGINES FRONTENDS HOST PORT HTTP_PORT UI_PORT SERVICES RANKS METRICS \
 	OTLP_ENDPOINT TRACE_SAMPLE_RATIO RUNTIME
 ADDRESS = $(or $(HOST),127.0.0.1):$(or $(PORT),50051)
 
@@ -28,7 +28,7 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart ps logs top chat generate doctor bench simulate chaos abuse gpu-check test check \
+.PHONY: help setup protos up down restart scale ps logs top chat generate doctor bench simulate chaos abuse gpu-check test check \
 	lock clean check-style check-types check-imports check-protos check-stubs
 
 help:  ## this list
@@ -65,8 +65,11 @@ up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
 down: $(STAMP)  ## stop the stack
 	@$(CLI) down $(call flags,PORT RUNTIME)
 
-restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE: only this one's)
-	@$(CLI) restart $(call flags,PORT SERVICE)
+restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE, ENGINE: only this one's; MODEL: another)
+	@$(CLI) restart $(call flags,PORT SERVICE ENGINE MODEL DRAIN_TIMEOUT_S)
+
+scale: $(STAMP)  ## start or stop engines of the running stack until there are ENGINES, while requests go on
+	@$(CLI) scale $(call flags,PORT ENGINES)
 
 ps: $(STAMP)  ## a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)
@@ -88,7 +91,7 @@ doctor: $(STAMP)  ## look for what would keep make up, with the same variables, 
 	@$(CLI) doctor $(call flags,$(filter-out RUNTIME,$(STACK)))
 
 bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: a running stack's; ARGS=--help lists more)
-	@$(call environment,$(ENGINE)) $(CLI) bench $(call flags,MODE OUT MODEL) \
+	@$(call environment,$(OF_ENGINE)) $(CLI) bench $(call flags,MODE OUT MODEL) \
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)

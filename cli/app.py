@@ -13,10 +13,12 @@ from typer.core import TyperGroup
 from cli.errors import CommandError
 from cli.variables import takes_variables
 from deploy import commands, compose
+from deploy.engines import DRAIN_S
 from deploy.errors import LaunchError
 from deploy.logs import follow
 from deploy.plan import Environment, Layout, read_settings
 from deploy.restart import restart as restart_processes
+from deploy.scale import scale as scale_stack
 from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
 from deploy.top import top as show_load
 from frontend.client import SamplingParams
@@ -94,9 +96,26 @@ def down(port: Port = None, runtime: Runtime = "native") -> int:
 
 
 @app.command()
-def restart(port: Port = None, service: Service = None) -> int:
-    """Restart processes one after another, each once the one before serves."""
-    return restart_processes(_directory(port), service)
+def scale(
+    engines: Annotated[int, typer.Option(min=1, help="how many there are to be")],
+    port: Port = None,
+) -> int:
+    """Start more engines, or stop some, while the stack serves."""
+    return scale_stack(_directory(port), engines)
+
+
+@app.command()
+def restart(
+    port: Port = None,
+    service: Service = None,
+    engine: Annotated[int | None, typer.Option(min=0, help="only this engine's")] = None,
+    model: Annotated[str | None, typer.Option(help="replaces the stack's")] = None,
+    drain_timeout_s: Annotated[
+        float, typer.Option(min=0, help="for streams to leave an engine, or to end")
+    ] = DRAIN_S,
+) -> int:
+    """Restart processes one after another, or engines, each once the one before serves."""
+    return restart_processes(_directory(port), service, engine, model, drain_timeout_s)
 
 
 @app.command()

@@ -28,6 +28,7 @@ _PANELS: dict[str, type[ServiceSettings]] = {
 }
 # The launcher decides these.
 NOT_OPTIONS = (
+    "engines_on_host",
     "exit_with_parent",
     "index",
     "metrics_directory",
@@ -47,6 +48,7 @@ def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
 
     def call(
         frontends: Annotated[int, _Host(min=1, help="processes sharing the port")] = 1,
+        engines: Annotated[int, _Host(min=1, help="a scheduler and its workers each")] = 1,
         services: Annotated[str, _Host(help="which of them run here")] = " ".join(SERVICES),
         ranks: Annotated[str | None, _Host(help="of the workers here: 2, or 0-3")] = None,
         metrics: Annotated[Literal["0", "1"], _Host(help="whether Prometheus may ask")] = "1",
@@ -56,7 +58,7 @@ def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
         for name in settings:
             if (value := values.pop(name)) is not None:
                 environment[PREFIX + name.upper()] = value
-        layout = Layout(frontends, tuple(services.split()), ranks, metrics == "1")
+        layout = Layout(frontends, tuple(services.split()), ranks, metrics == "1", engines)
         return command(environment, layout, **values)
 
     own = list(signature(command, eval_str=True).parameters.values())[2:]

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 
 from deploy.errors import LaunchError, StartError
 from deploy.first_tokens import PROMPT, stream_completion
+from deploy.guards import STOP_SIGNALS, ignore_signals, locked, signals_interrupt
 from deploy.health import SERVING
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.ports import reserve_port
 from deploy.progress import show_progress
-from deploy.stack import Stack, first_token, make_directory, run_directory
+from deploy.stack import Stack, first_token, run_directory
 from deploy.startup import wait_until_ready
 from deploy.status import format_status, stack_status
 from deploy.supervisor import is_running, stack_members, start_supervisor, stop_stack
 from deploy.supervisor_config import stop_timeout_s
 from shared.config import PREFIX
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WATCH_S = 0.5
 
 
@@ -36,7 +33,7 @@ def up(environment: Environment, layout: Layout) -> int:
     directory = run_directory(settings.port)
     if settings.port == 0:
         raise LaunchError("PORT: a stack in the background needs a port that can be named later")
-    with _lock(directory):
+    with locked(directory):
         if is_running(directory):
             return _already_up(Stack.load(directory))
         _start_in_background(environment, layout, directory, settings.port)
@@ -50,7 +47,7 @@ def _start_in_background(
     serves_public = stack.count("frontend") > 0
     stop_stack(directory, _grace_s(directory), print)  # left behind by a killed supervisor
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
-    with reservation, _signals_interrupt():
+    with reservation, signals_interrupt():
         supervisor = start_supervisor(stack, shared)
         try:
             with show_progress(stack) as report:
@@ -59,7 +56,7 @@ def _start_in_background(
             if serves_public:
                 _greet(stack)
         except BaseException as error:
-            _ignore_signals()
+            ignore_signals()
             print("stopping the stack", file=sys.stderr)
             stop_stack(directory, _grace_s(directory), print)
             if isinstance(error, StartError):
@@ -73,7 +70,7 @@ def run(environment: Environment, layout: Layout) -> int:
     environment = {f"{PREFIX}HTTP_PORT": "0", f"{PREFIX}UI_PORT": "0"} | environment
     settings = read_settings(environment)
     stop = threading.Event()
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
 
@@ -185,48 +182,17 @@ print(client.completions.create(model="{model}", prompt="{PROMPT}").choices[0].t
 """
 
 
-@contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Lets one `up` run at a time: a second would take the first one's processes for leftovers."""
-    make_directory(directory)
-    with (directory / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise LaunchError("PORT: another make up is starting the stack on it") from error
-        yield
-
-
 def _grace_s(directory: Path) -> float:
-    """Seconds that all services together may take to stop, one after another."""
+    """Seconds that all groups of processes together may take to stop, one after another."""
     try:
         stack = Stack.load(directory)
     except LaunchError:
         return 0.0
-    return len(stack.services) * stop_timeout_s(stack) + 5.0
+    groups = {process.group for process in stack.processes()}
+    return len(groups) * stop_timeout_s(stack) + 5.0
 
 
 def _wait_for_end_of_input(stop: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 1 << 16):
         pass
     stop.set()
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP act like Ctrl-C."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in _STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ignore_signals() -> None:
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -55,7 +55,7 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
         worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
         host=settings.host.strip("[]"),
         port=settings.http_port,
-        model_path=str(Path(settings.model).absolute()),
+        model_path=str(Path(settings.model).resolve()),
         # All frontends lead to the same engine, and a request may take any of them.
         policy="round_robin",
         worker_startup_check_interval=1,

@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from deploy.certificates import check_certificates, check_roles, pinned
+from deploy.engines import check_engines, extra_master_ports
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
 from deploy.ports import choose_port, free_port, free_service_port
@@ -40,6 +41,7 @@ class StackSettings(PublicSettings):
     served_model_name: str = ""
     tp: int = Field(1, gt=0)
     scheduler_address: str = ""
+    scheduler_addresses: Addresses = ()
     worker_addresses: Addresses = ()
     engine_addresses: Addresses = ()
     profile_directory: str = ""
@@ -53,9 +55,9 @@ class StackSettings(PublicSettings):
     client_cert: str = ""
     client_key: str = ""
 
-    _split = field_validator("worker_addresses", "engine_addresses", mode="before")(
-        lambda v: split_commas(v)
-    )
+    _split = field_validator(
+        "scheduler_addresses", "worker_addresses", "engine_addresses", mode="before"
+    )(lambda v: split_commas(v))
 
     @property
     def http_obstacle(self) -> str:
@@ -77,6 +79,7 @@ class Layout:
     services: tuple[str, ...] = SERVICES
     ranks: str | None = None
     metrics: bool = True
+    engines: int = 1
 
 
 def read_settings(environment: Environment) -> StackSettings:
@@ -139,7 +142,10 @@ def plan_stack(
         model=name,
         http_port=http_port,
         ui_port=ui_port,
+        engines=layout.engines,
+        model_path=os.path.abspath(model) if model else "",
     )
+    check_engines(stack)
     _check_internal_tls(settings, stack)
     ours = {
         "HOST": bracket_host(settings.host),
@@ -148,6 +154,8 @@ def plan_stack(
         "WORKER_ADDRESSES": ",".join(stack.worker_addresses),
         "EXIT_WITH_PARENT": "1",
     }
+    if {"scheduler", "frontend"} <= set(layout.services) and not settings.scheduler_addresses:
+        ours["SCHEDULER_ADDRESSES"] = f"file:{stack.engines_file}"
     if stack.http_port:
         ours["HTTP_PORT"] = str(stack.http_port)
         ours["ENGINE_ADDRESSES"] = ",".join(
@@ -167,7 +175,10 @@ def plan_stack(
     if settings.tp > 1:
         if not settings.master_port and len(ranks) < settings.tp:
             raise LaunchError("NANO_MASTER_PORT: must be set, as on the hosts of the other ranks")
-        ours["MASTER_PORT"] = str(settings.master_port or free_port())
+        master_port = settings.master_port or free_port()
+        ours["MASTER_PORT"] = str(master_port)
+        ports = extra_master_ports(stack, stack.engines, taken=master_port)
+        stack = replace(stack, master_ports=ports)
     shared = environment | {PREFIX + name: value for name, value in ours.items()}
     check_environment(shared, first_rank=ranks.start)
     return stack, shared

@@ -27,15 +27,22 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a stack; `index` is a worker's rank, `address` a URL if it speaks HTTP."""
+    """One process of a stack. `index`: among those of its service, over all engines; `address`: a
+    URL if it speaks HTTP."""
 
     service: str
     index: int
     address: str
+    engine: int | None = None  # that it is of, if it is an engine's
 
     @property
     def name(self) -> str:
         return f"{self.service}-{self.index}"
+
+    @property
+    def group(self) -> str:
+        """The supervisor's group of it: processes that start, stop, come and go together."""
+        return f"engine-{self.engine}-{self.service}" if self.engine else self.service
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,14 @@ class Stack:
     port: int
     services: tuple[str, ...]
     first_rank: int
-    num_ranks: int  # on this host
+    num_ranks: int  # on this host, of an engine
     frontends: int
-    scheduler_address: str
-    worker_addresses: tuple[str, ...]  # of all ranks, on whatever host
+    scheduler_address: str  # engine 0's; the others have sockets beside this file
+    worker_addresses: tuple[str, ...]  # of all its ranks, on whatever host
     drain_timeout_s: float
+    engines: int = 1
+    master_ports: tuple[int, ...] = ()  # of the engines but the first, if they have several ranks
+    model_path: str = ""  # the model's directory, if processes here read one
     # How the launcher itself connects.
     public_tls: ClientTls | None = None
     internal_tls: ClientTls | None = None
@@ -79,8 +89,8 @@ class Stack:
         if service not in self.services:
             return 0
         return {
-            "worker": self.num_ranks,
-            "scheduler": 1,
+            "worker": self.engines * self.num_ranks,
+            "scheduler": self.engines,
             "frontend": self.frontends,
             "gateway": int(bool(self.http_port)),
             "page": int(bool(self.ui_port)),
@@ -94,7 +104,23 @@ class Stack:
         for service in SERVICES:
             first = self.first_index(service)
             for index in range(first, first + self.count(service)):
-                yield Process(service, index, self._address_of(service, index))
+                engine = self._engine_of(service, index)
+                yield Process(service, index, self._address_of(service, index), engine)
+
+    def engine_processes(self, engine: int) -> list[Process]:
+        """Those of an engine, in starting order."""
+        return [each for each in self.processes() if each.engine == engine]
+
+    @property
+    def tp(self) -> int:
+        return len(self.worker_addresses)
+
+    def scheduler_address_of(self, engine: int) -> str:
+        return self._address_of("scheduler", engine)
+
+    def worker_addresses_of(self, engine: int) -> tuple[str, ...]:
+        first = engine * self.tp
+        return tuple(self._address_of("worker", first + rank) for rank in range(self.tp))
 
     def tls(self, service: str) -> ClientTls | None:
         """The TLS for connecting to a `service` of this stack; None is plaintext."""
@@ -109,11 +135,29 @@ class Stack:
         """Where each process says at which address it serves Prometheus."""
         return self.directory / "metrics"
 
-    def _address_of(self, service: str, index: int) -> str:
+    @property
+    def engines_file(self) -> Path:
+        """Lists the schedulers' addresses that frontends are to use."""
+        return self.directory / "engines"
+
+    def model_link(self, engine: int | None = None) -> Path:
+        """The link to the directory of an engine's model, or of that which all else reads. Links
+        change while processes run; their command lines cannot."""
+        name = "stack" if engine is None else f"engine-{engine}"
+        return self.directory / "models" / name
+
+    def _engine_of(self, service: str, index: int) -> int | None:
         if service == "worker":
+            return index // self.tp
+        return index if service == "scheduler" else None
+
+    def _address_of(self, service: str, index: int) -> str:
+        if service == "worker" and index < self.tp:
             return self.worker_addresses[index]
-        if service == "scheduler":
+        if service == "scheduler" and not index:
             return self.scheduler_address
+        if service in ("worker", "scheduler"):
+            return f"unix:{self.directory}/{service}-{index}.sock"
         urls = {"gateway": self.url, "page": self.page_url}
         return urls.get(service, self.address)
 
@@ -130,7 +174,14 @@ class Stack:
 
     def save(self) -> None:
         values = dataclasses.asdict(self) | {"directory": str(self.directory)}
-        (self.directory / "stack.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        replace_file(self.directory / "stack.json", json.dumps(values, indent=1))
+
+    def reloaded(self) -> Stack:
+        """The stack as it is by now: it may have been scaled."""
+        try:
+            return Stack.load(self.directory)
+        except LaunchError:  # it is being stopped
+            return self
 
     @classmethod
     def load(cls, directory: Path) -> Stack:
@@ -144,7 +195,7 @@ class Stack:
         except (OSError, ValueError) as error:
             raise LaunchError(f"no stack was started in {directory}") from error
         values["directory"] = Path(values["directory"])
-        for name in ("services", "worker_addresses"):
+        for name in ("services", "worker_addresses", "master_ports"):
             values[name] = tuple(values[name])
         for name in ("public_tls", "internal_tls"):
             values[name] = values[name] and ClientTls(**values[name])
@@ -161,6 +212,13 @@ def make_directory(directory: Path) -> None:
     """Makes a stack's directory, open to this user only: its sockets lead to the engine."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file such that whoever reads it sees the old text or the new."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def dialled_address(host: str, port: int) -> str:

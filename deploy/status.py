@@ -44,7 +44,10 @@ def stack_status(stack: Stack) -> list[ProcessStatus]:
         SupervisorGoneError: the stack is not running.
     """
     supervised = {each.name: each for each in supervised_processes(stack.directory)}
-    pairs = [(process, supervised[process.name]) for process in stack.processes()]
+    pairs = [
+        (process, supervised.get(process.name) or SupervisedProcess(process.name))
+        for process in stack.processes()
+    ]
     with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda pair: _status(stack, *pair), pairs))
 
@@ -72,15 +75,18 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def format_status(statuses: Iterable[ProcessStatus]) -> str:
-    """A table: name, index, pid, address, state."""
-    rows = [("NAME", "INDEX", "PID", "ADDRESS", "STATE")]
+    """A table: name, index, pid, address, state, and its engine where there are several."""
+    statuses = list(statuses)
+    several = any(status.process.engine for status in statuses)
+    rows = [("NAME", "INDEX", "PID", "ADDRESS", "STATE", *(["ENGINE"] if several else []))]
     rows += [
         (
             status.process.service,
             str(status.process.index),
-            str(status.pid or "-"),
+            _or_dash(status.pid),
             status.process.address,
             status.account,
+            *([_or_dash(status.process.engine)] if several else []),
         )
         for status in statuses
     ]
@@ -89,3 +95,7 @@ def format_status(statuses: Iterable[ProcessStatus]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import os
-import socket
 import subprocess
 import sys
 import time
-import xmlrpc.client
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from supervisor.xmlrpc import Faults, SupervisorTransport, UnixStreamHTTPConnection
+from supervisor.xmlrpc import Faults
 
-from deploy.errors import SupervisorGoneError, SupervisorSilentError
+from deploy.engines import link_missing_models, list_engines
+from deploy.errors import SupervisorGoneError
 from deploy.stack import Process, Stack, make_directory
-from deploy.supervisor_config import control_socket, render_config
+from deploy.supervisor_config import write_config
+from deploy.supervisor_rpc import ANSWER_S, already, supervisor_rpc
 from shared.keeper_state import read_keeper_state
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 # was killed. Its value is the stack's directory.
 MARKER = "NANOVLLM_STACK"
 _POLL_S = 0.1
-_ANSWER_S = 10.0  # supervisord's, which it gives in milliseconds
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,9 @@ class SupervisedProcess:
     """A process, as supervisord knows it."""
 
     name: str
-    state: str  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
-    pid: int | None  # of the fork that serves (`shared.keeper`), or starts
-    exit_status: int | None  # None: killed by a signal, or still running
+    state: str = "STOPPED"  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
+    pid: int | None = None  # of the fork that serves (`shared.keeper`), or starts
+    exit_status: int | None = None  # None: killed by a signal, or still running
     trouble: str = ""  # why there is no such fork, or why it was needed
 
 
@@ -54,13 +51,13 @@ def start_supervisor(
     """
     directory = stack.directory
     make_directory(directory)
-    leftovers = "*.log*", "*.sock", "metrics/*"
-    for old in (path for pattern in leftovers for path in directory.glob(pattern)):
-        old.unlink()
+    _clear(directory, "*.log*")
     stack.set_up(False)
     stack.save()
-    config = directory / "supervisord.conf"
-    config.write_text(render_config(stack, private), encoding="utf-8")
+    link_missing_models(stack)
+    if stack.count("scheduler"):
+        list_engines(stack, range(stack.engines))
+    write_config(stack, private)
     tie = ["--tied-to", str(os.getpid())] if private else []
     return _run_supervisor(directory, environment | {MARKER: str(directory.absolute())}, tie)
 
@@ -88,13 +85,13 @@ def _run_supervisor(
         )
 
 
-def supervised_processes(directory: Path, timeout_s: float = _ANSWER_S) -> list[SupervisedProcess]:
+def supervised_processes(directory: Path, timeout_s: float = ANSWER_S) -> list[SupervisedProcess]:
     """The processes that supervisord runs, in its order.
 
     Raises:
         SupervisorGoneError: there is no supervisord, or no longer, or it does not answer.
     """
-    with _supervisor(directory, timeout_s) as supervisor:
+    with supervisor_rpc(directory, timeout_s) as supervisor:
         infos: Any = supervisor.getAllProcessInfo()
     return [_supervised(info) for info in infos]
 
@@ -126,7 +123,7 @@ def stop_process(directory: Path, process: Process) -> None:
         SupervisorGoneError: there is no supervisord, or no longer.
     """
     # It answers once the process has ended.
-    with _supervisor(directory, timeout_s=None) as supervisor, _already(Faults.NOT_RUNNING):
+    with supervisor_rpc(directory, timeout_s=None) as supervisor, already(Faults.NOT_RUNNING):
         supervisor.stopProcess(_full_name(process))
 
 
@@ -136,51 +133,12 @@ def start_process(directory: Path, process: Process) -> None:
     Raises:
         SupervisorGoneError: there is no supervisord, or no longer.
     """
-    with _supervisor(directory) as supervisor, _already(Faults.ALREADY_STARTED):
+    with supervisor_rpc(directory) as supervisor, already(Faults.ALREADY_STARTED):
         supervisor.startProcess(_full_name(process), False)  # its health says when it serves
 
 
-@contextmanager
-def _supervisor(directory: Path, timeout_s: float | None = _ANSWER_S) -> Iterator[Any]:
-    """Yields supervisord's RPC methods."""
-    transport = SupervisorTransport(serverurl=f"unix://{control_socket(directory)}")
-    transport._get_connection = lambda: _Connection(control_socket(directory), timeout_s)
-    proxy = xmlrpc.client.ServerProxy("http://localhost", transport=transport)
-    try:
-        yield proxy.supervisor
-    except TimeoutError as error:
-        raise SupervisorSilentError(f"supervisord in {directory} does not answer") from error
-    except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
-        raise SupervisorGoneError(f"no supervisord answers in {directory}: {error}") from error
-    finally:
-        transport.close()
-
-
-class _Connection(UnixStreamHTTPConnection):  # type: ignore[misc]  # it has no types
-    """A connection to supervisord on which no wait is longer than `timeout_s`."""
-
-    def __init__(self, path: str, timeout_s: float | None) -> None:
-        super().__init__("localhost")
-        self._path, self._timeout_s = path, timeout_s
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self._timeout_s)
-        self.sock.connect(self._path)
-
-
-@contextmanager
-def _already(code: int) -> Iterator[None]:
-    """Ignores the fault `code`, with which supervisord refuses to do what is already done."""
-    try:
-        yield
-    except xmlrpc.client.Fault as fault:
-        if fault.faultCode != code:
-            raise
-
-
 def _full_name(process: Process) -> str:
-    return f"{process.service}:{process.name}"
+    return f"{process.group}:{process.name}"
 
 
 def stack_members(directory: Path) -> list[psutil.Process]:
@@ -221,11 +179,15 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
             deadline = float("inf")
         time.sleep(_POLL_S)
         members |= set(stack_members(directory))
-    for leftover in (directory / each for each in ("supervisord.pid", "stack.json", "up")):
-        leftover.unlink(missing_ok=True)
-    for leftover in (*directory.glob("*.sock"), *directory.glob("metrics/*")):
-        leftover.unlink(missing_ok=True)
+    _clear(directory, "supervisord.pid", "stack.json", "up")
     return len(members)
+
+
+def _clear(directory: Path, *patterns: str) -> None:
+    """Removes what is only of use to a stack that runs, and what fits the patterns."""
+    for pattern in (*patterns, "*.sock", "metrics/*", "models/*", "engines"):
+        for leftover in directory.glob(pattern):
+            leftover.unlink(missing_ok=True)
 
 
 def _running() -> Iterator[psutil.Process]:

@@ -10,7 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from deploy.stack import MODULES, SERVICES, Stack
+from deploy.stack import MODULES, SERVICES, Process, Stack, replace_file
 from shared.fork import CANNOT_START
 
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
@@ -26,6 +26,11 @@ def stop_timeout_s(stack: Stack) -> float:
 def render_config(stack: Stack, private: bool = False) -> str:
     """Returns the text of supervisord.conf."""
     return "\n".join([_supervisord(stack.directory), *_programs(stack, private)])
+
+
+def write_config(stack: Stack, private: bool = False) -> None:
+    """Writes supervisord.conf, which a supervisord that is started, or told to, reads."""
+    replace_file(stack.directory / "supervisord.conf", render_config(stack, private))
 
 
 def control_socket(directory: Path) -> str:
@@ -57,47 +62,64 @@ supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 
 
 def _programs(stack: Stack, private: bool) -> list[str]:
-    directory = _escape(shlex.quote(str(stack.directory)))
-    arguments = {
-        "worker": " --rank %(process_num)d",
-        "frontend": " --index %(process_num)d",
-        "page": f" {directory}",
-    }
+    groups: dict[str, list[Process]] = {}
     programs = []
-    for priority, service in enumerate(SERVICES, start=1):
-        if count := stack.count(service):
-            module = MODULES[service] + arguments.get(service, "")
-            first = stack.first_index(service)
-            programs.append(_program(stack, service, module, priority, count, first))
+    for process in stack.processes():
+        groups.setdefault(process.group, []).append(process)
+        words = [MODULES[process.service], *_arguments(stack, process)]
+        programs.append(_program(stack, process.name, words))
+    for name, members in groups.items():
+        programs.append(_group(name, members, SERVICES.index(members[0].service) + 1))
     # Last to start and first to stop: a supervisord that is stopping the stack need not answer.
-    module = f"deploy.watchdog {directory}"
-    module += " --private" if private else ""
+    words = ["deploy.watchdog", str(stack.directory), *(["--private"] if private else [])]
     # Nobody else would start it again if it could not start.
-    programs.append(_program(stack, "watchdog", module, len(SERVICES) + 1, restart="true"))
+    watchdog = Process("watchdog", 0, "")
+    programs.append(_program(stack, watchdog.name, words, restart="true"))
+    programs.append(_group(watchdog.group, [watchdog], len(SERVICES) + 1))
     return programs
 
 
-def _program(
-    stack: Stack,
-    name: str,
-    module: str,
-    priority: int,
-    count: int = 1,
-    first: int = 0,
-    restart: str = "unexpected",
-) -> str:
+def _arguments(stack: Stack, process: Process) -> list[str]:
+    """What sets a process apart from those that share its environment, in which are the settings of
+    engine 0."""
+    flags: dict[str, object] = {}
+    if process.engine:
+        flags["index"] = process.index
+        flags["engine-name"] = process.engine
+        flags["worker-addresses"] = ",".join(stack.worker_addresses_of(process.engine))
+        if process.service == "scheduler":
+            flags["scheduler-address"] = process.address
+        elif stack.master_ports:
+            flags["master-port"] = stack.master_ports[process.engine - 1]
+    if stack.model_path and process.service != "page":
+        flags["model"] = stack.model_link(process.engine)
+    if process.service == "worker":
+        if stack.engines > 1:
+            flags["engines-on-host"] = stack.engines
+        flags["rank"] = process.index % stack.tp
+    if process.service == "frontend":
+        flags["index"] = process.index
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [str(stack.directory)] if process.service == "page" else words
+
+
+def _group(name: str, members: list[Process], priority: int) -> str:
+    return f"""\
+[group:{name}]
+programs = {",".join(each.name for each in members)}
+priority = {priority}
+"""
+
+
+def _program(stack: Stack, name: str, words: list[str], restart: str = "unexpected") -> str:
     # -P: modules come from the installation, never from the user's current directory.
-    command = f"{_escape(shlex.quote(sys.executable))} -P -m {module}"
+    command = _escape(shlex.join([sys.executable, "-P", "-m", *words]))
     # startsecs 0: supervisord would retry a process that ends sooner, whatever its exit status. So
     # it is RUNNING at once, and its health says when it really is. The only failures to start that
     # supervisord still counts are a lack of memory, or of space for a log.
     return f"""\
 [program:{name}]
 command = {command}
-process_name = %(program_name)s-%(process_num)d
-numprocs = {count}
-numprocs_start = {first}
-priority = {priority}
 startsecs = 0
 startretries = {_NEVER_GIVE_UP}
 autorestart = {restart}
@@ -105,7 +127,7 @@ exitcodes = {CANNOT_START}
 stopwaitsecs = {round(stop_timeout_s(stack))}
 killasgroup = true
 redirect_stderr = true
-stdout_logfile = {_escape(stack.directory)}/%(program_name)s-%(process_num)d.log
+stdout_logfile = {_escape(stack.directory)}/{name}.log
 stdout_logfile_maxbytes = 10MB
 stdout_logfile_backups = 2
 """

@@ -108,9 +108,9 @@ class Watchdog:
         if not self._stack.was_up:
             return  # the launcher tells the user why it cannot start
         states = {each.name: each for each in processes}
-        for process in self._stack.processes():
-            state = states[process.name]
-            gave_up = state.state == "EXITED" and state.exit_status == CANNOT_START
+        for process in self._stack.reloaded().processes():
+            state = states.get(process.name)  # none while the stack is being scaled
+            gave_up = state and (state.state, state.exit_status) == ("EXITED", CANNOT_START)
             if gave_up and self._pauses.over(process.name):
                 log.error("could not start; starts it again", process=process.name)
                 start_process(self._stack.directory, process)

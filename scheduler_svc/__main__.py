@@ -145,6 +145,8 @@ def main() -> int:
         (WorkerMismatchError,),
         companion=partial(run_host, link, Path(settings.model)),
         metrics=metrics,
+        index=settings.index,
+        labels={"engine": settings.engine_name},
     )
 
 

@@ -6,7 +6,14 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config import Addresses, AutoInt, ServiceSettings, check_step_limits, split_commas
+from shared.config import (
+    Addresses,
+    AutoInt,
+    EngineName,
+    ServiceSettings,
+    check_step_limits,
+    split_commas,
+)
 
 
 class SchedulerSettings(ServiceSettings):
@@ -19,12 +26,8 @@ class SchedulerSettings(ServiceSettings):
     # Frontends hold the streams and resubmit their requests: there is nothing to wait for.
     drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
-    engine_name: str = Field(
-        "0",
-        description="what this engine is called among several",
-        max_length=256,
-        pattern=r"^[^\x00-\x1f\x7f]+$",
-    )
+    engine_name: EngineName = Field("0", description="what this engine is called among several")
+    index: int = Field(0, ge=0, description="of this scheduler among those of this host")
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     model: str = Field("models/demo", description="model directory, for structured output")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,11 +36,18 @@ _RETRY_S = 10.0
 class MetricsEndpoint:
     """Listens from now on, at an address that all forks of this process keep."""
 
-    def __init__(self, listener: socket.socket, metrics: ServiceMetrics, file: Path | None) -> None:
-        """`file`: see `list_endpoint`; None: it is not listed."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        metrics: ServiceMetrics,
+        file: Path | None,
+        labels: Mapping[str, str],
+    ) -> None:
+        """`file`, `labels`: see `list_endpoint`; without a file, it is not listed."""
         self._listener = listener
         self._metrics = metrics
         self._file = file
+        self._labels = labels
 
     def serve(self, restarts: int) -> None:
         """Answers, in this process, from a thread."""
@@ -59,7 +67,8 @@ class MetricsEndpoint:
         tasks = set()
         if self._file:
             host, port = self._listener.getsockname()
-            tasks.add(asyncio.create_task(list_endpoint(self._file, f"{host}:{port}")))
+            listing = list_endpoint(self._file, f"{host}:{port}", **self._labels)
+            tasks.add(asyncio.create_task(listing))
         while True:
             with suppress(OSError):  # the caller is gone, or there are no descriptors
                 connection, _ = await loop.sock_accept(self._listener)
@@ -70,9 +79,14 @@ class MetricsEndpoint:
 
 
 def open_endpoint(
-    settings: ServiceSettings, service: str, index: int, metrics: ServiceMetrics
+    settings: ServiceSettings,
+    service: str,
+    index: int,
+    metrics: ServiceMetrics,
+    **labels: str,
 ) -> MetricsEndpoint | None:
-    """Listens where the settings say; returns None if they say nowhere.
+    """Listens where the settings say; returns None if they say nowhere. `labels`: see
+    `list_endpoint`.
 
     Raises:
         OSError: the port cannot be had.
@@ -89,14 +103,14 @@ def open_endpoint(
         raise OSError(f"metrics_port: cannot listen on {host}:{port}: {error}") from error
     listener.setblocking(False)
     file = Path(directory, f"{service}-{index}.json") if directory else None
-    return MetricsEndpoint(listener, metrics, file)
+    return MetricsEndpoint(listener, metrics, file, labels)
 
 
-async def list_endpoint(file: Path, address: str) -> None:
-    """Names an address in `<service>-<index>.json`, for Prometheus' file discovery; tries again for
-    as long as that is impossible."""
+async def list_endpoint(file: Path, address: str, **labels: str) -> None:
+    """Names an address in `<service>-<index>.json`, for Prometheus' file discovery, which labels
+    what it finds there with service, index and `labels`; tries again for as long as it cannot."""
     service, _, index = file.stem.rpartition("-")
-    entry = {"targets": [address], "labels": {"service": service, "index": index}}
+    entry = {"targets": [address], "labels": {"service": service, "index": index} | labels}
     unfinished = file.with_suffix(".new")
     while True:
         try:

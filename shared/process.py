@@ -12,7 +12,7 @@ import asyncio
 import gc
 import resource
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import structlog
@@ -46,6 +46,7 @@ def run_service(
     companion: Callable[[Callable[[], None]], None] | None = None,
     metrics: ServiceMetrics | None = None,
     index: int = 0,
+    labels: Mapping[str, str] | None = None,
     **bound: object,
 ) -> int:
     """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
@@ -59,6 +60,7 @@ def run_service(
             every `hang_timeout_s` / 6 seconds: once it has, silence is a hang.
         metrics: served to Prometheus if the settings say where.
         index: which of the service's processes this is.
+        labels: that Prometheus is to give to the metrics, besides service and index.
 
     Returns:
         The exit status, see `Keeper.run`.
@@ -71,7 +73,7 @@ def run_service(
     expected: tuple[type[Exception], ...] = (OSError, *start_errors)
     try:
         # Before there are forks, so that all of them have the same address.
-        endpoint = metrics and open_endpoint(settings, name, index, metrics)
+        endpoint = metrics and open_endpoint(settings, name, index, metrics, **labels or {})
     except OSError as error:
         log.error("cannot start", reason=str(error))
         return CANNOT_START

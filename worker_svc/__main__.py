@@ -56,7 +56,8 @@ def main() -> int:
         partial(serve, metrics=metrics),
         (StartError,),
         metrics=metrics,
-        index=settings.rank,
+        index=settings.place,
+        labels={"engine": settings.engine_name},
         rank=settings.rank,
     )
 

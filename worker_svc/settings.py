@@ -7,7 +7,14 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config import Addresses, AutoInt, ServiceSettings, check_step_limits, split_commas
+from shared.config import (
+    Addresses,
+    AutoInt,
+    EngineName,
+    ServiceSettings,
+    check_step_limits,
+    split_commas,
+)
 
 
 class WorkerSettings(ServiceSettings):
@@ -32,6 +39,11 @@ class WorkerSettings(ServiceSettings):
     )
     rank: int = Field(0, ge=0)
     tp: int = Field(1, gt=0, description="tensor-parallel ranks")
+    index: int | None = Field(
+        None, ge=0, description="of this rank among those of all engines here (default: the rank)"
+    )
+    engines_on_host: int = Field(1, gt=0, description="that share this host's cores and memory")
+    engine_name: EngineName = "0"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     # The names that PyTorch's launchers and clusters set.
     master_addr: str = Field(
@@ -76,3 +88,8 @@ class WorkerSettings(ServiceSettings):
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
         self._check_listening("worker_addresses", self.worker_addresses[self.rank])
         return self
+
+    @property
+    def place(self) -> int:
+        """This rank's index among those of all engines on the host."""
+        return self.rank if self.index is None else self.index

@@ -55,10 +55,10 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
         "HOST": "::1",
         "HTTP_PORT": "0",
     }
-    launchers = {"FRONTENDS": "2", "SERVICES": "worker frontend", "RANKS": "0-1"}
+    launchers = {"FRONTENDS": "2", "SERVICES": "worker frontend", "RANKS": "0-1", "ENGINES": "3"}
     _, *words = last_command("up", *(f"{k}={v}" for k, v in (variables | launchers).items()))
     assert CliRunner().invoke(app, words).exit_code == 0
-    assert given.pop("layout") == Layout(2, ("worker", "frontend"), "0-1")
+    assert given.pop("layout") == Layout(2, ("worker", "frontend"), "0-1", engines=3)
     assert given == {PREFIX + name: value for name, value in variables.items()}
 
 
@@ -71,7 +71,7 @@ def test_no_variable_of_the_makefile_is_unknown(monkeypatch: pytest.MonkeyPatch)
         check=True,
     ).stdout.split()
     assert "KV_DTYPE" in listed
-    values = {"FRONTENDS": "1", "RUNTIME": "native", "METRICS": "0"}
+    values = {"ENGINES": "1", "FRONTENDS": "1", "RUNTIME": "native", "METRICS": "0"}
     _, *words = last_command("up", *(f"{name}={values.get(name, 'x')}" for name in listed))
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output

@@ -98,6 +98,11 @@ def test_restart() -> None:
     assert words == [CLI, "restart", "--port", "6000", "--service", "worker_svc"]
 
 
+def test_scale() -> None:
+    words = last_command("scale", "PORT=6000", "ENGINES=3")
+    assert words == [CLI, "scale", "--port", "6000", "--engines", "3"]
+
+
 def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Config) -> None:
     words = last_command("test", "ARGS=tests/x.py -k y")
     assert words[1:] == ["-m", "pytest", *DISTRIBUTED, "tests/x.py", "-k", "y"]
@@ -124,7 +129,7 @@ def test_tests_run_without_xdist() -> None:
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
-        "help setup up down restart ps logs top chat generate doctor bench gpu-check test simulate "
-        "chaos abuse check protos lock"
+        "help setup up down restart scale ps logs top chat generate doctor bench gpu-check test "
+        "simulate chaos abuse check protos lock"
     )
     assert targets == [*expected.split(), "clean"]

@@ -83,8 +83,8 @@ def test_where_clients_need_tokens_or_tls_there_is_no_http(
 def test_defaults() -> None:
     stack, environment = plan()
     assert list(stack.processes()) == [
-        Process("worker", 0, "unix:.run/50051/worker-0.sock"),
-        Process("scheduler", 0, "unix:.run/50051/scheduler.sock"),
+        Process("worker", 0, "unix:.run/50051/worker-0.sock", engine=0),
+        Process("scheduler", 0, "unix:.run/50051/scheduler.sock", engine=0),
         Process("frontend", 0, "127.0.0.1:50051"),
     ]
     # Unset variables are not passed on: the services' own defaults apply.
@@ -94,6 +94,7 @@ def test_defaults() -> None:
         "NANO_HOST": "127.0.0.1",
         "NANO_PORT": "50051",
         "NANO_SCHEDULER_ADDRESS": "unix:.run/50051/scheduler.sock",
+        "NANO_SCHEDULER_ADDRESSES": "file:.run/50051/engines",
         "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
         "NANO_PROFILE_DIRECTORY": ".run/50051/profiles",
         "NANO_EXIT_WITH_PARENT": "1",
@@ -148,7 +149,10 @@ def test_some_ranks_of_a_stack() -> None:
     layout = Layout(services=("worker",), ranks="1-2")
     given = {"TP": "4", "WORKER_ADDRESSES": "a:1,b:2,c:3,d:4", "ALLOW_PLAINTEXT": "1"}
     stack, _ = plan(layout, **given, MASTER_PORT="9")
-    assert list(stack.processes()) == [Process("worker", 1, "b:2"), Process("worker", 2, "c:3")]
+    assert list(stack.processes()) == [
+        Process("worker", 1, "b:2", engine=0),
+        Process("worker", 2, "c:3", engine=0),
+    ]
     with pytest.raises(LaunchError, match="NANO_MASTER_PORT"):
         plan(layout, **given)
 
@@ -284,6 +288,52 @@ def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
     assert environment["NANO_SERVED_MODEL_NAME"] == stack.model == "acme/fox-1.5"
     with pytest.raises(SettingsError, match="served_model_name"):
         plan(SERVED_MODEL_NAME="two\nlines")
+
+
+def test_engines_have_names_and_addresses_of_their_own() -> None:
+    stack, _ = plan(Layout(services=ENGINE_SERVICES, engines=2), TP="2")
+    assert [(each.name, each.address, each.engine) for each in stack.processes()] == [
+        *((f"worker-{n}", f"unix:.run/50051/worker-{n}.sock", n // 2) for n in range(4)),
+        ("scheduler-0", "unix:.run/50051/scheduler.sock", 0),
+        ("scheduler-1", "unix:.run/50051/scheduler-1.sock", 1),
+        ("frontend-0", "127.0.0.1:50051", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("services", "variables", "named"),
+    [
+        (ENGINE_SERVICES, {"SCHEDULER_ADDRESS": "127.0.0.1:5"}, "NANO_SCHEDULER_ADDRESS is that"),
+        (ENGINE_SERVICES, {"WORKER_ADDRESSES": "127.0.0.1:5"}, "NANO_WORKER_ADDRESSES is that of"),
+        (("frontend",), {}, "SERVICES has no worker and scheduler"),
+        (("scheduler", "frontend"), {}, "SERVICES has no worker and scheduler"),
+    ],
+)
+def test_engines_whose_addresses_are_given_are_refused(
+    services: tuple[str, ...], variables: dict[str, str], named: str
+) -> None:
+    with pytest.raises(LaunchError, match=f"ENGINES: {named}"):
+        plan(Layout(services=services, engines=2), **variables)
+    plan(Layout(services=services), **variables)
+
+
+def test_ranks_elsewhere_are_those_of_one_engine() -> None:
+    layout = Layout(services=ENGINE_SERVICES, ranks="0", engines=2)
+    with pytest.raises(LaunchError, match="ENGINES: with RANKS"):
+        plan(layout, TP="2", MASTER_PORT="9")
+
+
+def test_frontends_find_schedulers_in_a_file_unless_they_are_told() -> None:
+    def found(*services: str, **variables: str) -> str | None:
+        _, environment = plan(Layout(services=services), **variables)
+        return environment.get("NANO_SCHEDULER_ADDRESSES")
+
+    assert found(*ENGINE_SERVICES) == "file:.run/50051/engines"
+    assert found(*ENGINE_SERVICES, SCHEDULER_ADDRESS="127.0.0.1:7") == "file:.run/50051/engines"
+    assert found("frontend", SCHEDULER_ADDRESS="127.0.0.1:7") is None
+    assert found("worker", "scheduler") is None
+    given = "127.0.0.1:7,127.0.0.1:8"
+    assert found("frontend", SCHEDULER_ADDRESSES=given) == given
 
 
 def test_a_scheduler_alone_needs_no_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,17 +40,56 @@ def test_config() -> None:
     stack, _ = plan_stack(environment, Layout(frontends=2, ranks="2-3"), Path("100%"), 1)
     config = configparser.RawConfigParser()
     config.read_string(render_config(stack))
-    worker, scheduler, frontend = (
-        config[f"program:{service}"] for service in ("worker", "scheduler", "frontend")
+    worker, scheduler, frontends = (
+        config[f"group:{service}"] for service in ("worker", "scheduler", "frontend")
     )
-    assert worker["command"].endswith("-m worker_svc --rank %(process_num)d")
-    assert (worker["numprocs"], worker["numprocs_start"]) == ("2", "2")
-    assert (scheduler["numprocs"], frontend["numprocs"]) == ("1", "2")
+    assert worker["programs"] == "worker-2,worker-3"
+    assert (scheduler["programs"], frontends["programs"]) == (
+        "scheduler-0",
+        "frontend-0,frontend-1",
+    )
     # They stop from the highest number to the lowest.
-    assert worker["priority"] < scheduler["priority"] < frontend["priority"]
+    assert worker["priority"] < scheduler["priority"] < frontends["priority"]
+    assert config["program:worker-3"]["command"].endswith("/models/engine-0 --rank 3")
+    frontend = config["program:frontend-1"]
+    assert frontend["command"].endswith("/models/stack --index 1")
     assert float(frontend["stopwaitsecs"]) > 30
     assert (frontend["autorestart"], frontend["exitcodes"]) == ("unexpected", "2")
-    assert frontend["stdout_logfile"] == "100%%/%(program_name)s-%(process_num)d.log"
+    assert frontend["stdout_logfile"] == "100%%/frontend-1.log"
+
+
+def test_config_of_several_engines() -> None:
+    environment = {"NANO_MODEL": DEMO, "NANO_TP": "2"}
+    stack, shared = plan_stack(environment, Layout(engines=3), Path("run"), 1)
+    config = configparser.RawConfigParser()
+    config.read_string(render_config(stack))
+
+    def settings(name: str) -> dict[str, str]:
+        """A process's, which are in its environment or else on its command line."""
+        words = shlex.split(config[f"program:{name}"]["command"])[4:]
+        pairs = zip(words[::2], words[1::2], strict=True)
+        flags = {key[2:].replace("-", "_").upper(): value for key, value in pairs}
+        return {key.removeprefix("NANO_"): value for key, value in shared.items()} | flags
+
+    for engine in range(3):
+        of_engine = "" if engine == 0 else f"engine-{engine}-"
+        first, second = 2 * engine, 2 * engine + 1
+        addresses = f"unix:run/worker-{first}.sock,unix:run/worker-{second}.sock"
+        group = config[f"group:{of_engine}worker"]
+        assert group["programs"] == f"worker-{first},worker-{second}"
+        assert group["priority"] < config[f"group:{of_engine}scheduler"]["priority"]
+        scheduler = settings(f"scheduler-{engine}")
+        assert scheduler["WORKER_ADDRESSES"] == addresses
+        assert scheduler["SCHEDULER_ADDRESS"] == stack.scheduler_address_of(engine)
+        assert scheduler.get("ENGINE_NAME", "0") == str(engine)
+        for rank, index in enumerate((first, second)):
+            worker = settings(f"worker-{index}")
+            assert (worker["WORKER_ADDRESSES"], worker["RANK"]) == (addresses, str(rank))
+            assert worker.get("INDEX", worker["RANK"]) == str(index)
+            assert worker["ENGINES_ON_HOST"] == "3"
+    meeting = [settings(f"worker-{index}")["MASTER_PORT"] for index in range(6)]
+    assert meeting[::2] == meeting[1::2]
+    assert len(set(meeting)) == 3
 
 
 def test_no_supervisor(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_top_ends_with_its_terminal(launcher: Launcher, port: int) -> None:
 
 
 def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, port: int) -> None:
-    assert launcher("up", "--port", port).returncode == 0  # its scheduler reports no load
+    assert launcher("up", "--port", port, "--services", "worker frontend").returncode == 0
     with shown_on_terminal(launcher, port) as terminal:
         terminal.wait_for(b"the scheduler does not answer", times=3)
         assert launcher("down", "--port", port).returncode == 0

@@ -63,8 +63,8 @@ class CpuPlatform(Platform):
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Sets the calling thread's number of threads: as in the settings, or one per core, divided
-        among the ranks of one machine. Both libraries keep the number per thread."""
-        share = max(num_cores() // settings.tp, 1)
+        among the ranks of the machine's engines. Both libraries keep the number per thread."""
+        share = max(num_cores() // (settings.engines_on_host * settings.tp), 1)
         threads = share if settings.threads == "auto" else settings.threads
         self._max_threads = threads
         self._use(threads)
@@ -112,8 +112,9 @@ class CpuPlatform(Platform):
     def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:
         share = settings.memory_utilization
         free = psutil.virtual_memory().available
-        # Ranks share one memory.
-        return int(free * (CACHE_SHARE if share == "auto" else share)) // settings.tp
+        # All ranks share one memory.
+        parts = settings.engines_on_host * settings.tp
+        return int(free * (CACHE_SHARE if share == "auto" else share)) // parts
 
     def memory_bytes(self) -> int:
         return int(psutil.virtual_memory().total)

@@ -69,7 +69,7 @@ class CudaStopwatch:
 
 
 class CudaPlatform(Platform):
-    """The GPU of this rank: GPUs are dealt to the ranks of a machine in order."""
+    """The GPU of this rank: GPUs are dealt to the ranks of all engines of a machine in order."""
 
     ops: Ops = triton_ops
     compiles = True
@@ -86,7 +86,7 @@ class CudaPlatform(Platform):
         """
         if not torch.cuda.is_available():
             raise StartError("device: cuda, but torch finds no CUDA device")
-        self.device = torch.device("cuda", settings.rank % torch.cuda.device_count())
+        self.device = torch.device("cuda", settings.place % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.captures = not settings.enforce_eager
         if not self.captures:

@@ -2,7 +2,11 @@
 
 The variable STANDIN, if set, says how workers misbehave: `refuse` (cannot start), `crash` (dies at
 once, every time), `stuck` (never gets ready, and ignores SIGTERM) or `silent` (never gets ready,
-and answers nothing). Processes started once the file named by STANDIN_FILE exists read it there.
+and answers nothing). Processes started once the file named by STANDIN_FILE exists read it there. A
+worker refuses a model without weights.
+
+A frontend counts as connected to a scheduler while that is among the stack's engines. A scheduler
+that stops logs whether it still was.
 """
 
 from __future__ import annotations
@@ -20,7 +24,12 @@ import structlog
 from shared.config import ServiceSettings, settings_or_exit
 from shared.logging import configure_logging
 from shared.parent import end_with_parent
-from shared.pb import frontend_pb2, frontend_pb2_grpc
+from shared.pb import (
+    frontend_pb2,
+    frontend_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+)
 from shared.server import Server
 
 WORDS = (", there", " was", " a", " fox")
@@ -32,11 +41,25 @@ class InferenceService(frontend_pb2_grpc.InferenceServiceServicer):
             yield frontend_pb2.GenerateStreamResponse(text=word, token_ids=[index])
 
 
+class SchedulerService(scheduler_pb2_grpc.SchedulerServiceServicer):
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    @property
+    def listed(self) -> bool:
+        file = Path(self._address.removeprefix("unix:")).with_name("engines")
+        return file.exists() and self._address in file.read_text().splitlines()
+
+    async def GetLoad(self, request: Any, context: Any) -> Any:
+        return scheduler_pb2.GetLoadResponse(frontends=self.listed, running=3, blocks=64)
+
+
 def run(settings_class: type[ServiceSettings], service: str) -> None:
     settings: Any = settings_or_exit(settings_class, sys.argv[1:])
     configure_logging(settings, service)
     behaviour = _behaviour() if service == "worker" else None
-    if behaviour == "refuse":
+    no_weights = service == "worker" and not list(Path(settings.model).glob("*.safetensors"))
+    if behaviour == "refuse" or no_weights:
         structlog.get_logger().error("cannot start", reason="no weights in this model")
         raise SystemExit(2)
     if behaviour == "crash":
@@ -53,10 +76,12 @@ def _behaviour() -> str | None:
 
 async def _serve(settings: Any, service: str, behaviour: str | None) -> None:
     server = Server(settings, service, reuse_port=service == "frontend")
+    engine = SchedulerService(settings.scheduler_address) if service == "scheduler" else None
     if service == "frontend":
         frontend_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(), server.grpc)
         await server.start(f"{settings.host}:{settings.port}")
     elif service == "scheduler":
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(engine, server.grpc)
         await server.start(settings.scheduler_address)
     else:
         await server.start(settings.worker_addresses[settings.rank])
@@ -67,3 +92,5 @@ async def _serve(settings: Any, service: str, behaviour: str | None) -> None:
         await asyncio.Event().wait()
     await server.set_serving(True)
     await server.wait()
+    if engine:
+        structlog.get_logger().info("gone", listed=engine.listed)

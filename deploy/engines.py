@@ -1,0 +1,119 @@
+"""The engines of a running stack: which of them its frontends use, and which model each has."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import grpc
+
+from deploy.errors import LaunchError
+from deploy.health import CHANNEL_OPTIONS
+from deploy.ports import free_service_port
+from deploy.stack import Stack, replace_file
+from shared.channels import open_blocking_channel
+from shared.config import PREFIX
+from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+
+DRAIN_S = 60.0  # for streams that only this engine can finish
+_JOIN_S = 10.0
+_LOAD_S = 2.0
+_POLL_S = 0.05
+
+
+def check_engines(stack: Stack) -> None:
+    """Checks that the stack may have this number of engines.
+
+    Raises:
+        LaunchError: it has several, and is not the kind of stack that may.
+    """
+    if stack.engines == 1:
+        return
+    if not {"worker", "scheduler"} <= set(stack.services):
+        raise LaunchError("ENGINES: SERVICES has no worker and scheduler to run here")
+    if stack.num_ranks < stack.tp:
+        raise LaunchError("ENGINES: with RANKS, other ranks are elsewhere, and there is one engine")
+    sockets = f"unix:{stack.directory}/"
+    given = {"SCHEDULER_ADDRESS": [stack.scheduler_address]}
+    given["WORKER_ADDRESSES"] = list(stack.worker_addresses)
+    for name, addresses in given.items():
+        if not all(each.startswith(sockets) for each in addresses):
+            raise LaunchError(
+                f"ENGINES: {PREFIX}{name} is that of one engine; several choose their own"
+            )
+
+
+def extra_master_ports(stack: Stack, engines: int, taken: int = 0) -> tuple[int, ...]:
+    """Where the ranks of each engine but the first meet: as now, and new ports for more engines."""
+    ports = list(stack.master_ports)[: engines - 1]
+    while stack.tp > 1 and len(ports) < engines - 1:
+        if (port := free_service_port()) not in (taken, *ports):
+            ports.append(port)
+    return tuple(ports)
+
+
+def list_engines(stack: Stack, engines: Iterable[int]) -> None:
+    """Has frontends use these engines: what they have with others they take elsewhere."""
+    lines = (f"{stack.scheduler_address_of(each)}\n" for each in engines)
+    replace_file(stack.engines_file, "".join(lines))
+
+
+def link_model(link: Path, model: Path) -> None:
+    """Makes `link` lead to the directory of a model."""
+    link.parent.mkdir(exist_ok=True)
+    unfinished = link.with_name(f"{link.name}.new")
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(os.path.abspath(model))
+    unfinished.replace(link)
+
+
+def link_missing_models(stack: Stack) -> None:
+    """Gives the engines that have no model the stack's."""
+    if stack.model_path:
+        for engine in (None, *range(stack.engines)):
+            if not (link := stack.model_link(engine)).is_symlink():
+                link_model(link, Path(stack.model_path))
+
+
+def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadResponse | None:
+    """The load of an engine; None if it does not say."""
+    address, tls = stack.scheduler_address_of(engine), stack.tls("scheduler")
+    try:
+        with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
+            return SchedulerServiceStub(channel).GetLoad(GetLoadRequest(), timeout=timeout_s)
+    except (grpc.RpcError, OSError):
+        return None
+
+
+def num_frontends(stack: Stack, engine: int) -> int:
+    """The number of frontends that are connected to an engine; 0 if it does not say."""
+    load = ask_load(stack, engine)
+    return load.frontends if load else 0
+
+
+def wait_until_left(stack: Stack, engine: int, limit_s: float) -> None:
+    """Waits, at most so long, until frontends have nothing more with an engine that is no longer
+    listed. The only one is never left; there they may have nothing to do."""
+
+    def left() -> bool:
+        load = ask_load(stack, engine)
+        if load is None or not load.frontends:
+            return True
+        return stack.engines == 1 and not load.running + load.waiting
+
+    _wait(left, limit_s)
+
+
+def wait_until_joined(stack: Stack, engine: int, frontends: int) -> None:
+    """Waits until so many frontends are connected to an engine that has been listed, but not for
+    ever: they may have died meanwhile, or know their engines from elsewhere."""
+    _wait(lambda: num_frontends(stack, engine) >= frontends, _JOIN_S)
+
+
+def _wait(condition: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

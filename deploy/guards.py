@@ -1,0 +1,65 @@
+"""Guards of commands that change a stack: against each other, and against being interrupted where
+half of the work would do harm."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from deploy.errors import LaunchError
+from deploy.stack import make_directory
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lets one command at a time change a stack: a second `up` would take the first one's processes
+    for leftovers.
+
+    Raises:
+        LaunchError: another is at work.
+    """
+    make_directory(directory)
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LaunchError(
+                "PORT: another make up, scale or restart works on its stack"
+            ) from error
+        yield
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP act like Ctrl-C."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds signals back, as between a stop and its start: else what is stopped would stay so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,101 @@
+"""Replaces the engines of a running stack one after another, while the others serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.engines import (
+    link_model,
+    list_engines,
+    num_frontends,
+    wait_until_joined,
+    wait_until_left,
+)
+from deploy.errors import LaunchError, StartError
+from deploy.guards import uninterrupted
+from deploy.model import resolve_model
+from deploy.stack import Process, Stack
+from deploy.startup import Report, wait_until_serving
+from deploy.status import stack_status
+from deploy.supervisor_rpc import replace_groups
+from frontend.model_files import ModelFilesError, read_model_facts
+
+
+def replace_engine(
+    stack: Stack,
+    engine: int,
+    processes: Sequence[Process],
+    drain_timeout_s: float,
+    report: Report,
+    model: Path | None = None,
+) -> None:
+    """Restarts these processes of an engine, which frontends leave before and are back at after it.
+
+    Args:
+        drain_timeout_s: for frontends to take their streams elsewhere, and for those that only this
+            engine can finish: those of the last engine with a model.
+        model: the engine's from now on; None: that which it has.
+
+    Raises:
+        LaunchError: a process does not come back. If that is for the new model, the engine serves
+            the old one again.
+    """
+    frontends = num_frontends(stack, engine)
+    if stack.engines > 1:
+        list_engines(stack, (each for each in range(stack.engines) if each != engine))
+    try:
+        wait_until_left(stack, engine, drain_timeout_s)
+        if model:
+            _replace_model(stack, engine, processes, report, model)
+        else:
+            _replace(stack, processes, report)
+    except StartError as error:
+        raise LaunchError(f"{error} (log: {error.log})") from error
+    finally:
+        list_engines(stack, range(stack.engines))
+    # The next one may be the last that they have.
+    wait_until_joined(stack, engine, frontends)
+
+
+def _replace(stack: Stack, processes: Sequence[Process], report: Report) -> None:
+    with uninterrupted():
+        replace_groups(stack.directory, list(dict.fromkeys(each.group for each in processes)))
+    wait_until_serving(stack, lambda: stack_status(stack), report)
+
+
+def _replace_model(
+    stack: Stack, engine: int, processes: Sequence[Process], report: Report, model: Path
+) -> None:
+    link = stack.model_link(engine)
+    before = link.readlink()
+    link_model(link, model)
+    try:
+        _replace(stack, processes, report)
+    except StartError as error:
+        link_model(link, before)
+        _replace(stack, processes, report)
+        raise LaunchError(
+            f"MODEL: {error} (log: {error.log}). Engine {engine} serves {before} again"
+        ) from error
+
+
+def find_model(stack: Stack, model: str) -> Path:
+    """The directory of a model that is to replace the stack's.
+
+    Raises:
+        LaunchError: there is none, or frontends cannot read it.
+    """
+    if not stack.model_path:
+        raise LaunchError("MODEL: no process of this host's part of the stack reads one")
+    directory = Path(os.path.abspath(resolve_model(model)))
+    # Imported here: the import is slow, and a restart does without.
+    from frontend.tokenizer import Tokenizer
+
+    try:
+        read_model_facts(directory)
+        Tokenizer(directory, threads=1).close()
+    except ModelFilesError as error:
+        raise LaunchError(f"MODEL: {error}") from error
+    return directory

@@ -1,0 +1,100 @@
+"""Changes the number of a running stack's engines, while it serves."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from deploy.engines import (
+    DRAIN_S,
+    check_engines,
+    extra_master_ports,
+    link_missing_models,
+    list_engines,
+    num_frontends,
+    wait_until_joined,
+    wait_until_left,
+)
+from deploy.errors import LaunchError, StartError, SupervisorGoneError
+from deploy.guards import ignore_signals, locked, signals_interrupt
+from deploy.progress import show_progress
+from deploy.stack import Stack
+from deploy.startup import wait_until_serving
+from deploy.status import stack_status
+from deploy.supervisor import supervised_processes
+from deploy.supervisor_config import write_config
+from deploy.supervisor_rpc import update_groups
+
+
+def scale(directory: Path, engines: int) -> int:
+    """Starts or stops the last engines; returns 0 once `engines` serve. Frontends use a new engine
+    only when it serves, and have left one before it stops. Interrupted at any point, the same
+    command goes on, or undoes it with another number.
+
+    Raises:
+        LaunchError: no stack runs in `directory`, it can have no such number of engines, or a new
+            one cannot start: then there are as many as before.
+    """
+    Stack.load(directory)  # says so if there is none
+    with locked(directory), signals_interrupt():
+        stack = Stack.load(directory)
+        supervised_processes(directory)  # likewise if it does not run
+        wanted = replace(stack, engines=engines, master_ports=extra_master_ports(stack, engines))
+        check_engines(wanted)
+        if engines >= stack.engines:
+            _start_engines(stack, wanted)
+        else:
+            _stop_engines(stack, wanted)
+    print(f"{engines} engines serve" if engines > 1 else "1 engine serves")
+    return 0
+
+
+def _start_engines(stack: Stack, wanted: Stack) -> None:
+    try:
+        apply(wanted)
+        with show_progress(wanted) as report:
+            wait_until_serving(wanted, lambda: stack_status(wanted), report)
+    except SupervisorGoneError:  # the stack is being stopped, or will be started as it is wanted
+        raise
+    except BaseException as error:
+        ignore_signals()
+        print("stopping the new engines", file=sys.stderr)
+        apply(stack)
+        if isinstance(error, StartError):
+            raise LaunchError(f"{error} (log: {error.log})") from error
+        raise
+    frontends = num_frontends(stack, 0)
+    list_engines(wanted, range(wanted.engines))
+    for engine in range(stack.engines, wanted.engines):
+        wait_until_joined(wanted, engine, frontends)
+
+
+def _stop_engines(stack: Stack, wanted: Stack) -> None:
+    list_engines(wanted, range(wanted.engines))
+    for engine in range(wanted.engines, stack.engines):
+        wait_until_left(stack, engine, DRAIN_S)
+    apply(wanted)
+
+
+def apply(stack: Stack) -> None:
+    """Makes the running stack what `stack` says, but for processes that it has already: they stay
+    as they are."""
+    stack.save()
+    write_config(stack)
+    link_missing_models(stack)
+    update_groups(stack.directory)
+    _remove_leftovers(stack)
+
+
+def _remove_leftovers(stack: Stack) -> None:
+    """Removes what engines that are gone have left: Prometheus would miss them."""
+    names = {process.name for process in stack.processes()}
+    for pattern in "metrics/worker-*.json", "metrics/scheduler-*.json":
+        for file in stack.directory.glob(pattern):
+            if file.stem not in names:
+                file.unlink(missing_ok=True)
+    links = {stack.model_link(), *map(stack.model_link, range(stack.engines))}
+    for link in (stack.directory / "models").glob("*"):
+        if link not in links:
+            link.unlink(missing_ok=True)
