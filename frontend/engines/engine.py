@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -77,14 +77,11 @@ class Engine:
         fits = num_tokens <= self.client.engine_info.max_model_len
         return fits and model_fingerprint in ("", self.client.model_fingerprint)
 
-    def fit(self, num_tokens: int, names: Mapping[PrefixIndex, Sequence[Name]]) -> Fit:
-        """What a prompt of `num_tokens` tokens would find here, whose blocks have `names`."""
-        if self.index is None:
-            return Fit(self, num_tokens)
-        ours = names[self.index]
-        blocks = self.index.matches(ours, [self.number])[self.number]
-        cached = blocks * self.client.engine_info.block_size
-        return Fit(self, num_tokens - cached, cached, ours[blocks:])
+    def fit(self, num_tokens: int, names: Sequence[Name], num_cached: int) -> Fit:
+        """What a prompt of `num_tokens` tokens would find here, of whose blocks, called `names`,
+        the first `num_cached` are in the cache."""
+        cached = num_cached * self.client.engine_info.block_size
+        return Fit(self, num_tokens - cached, cached, names[num_cached:])
 
     def submit(self, stream: TokenStream, fit: Fit, send: Callable[[int], None]) -> None:
         """Has `send` submit a request, whose first completion is `stream`; it is given the number

@@ -216,11 +216,12 @@ class Engines:
         ids.extend(stream.tokens)
         if len(self._engines) == 1:
             return Fit(engines[0], len(ids))
-        names = {
-            index: index.names_of(ids, request.cache_salt)
-            for index in {engine.index for engine in engines if engine.index}
-        }
-        fits = [engine.fit(len(ids), names) for engine in engines]
+        fits = [Fit(engine, len(ids)) for engine in engines if engine.index is None]
+        for index in {engine.index for engine in engines if engine.index}:
+            names = index.names_of(ids, request.cache_salt)
+            told = {engine.number: engine for engine in engines if engine.index is index}
+            cached = index.matches(names, told)
+            fits += (engine.fit(len(ids), names, cached[n]) for n, engine in told.items())
         best = choose([(fit.engine.current_load(), fit.uncached_tokens) for fit in fits])
         return fits[best]
 

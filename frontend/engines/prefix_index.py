@@ -61,17 +61,19 @@ class PrefixIndex:
     def matches(self, names: Iterable[Name], engines: Iterable[int]) -> dict[int, int]:
         """The number of leading blocks that each of `engines` holds, or was promised."""
         found = dict.fromkeys(engines, 0)
-        left = sum(1 << engine for engine in found)
-        for depth, name in enumerate(names, start=1):
+        left, depth = sum(1 << engine for engine in found), 0
+        for name in names:
             holders = self._holders.get(name, 0)
-            for engine in self._promised.get(name, ()):
-                holders |= 1 << engine
-            left &= holders
-            if not left:
-                break
-            for engine in found:
-                if left >> engine & 1:
-                    found[engine] = depth
+            if name in self._promised:
+                for engine in self._promised[name]:
+                    holders |= 1 << engine
+            if left & ~holders:  # these end here
+                found.update((e, depth) for e in found if left & ~holders & 1 << e)
+                left &= holders
+                if not left:
+                    break
+            depth += 1
+        found.update((engine, depth) for engine in found if left & 1 << engine)
         return found
 
     def promise(self, engine: int, names: Iterable[Name]) -> None:
