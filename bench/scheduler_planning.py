@@ -42,6 +42,7 @@ class Planning:
     plan_and_apply_ms_p99: float
     encode_ms_p50: float
     encode_ms_p99: float
+    step_bytes: int  # of the last one's message
 
 
 def measure_planning(
@@ -50,12 +51,15 @@ def measure_planning(
     """Measures `rounds` times `steps` steps of each case (waiting sequences, context). The cases
     take turns, so that whatever else the machine does affects all of them."""
     samples: list[list[tuple[float, float, float]]] = [[] for _ in cases]
+    sizes = [0 for _ in cases]
     for _ in range(rounds):
-        for (waiting, context), collected in zip(cases, samples, strict=True):
-            collected += _DecodingBatch(num_seqs, waiting, context, steps).run(steps)
+        for number, (waiting, context) in enumerate(cases):
+            batch = _DecodingBatch(num_seqs, waiting, context, steps)
+            samples[number] += batch.run(steps)
+            sizes[number] = batch.step_bytes
     return [
-        _summary(num_seqs, waiting, context, np.array(collected))
-        for (waiting, context), collected in zip(cases, samples, strict=True)
+        _summary(num_seqs, *case, size, np.array(collected))
+        for case, size, collected in zip(cases, sizes, samples, strict=True)
     ]
 
 
@@ -74,6 +78,7 @@ class _DecodingBatch:
             vocab_size=VOCAB_SIZE,
         )
         self._scheduler = Scheduler(limits, BlockManager(num_seqs * blocks_each, _BLOCK_SIZE))
+        self.step_bytes = 0
         self._in_flight: deque[Step] = deque()
         self._step_ids = itertools.count(1)
         rng = np.random.default_rng(0)
@@ -114,8 +119,9 @@ class _DecodingBatch:
         planned = time.perf_counter()
         encoded = planned
         if step is not None:
-            encode_step(step, _BLOCK_SIZE, 1, next(self._step_ids))
+            message = encode_step(step, _BLOCK_SIZE, 1, next(self._step_ids))
             encoded = time.perf_counter()
+            self.step_bytes = message.ByteSize()
             self._in_flight.append(step)
         if len(self._in_flight) < 2 and step is not None:
             return planned - began, encoded - planned, 0.0
@@ -133,7 +139,7 @@ class _DecodingBatch:
 
 
 def _summary(
-    num_seqs: int, waiting: int, context: int, seconds: npt.NDArray[np.float64]
+    num_seqs: int, waiting: int, context: int, step_bytes: int, seconds: npt.NDArray[np.float64]
 ) -> Planning:
     """`seconds`: [steps, 3], to plan, encode and apply."""
     plan, encode, apply = 1e3 * seconds.T
@@ -143,4 +149,4 @@ def _summary(
         for name, values in figures.items()
         for q in (50, 99)
     }
-    return Planning(num_seqs, waiting, context, **percentiles)
+    return Planning(num_seqs, waiting, context, **percentiles, step_bytes=step_bytes)
