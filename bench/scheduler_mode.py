@@ -113,12 +113,14 @@ def print_tables(result: SchedulerResult, console: Console) -> None:
     console.print(table)
 
     table = Table(title=f"in process, {result.planning[0].num_seqs} sequences: median ms of a step")
-    for label in ("waiting", "context", *_PLANNING_COLUMNS, "bytes"):
+    for label in ("waiting", "context", *_PLANNING_COLUMNS):
         table.add_column(label, justify="right")
     for each in result.planning:
         times = (f"{getattr(each, name):.3f}" for name in _PLANNING_COLUMNS.values())
-        table.add_row(f"{each.waiting:,}", f"{each.context:,}", *times, f"{each.step_bytes:,}")
+        table.add_row(f"{each.waiting:,}", f"{each.context:,}", *times)
     console.print(table)
+    sizes = (f"{each.step_bytes:,} (context {each.context:,})" for each in result.planning)
+    console.print(f"bytes of a step: {', '.join(dict.fromkeys(sizes))}")
 
     burst = result.burst
     table = Table(
