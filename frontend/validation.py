@@ -9,6 +9,7 @@ from shared.pb import frontend_pb2 as pb
 
 MAX_REQUEST_ID_LENGTH = 256  # characters
 MAX_CACHE_SALT_LENGTH = 256  # characters
+MAX_ENGINE_LENGTH = 256
 MAX_TOKENIZED = 1 << 17  # tokens of a call to Tokenize or Detokenize
 
 
@@ -16,17 +17,16 @@ def check_request(request: pb.GenerateRequest) -> None:
     """Checks the fields of a request other than its prompt and its sampling.
 
     Raises:
-        InvalidArgumentError: `request_id` or `cache_salt` is not acceptable.
+        InvalidArgumentError: `request_id`, `cache_salt` or `engine` is not acceptable.
     """
     if len(request.request_id) > MAX_REQUEST_ID_LENGTH or not request.request_id.isprintable():
         raise InvalidArgumentError(
             "request_id", f"must be printable and at most {MAX_REQUEST_ID_LENGTH} characters"
         )
-    if len(request.cache_salt) > MAX_CACHE_SALT_LENGTH:
-        raise InvalidArgumentError(
-            "cache_salt",
-            f"{len(request.cache_salt)} characters; the limit is {MAX_CACHE_SALT_LENGTH}",
-        )
+    for field, limit in (("cache_salt", MAX_CACHE_SALT_LENGTH), ("engine", MAX_ENGINE_LENGTH)):
+        length = len(getattr(request, field))
+        if length > limit:
+            raise InvalidArgumentError(field, f"{length} characters; the limit is {limit}")
 
 
 def check_priority(priority: int, allowed: tuple[int, int]) -> None:

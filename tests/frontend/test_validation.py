@@ -17,6 +17,7 @@ from shared.pb import frontend_pb2 as pb
         ({"request_id": "x" * 257}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"engine": "x" * 257}, "engine"),
     ],
 )
 def test_bad_request_fields_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
