@@ -250,7 +250,7 @@ class Engines:
             await self._tell_ready()
             for place, engine in list(self._engines.items()):
                 await self._move_from(engine)
-                if not engine.client.num_open and not engine.serving and self.serving:
+                if engine.is_drained and not engine.client.num_open:
                     self._let_go(place, engine)
 
     async def _move_from(self, engine: Engine) -> None:

@@ -232,6 +232,17 @@ async def test_streams_keep_to_their_model(cluster: Cluster) -> None:
     await cluster.until(lambda: cluster.connected() == ["b"])
 
 
+async def test_the_only_engine_is_let_go_once_its_streams_have_ended(cluster: Cluster) -> None:
+    a = await cluster.add("a")
+    await cluster.list("a")
+    stream = cluster.submit()
+    await submitted(a)
+    a.ready.clear()
+    a.tell(draining=True)
+    assert await finish(a, stream) == expected()
+    await cluster.until(lambda: cluster.connected() == [])
+
+
 async def test_streams_of_a_model_that_is_gone_fail(cluster: Cluster) -> None:
     a = await cluster.add("a", "old")
     await cluster.add("b", "new")
