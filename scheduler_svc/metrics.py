@@ -58,6 +58,7 @@ class EngineMetrics(ServiceMetrics):
         usage = 1 - blocks.num_free_blocks / blocks.num_blocks
         yield self._gauge("num_requests_running", "Sequences that run.", scheduler.num_running)
         yield self._gauge("num_requests_waiting", "Sequences that wait.", scheduler.num_waiting)
+        yield self._gauge("num_tokens_waiting", "Their tokens.", scheduler.num_waiting_tokens)
         yield self._gauge("kv_cache_usage_perc", "Share of blocks in use, 1 is all.", usage)
         for name, help_text, count in (
             ("prefix_cache_queries", "Prompt tokens looked for.", stats.prompt_tokens),

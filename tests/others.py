@@ -1,4 +1,5 @@
-"""Clients that others wrote, in an environment of their own: what they need is not the project's.
+"""Clients and checkers that others wrote, in an environment of their own: what they need is not the
+project's.
 
 python = others_python()  # made on first use, from requirements/test-clients.txt
 

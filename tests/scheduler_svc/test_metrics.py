@@ -82,3 +82,13 @@ async def test_steps_gaps_and_a_recovery_are_measured() -> None:
     assert {
         sample.labels["model_name"] for family in metrics.collect() for sample in family.samples
     } == {"tiny"}
+
+
+def test_what_waits_is_counted_in_sequences_and_in_tokens() -> None:
+    metrics = EngineMetrics()
+    metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
+    for index, tokens in enumerate((9, 5)):
+        metrics.scheduler.add(Sequence((0, index), range(tokens), SamplingParams(max_tokens=1)))
+    found = {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
+    assert found["nanovllm:num_requests_waiting"] == 2
+    assert found["nanovllm:num_tokens_waiting"] == 14

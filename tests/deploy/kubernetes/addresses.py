@@ -1,0 +1,69 @@
+"""Where the processes of the manifests listen, according to their own settings."""
+
+from __future__ import annotations
+
+from frontend.settings import FrontendSettings
+from scheduler_svc.settings import SchedulerSettings
+from shared.channels import stays_on_host
+from shared.tls import ServerTls
+from tests.deploy.kubernetes.pods import Process
+from worker_svc.settings import WorkerSettings
+
+
+def listens(process: Process) -> list[int]:
+    """The ports on which a process listens for other pods: of its service first, then of its
+    metrics."""
+    addresses = [*served(process), _metrics(process)]
+    return [int(each.rpartition(":")[2]) for each in addresses if not stays_on_host(each)]
+
+
+def served(process: Process) -> list[str]:
+    """A process's addresses but that of its metrics, the one of its health first."""
+    if not process.service:
+        return [f"{process.gateway.host}:{process.gateway.port}"]
+    match settings := process.settings:
+        case FrontendSettings():
+            engine = [settings.engine_address] if settings.engine_address else []
+            return [f"{settings.host}:{settings.port}", *engine]
+        case SchedulerSettings():
+            return [settings.scheduler_address]
+        case WorkerSettings():
+            return [settings.worker_addresses[settings.rank]]
+    raise TypeError(settings)
+
+
+def _metrics(process: Process) -> str:
+    if not process.service:
+        return f"{process.gateway.prometheus_host}:{process.gateway.prometheus_port}"
+    return f"{process.settings.metrics_host}:{process.settings.metrics_port}"
+
+
+def probed_addresses(process: Process) -> tuple[str, ...]:
+    """The ways to write the address at which a probe within the pod reaches a service."""
+    address = served(process)[0]
+    if address.startswith("unix:"):
+        return (address,)
+    port = address.rpartition(":")[2]
+    return (f"localhost:{port}", f"127.0.0.1:{port}")
+
+
+def tls_of(process: Process) -> ServerTls | None:
+    """The TLS that a process serves with."""
+    if not process.service:
+        gateway = process.gateway
+        cert, key = gateway.server_cert_path, gateway.server_key_path
+        return ServerTls(cert, key) if cert else None
+    tls: ServerTls | None = process.settings.server_tls
+    return tls
+
+
+def scheduler_of(process: Process) -> bool:
+    return process.service is SchedulerSettings
+
+
+def worker_of(process: Process) -> bool:
+    return process.service is WorkerSettings
+
+
+def frontend_of(process: Process) -> bool:
+    return process.service is FrontendSettings

@@ -1,0 +1,119 @@
+"""Nothing that the manifests run could do more than it needs, and nothing goes over the network in
+plaintext or to the wrong pod."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.channels import stays_on_host
+from tests.deploy.kubernetes.addresses import frontend_of, scheduler_of, served, tls_of
+from tests.deploy.kubernetes.pods import named, pods, processes
+from tests.deploy.kubernetes.rendering import (
+    COMBINATIONS,
+    KUBERNETES,
+    Manifest,
+    render,
+    render_combination,
+)
+
+Combination = tuple[str, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda each: "+".join((each[0], *each[1])))
+def combination(request: pytest.FixtureRequest) -> Combination:
+    found: Combination = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def manifests(combination: Combination, tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
+    return render_combination(*combination, tmp_path_factory.mktemp("kustomization"))
+
+
+def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests):
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
+        common = pod.spec["securityContext"]
+        assert common["runAsNonRoot"] is True
+        assert common["runAsUser"] == common["fsGroup"] == 10001  # the images' user
+        assert common["seccompProfile"] == {"type": "RuntimeDefault"}
+        for volume in pod.spec["volumes"]:
+            assert not {"hostPath"} & volume.keys()
+            # Group-readable, and no more.
+            assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
+        for container in pod.containers:
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["readOnlyRootFilesystem"] is True
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+            assert "/tmp" in mounts
+            assert mounts["/models"]["readOnly"] is True
+
+
+def test_pods_of_a_kind_keep_apart(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests):
+        assert "podAntiAffinity" in pod.spec.get("affinity", {}) or (
+            pod.spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+        )
+
+
+def test_evictions_leave_some_of_each_kind(manifests: list[Manifest]) -> None:
+    selectors = [
+        budget["spec"]["selector"]["matchLabels"]
+        for budget in named(manifests, "PodDisruptionBudget").values()
+    ]
+    for pod in pods(manifests):
+        assert sum(pod.selected_by(selector) for selector in selectors) == 1, pod.name
+
+
+def test_whatever_leaves_a_pod_is_encrypted(
+    manifests: list[Manifest], combination: Combination
+) -> None:
+    encrypted = "encrypted-network" in combination[1]
+    for process in processes(manifests):
+        if not all(map(stays_on_host, served(process))):
+            assert (tls_of(process) is None) is encrypted
+        if process.service:
+            assert process.settings.allow_plaintext is encrypted
+            expected = "optional" if encrypted else "required"
+            assert process.settings.internal_tls_roles == expected
+
+
+def test_clients_need_a_token(manifests: list[Manifest]) -> None:
+    for process in filter(frontend_of, processes(manifests)):
+        assert process.settings.callers_need_tokens or stays_on_host(f"{process.settings.host}:1")
+    for process in processes(manifests):
+        if not process.service:
+            assert process.gateway.api_key == "secret-api-key"
+            assert process.gateway.control_plane_api_keys
+            assert all(stays_on_host(url.partition("//")[2]) for url in process.gateway.worker_urls)
+
+
+def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> None:
+    closed = named(manifests, "NetworkPolicy")["default"]["spec"]
+    assert closed["policyTypes"] == ["Ingress", "Egress"]
+    assert not {"ingress", "egress"} & closed.keys()
+    assert all(pod.selected_by(closed["podSelector"]["matchLabels"]) for pod in pods(manifests))
+
+
+def test_ranks_end_after_their_scheduler(manifests: list[Manifest]) -> None:
+    """As sidecars do."""
+    for process in filter(scheduler_of, processes(manifests)):
+        ranks = [each for each in process.pod.containers if each["name"].startswith("worker")]
+        assert ranks
+        assert all(rank["restartPolicy"] == "Always" for rank in ranks)
+
+
+def test_the_pod_for_copying_is_without_privileges() -> None:
+    (pod,) = named(render(KUBERNETES / "model"), "Pod").values()
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_the_namespace_refuses_privileges(tmp_path: Path) -> None:
+    (namespace,) = named(render_combination("cpu", (), tmp_path), "Namespace").values()
+    assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}

@@ -1,0 +1,161 @@
+"""The manifests of deploy/kubernetes fit the services' settings, and what no longer would is found:
+a renamed flag, variable or port cannot leave a manifest behind."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.gateway import GatewaySettings, router_args
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.metrics import EngineMetrics
+from scheduler_svc.scheduler import Scheduler
+from tests.deploy.kubernetes.checks import complaints
+from tests.deploy.kubernetes.pods import NAMESPACE, named, processes
+from tests.deploy.kubernetes.rendering import (
+    COMBINATIONS,
+    Manifest,
+    needs_kubectl,
+    render_combination,
+)
+
+ALL = ("cert-manager", "http", "autoscaling")
+
+
+@pytest.fixture(scope="module")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
+    return render_combination("tp", ALL, tmp_path_factory.mktemp("kustomization"))
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
+    scratch = tmp_path_factory.mktemp("kustomization")
+    return render_combination("tp-nodes", ("cert-manager",), scratch)
+
+
+@pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
+def test_manifests_fit_the_settings(
+    overlay: str, components: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert complaints(render_combination(overlay, components, tmp_path)) == []
+
+
+# What somebody may rename or forget in one place, and what is said about it.
+PLANTS: dict[str, tuple[str, str, str]] = {
+    "a flag": ('"--rank"', '"--rang"', "--rang"),
+    "a flag of the gateway": ("--worker-urls=", "--wrong=", "http/gateway: "),
+    "a variable": ('"NANO_ENGINE_NAME"', '"NANO_ENGINE_TITLE"', "NANO_ENGINE_TITLE"),
+    "a variable in a map": ('"NANO_TP"', '"NANO_TENSORS"', "NANO_TENSORS"),
+    "another service's variable": ('"NANO_ENGINE_NAME"', '"NANO_DEVICE"', "NANO_DEVICE"),
+    "a value": ('"NANO_TP": "2"', '"NANO_TP": "two"', "tp: "),
+    "a listening port": ("0.0.0.0:50052", "0.0.0.0:50062", "it listens on [9464, 50062]"),
+    "a container's port": ('"containerPort": 50051', '"containerPort": 50061', "50061"),
+    "a called port": ("svc:50052", "svc:50062", "no scheduler listens at"),
+    "a called name": ("dns:engines.", "dns:motors.", "not all pods of a headless Service"),
+    "a policy's port": ('[{"port": 8443}]', '[{"port": 8444}]', "nobody listens on [8444]"),
+    "a port that stays closed": ('{"port": 9466}', '{"port": 9465}', "reach [9466]"),
+    "a Service's port": ('"targetPort": "https"', '"targetPort": "http"', "Service http"),
+    "an annotation": ('prometheus.io/port": "9464"', 'prometheus.io/port": "9465"', "annotation"),
+    "a probe's address": ('health", "localhost:50052"', 'health", "localhost:52"', "served at"),
+    "a probe's command": (
+        '"deploy.health", "localhost',
+        '"deploy.probe", "localhost',
+        "its health",
+    ),
+    "a probe without TLS": ('"NANO_TLS_CA": "/etc/nano/public/tls.crt", ', "", "the probe trusts"),
+    "a socket": ('worker-1.sock"]', 'worker-2.sock"]', "served at unix:/run/nano/worker-1.sock"),
+    "a directory of sockets": ('"mountPath": "/run/nano"', '"mountPath": "/run"', "no socket"),
+    "a mount": ('"mountPath": "/etc/nano/tokens"', '"mountPath": "/tokens"', "auth_tokens_file"),
+    "a model elsewhere": ('"NANO_MODEL": "/models/', '"NANO_MODEL": "/model/', "model: no volume"),
+    "a certificate's name": ('"localhost", ', "", "not for localhost"),
+    "a certificate's role": ("role:frontend", "role:client", "does not make it a frontend"),
+    "a certificate's secret": (
+        '"secretName": "public-tls", "usages"',
+        '"secretName": "x", "usages"',
+        "public-tls",
+    ),
+    "a drain": (
+        '"NANO_DRAIN_TIMEOUT_S": "120"',
+        '"NANO_DRAIN_TIMEOUT_S": "140"',
+        "frontend-x: has",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_does_not_fit_is_found(plant: str, manifests: list[Manifest]) -> None:
+    old, new, said = PLANTS[plant]
+    text = json.dumps(manifests)
+    assert old in text
+    assert said in "\n".join(found := complaints(json.loads(text.replace(old, new))))
+    assert found
+
+
+GROUP_PLANTS: dict[str, tuple[str, str, str]] = {
+    "a rank's pod": ("$(NANO_ENGINE_NAME)-1.", "$(NANO_ENGINE_NAME)-2.", "calls rank 1 at"),
+    "a variable of the controller": ("$(LWS_WORKER_INDEX)", "$(LWS_INDEX)", "$(LWS_INDEX)"),
+    "a group's size": ('"size": 2', '"size": 3', "rank: 2 is not below tp"),
+    "a name out of order": ('"name": "NANO_ENGINE_NAME"', '"name": "NAME"', "nothing sets"),
+    "a name in a certificate": ("*.engine.nano-vllm.svc", "*.nano-vllm.svc", "not for engine-0"),
+}
+
+
+@pytest.mark.parametrize("plant", GROUP_PLANTS)
+def test_what_does_not_fit_in_a_group_is_found(plant: str, group: list[Manifest]) -> None:
+    old, new, said = GROUP_PLANTS[plant]
+    text = json.dumps(group)
+    assert old in text
+    assert said in "\n".join(complaints(json.loads(text.replace(old, new))))
+
+
+def test_the_gateway_is_set_up_as_the_launcher_does(manifests: list[Manifest]) -> None:
+    """But for where it listens, its TLS, and its keys."""
+    (process,) = [each for each in processes(manifests) if str(each) == "http/gateway"]
+    (frontend,) = [each for each in processes(manifests) if str(each) == "http/frontend"]
+    settings = GatewaySettings(
+        engine_addresses=frontend.settings.engine_addresses,
+        model=process.environment["NANO_MODEL"],
+        host="0.0.0.0",
+        http_port=8443,
+        drain_timeout_s=120,
+    )
+    ours = dataclasses.asdict(process.gateway)
+    launchers = dataclasses.asdict(router_args(settings, 9465))
+    differing = {name for name in ours if ours[name] != launchers[name]}
+    assert differing == {
+        *("api_key", "control_plane_api_keys", "prometheus_host"),
+        *("server_cert_path", "server_key_path"),
+        "otlp_traces_endpoint",  # none, and an empty one
+    }
+
+
+def test_autoscaling_asks_for_metrics_that_there_are(manifests: list[Manifest]) -> None:
+    metrics = EngineMetrics()
+    metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
+    names = {family.name for family in metrics.collect()}
+    (scaled,) = named(manifests, "ScaledObject").values()
+    for trigger in scaled["spec"]["triggers"]:
+        query = trigger["metadata"]["query"]
+        assert query.removeprefix("sum(").partition("{")[0] in names
+        assert f'namespace="{NAMESPACE}"' in query
+
+
+def test_the_number_of_engines_is_the_autoscalers_alone(manifests: list[Manifest]) -> None:
+    (scaled,) = named(manifests, "ScaledObject").values()
+    target = scaled["spec"]["scaleTargetRef"]
+    assert "replicas" not in named(manifests, target["kind"])[target["name"]]["spec"]
+
+
+def test_several_engines_are_told_apart(tmp_path: Path) -> None:
+    needs_kubectl()
+    rendered = render_combination("engines", (), tmp_path)
+    assert named(rendered, "StatefulSet")["engine"]["spec"]["replicas"] == 3
+    (scheduler,) = [each for each in processes(rendered) if str(each) == "engine/scheduler"]
+    assert scheduler.settings.engine_name == "engine-0"
+    second = dataclasses.replace(copy.copy(scheduler.pod), name="engine-1")
+    assert dataclasses.replace(scheduler, pod=second).settings.engine_name == "engine-1"
