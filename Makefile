@@ -57,24 +57,29 @@ $(STAMP): $(INSTALLED)
 	$(PIP) --no-deps --no-build-isolation -e . && \
 	touch $@
 
-setup: $(STAMP)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip)
+# Ray is installed on demand.
+$(STAMP)-ray: $(STAMP) requirements/ray.txt
+	$(PIP_HASHED) $(PIP_ARGS) -r requirements/ray.txt && touch $@
+READY := $(STAMP)$(if $(filter ray,$(RUNTIME)),-ray)
 
-up: $(STAMP)  ## start the stack, wait until it serves, show a first completion
+setup: $(READY)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip; RUNTIME=ray: with Ray)
+
+up: $(READY)  ## start the stack, wait until it serves, show a first completion
 	@$(CLI) up $(call flags,$(STACK))
 
-down: $(STAMP)  ## stop the stack
+down: $(READY)  ## stop the stack
 	@$(CLI) down $(call flags,PORT RUNTIME)
 
 restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE, ENGINE: only this one's; MODEL: another)
 	@$(CLI) restart $(call flags,PORT SERVICE ENGINE MODEL DRAIN_TIMEOUT_S)
 
-scale: $(STAMP)  ## start or stop engines of the running stack until there are ENGINES, while requests go on
-	@$(CLI) scale $(call flags,PORT ENGINES)
+scale: $(READY)  ## start or stop engines of the running stack until there are ENGINES, while requests go on
+	@$(CLI) scale $(call flags,PORT RUNTIME ENGINES)
 
-ps: $(STAMP)  ## a line per process: name, index, pid, address, state
+ps: $(READY)  ## a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)
 
-logs: $(STAMP)  ## show the logs and follow them (SERVICE: only this one's)
+logs: $(READY)  ## show the logs and follow them (SERVICE: only this one's)
 	@$(CLI) logs $(call flags,PORT RUNTIME SERVICE)
 
 top: $(STAMP)  ## show the engine's load, live
@@ -141,8 +146,8 @@ LOCK_EXTRA := $(LOCK) pyproject.toml --constraints requirements/torch.txt \
 	--excludes requirements/unlocked.txt --no-emit-package torch
 lock:  ## lock packages that fit pyproject.toml, with the hashes of all their files (with uv, docs.astral.sh/uv)
 	$(LOCK_EXTRA) --extra dev --output-file requirements/dev.txt
-	for image in frontend scheduler worker; do \
-		$(LOCK_EXTRA) --extra $$image --output-file requirements/$$image.txt \
+	for extra in frontend scheduler worker ray; do \
+		$(LOCK_EXTRA) --extra $$extra --output-file requirements/$$extra.txt \
 			--constraints requirements/dev.txt || exit; \
 	done
 	$(LOCK) requirements/test-clients.in --output-file requirements/test-clients.txt

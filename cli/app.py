@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ Port = Annotated[
 Address = Annotated[
     str | None, typer.Option(help="a frontend's, HOST:PORT (default: that of the stack on PORT)")
 ]
-Runtime = Annotated[Literal["native", "docker"], typer.Option()]
+Runtime = Annotated[Literal["native", "docker", "ray"], typer.Option()]
 Service = Annotated[
     str | None,
     typer.Option(
@@ -76,6 +77,8 @@ Service = Annotated[
 @takes_variables
 def up(environment: Environment, layout: Layout, runtime: Runtime = "native") -> int:
     """Start a stack in the background, wait until it serves, show a first completion."""
+    if runtime == "ray":
+        return _on_ray("up", environment, layout)
     start = compose.up if runtime == "docker" else commands.up
     return start(environment, layout)
 
@@ -90,6 +93,8 @@ def run(environment: Environment, layout: Layout) -> int:
 @app.command()
 def down(port: Port = None, runtime: Runtime = "native") -> int:
     """Stop the stack."""
+    if runtime == "ray":
+        return _on_ray("down", _environment(port))
     if runtime == "docker":
         return compose.down(_environment(port))
     return commands.down(_directory(port))
@@ -99,8 +104,13 @@ def down(port: Port = None, runtime: Runtime = "native") -> int:
 def scale(
     engines: Annotated[int, typer.Option(min=1, help="how many there are to be")],
     port: Port = None,
+    runtime: Runtime = "native",
 ) -> int:
     """Start more engines, or stop some, while the stack serves."""
+    if runtime == "ray":
+        return _on_ray("scale", _environment(port), engines)
+    if runtime == "docker":
+        raise CommandError("ENGINES: RUNTIME=docker has one engine")
     return scale_stack(_directory(port), engines)
 
 
@@ -121,6 +131,8 @@ def restart(
 @app.command()
 def ps(port: Port = None, runtime: Runtime = "native") -> int:
     """Show a line per process: name, index, pid, address, state."""
+    if runtime == "ray":
+        return _on_ray("ps", _environment(port))
     if runtime == "docker":
         return compose.ps(_environment(port))
     return commands.ps(_directory(port))
@@ -129,6 +141,8 @@ def ps(port: Port = None, runtime: Runtime = "native") -> int:
 @app.command()
 def logs(port: Port = None, runtime: Runtime = "native", service: Service = None) -> int:
     """Show the logs and follow them."""
+    if runtime == "ray":
+        return _on_ray("logs", _environment(port), service)
     if runtime == "docker":
         return compose.logs(_environment(port), service)
     follow(_directory(port), service)
@@ -195,6 +209,18 @@ def bench(context: typer.Context) -> int:
     from bench.__main__ import main
 
     return main(context.args)
+
+
+def _on_ray(command: str, *arguments: Any) -> int:
+    """Runs a command of RUNTIME=ray. Ray, which they all import, is an extra."""
+    try:
+        module = importlib.import_module("deploy.ray.commands")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise LaunchError("RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it") from error
+    status: int = getattr(module, command)(*arguments)
+    return status
 
 
 def _environment(port: str | None) -> Environment:

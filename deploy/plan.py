@@ -21,7 +21,7 @@ from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
 from scheduler_svc.settings import SchedulerSettings
-from shared.config import PREFIX, Addresses, load_settings, split_commas
+from shared.config import PREFIX, Addresses, AutoInt, load_settings, split_commas
 from shared.tls import ClientTls, FileError
 from worker_svc.settings import WorkerSettings
 
@@ -40,6 +40,8 @@ class StackSettings(PublicSettings):
     model: str = "models/demo"
     served_model_name: str = ""
     tp: int = Field(1, gt=0)
+    device: str = "auto"
+    threads: AutoInt = "auto"
     scheduler_address: str = ""
     scheduler_addresses: Addresses = ()
     worker_addresses: Addresses = ()
@@ -136,7 +138,7 @@ def plan_stack(
         worker_addresses=settings.worker_addresses
         or tuple(f"{sockets}/worker-{rank}.sock" for rank in range(settings.tp)),
         drain_timeout_s=settings.drain_timeout_s,
-        public_tls=_public_tls(settings) if "frontend" in layout.services else None,
+        public_tls=public_tls(settings) if "frontend" in layout.services else None,
         internal_tls=settings.dialer.tls,
         auth_tokens_file=_tokens_file(settings) if "frontend" in layout.services else "",
         model=name,
@@ -196,7 +198,7 @@ def check_environment(environment: Environment, first_rank: int = 0) -> None:
         load_settings(WorkerSettings, ["--rank", str(first_rank)])
 
 
-def _public_tls(settings: StackSettings) -> ClientTls | None:
+def public_tls(settings: StackSettings) -> ClientTls | None:
     """The TLS with which the launcher connects to the frontends."""
     server = settings.server_tls
     if server is None:

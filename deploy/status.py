@@ -74,22 +74,20 @@ def _listens(pid: int, port: int) -> bool:
     return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
 
-def format_status(statuses: Iterable[ProcessStatus]) -> str:
-    """A table: name, index, pid, address, state, and its engine where there are several."""
+def format_status(statuses: Iterable[ProcessStatus], nodes: Iterable[str] | None = None) -> str:
+    """A table: name, index, pid, address, state, its engine where there are several, and `nodes`,
+    which has each one's, if they may differ."""
+    columns = ["NAME", "INDEX", "PID", "ADDRESS", "STATE", "ENGINE", "NODE"]
     statuses = list(statuses)
-    several = any(status.process.engine for status in statuses)
-    rows = [("NAME", "INDEX", "PID", "ADDRESS", "STATE", *(["ENGINE"] if several else []))]
-    rows += [
-        (
-            status.process.service,
-            str(status.process.index),
-            _or_dash(status.pid),
-            status.process.address,
-            status.account,
-            *([_or_dash(status.process.engine)] if several else []),
-        )
-        for status in statuses
-    ]
+    shown = len(columns) if nodes is not None else len(columns) - 1
+    rows = [columns[:shown]]
+    for status, node in zip(statuses, nodes or [""] * len(statuses), strict=True):
+        process = status.process
+        row = [process.service, str(process.index), _or_dash(status.pid), process.address]
+        rows.append([*row, status.account, _or_dash(process.engine), node][:shown])
+    if not any(status.process.engine for status in statuses):
+        for row in rows:
+            del row[columns.index("ENGINE")]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 from tests.stack import ROOT
@@ -74,15 +76,23 @@ class Hosts:
         self, name: str, module: str, environment: Mapping[str, str], output: IO[bytes]
     ) -> None:
         """Runs `python -m MODULE` on a host, until `kill`."""
-        command = ["ip", "netns", "exec", _name(name), sys.executable, "-m", module]
         self._processes[name] = subprocess.Popen(
-            command,
+            self.command(name, "-m", module),
             cwd=ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
         )
+
+    def command(self, name: str, *arguments: object) -> list[str]:
+        """The command line that runs Python on a host."""
+        return ["ip", "netns", "exec", _name(name), sys.executable, *map(str, arguments)]
+
+    def lose(self, name: str) -> None:
+        """Ends a host with all that runs on it, for good. Nobody ever hears of it."""
+        _ip("-n", _name(_ROUTER), "link", "del", name)
+        _kill_all(name)
 
     def kill(self, name: str) -> None:
         """Kills a host's process with SIGKILL. If the host is cut off, nobody ever hears of it."""
@@ -107,7 +117,10 @@ class Hosts:
         for process in self._processes.values():
             process.kill()
             process.wait()
+        # At once, while the rest may go later.
+        subprocess.run(["ip", "link", "del", _name("here")], capture_output=True)
         for name in (_ROUTER, *self._names):  # its links go with it
+            _kill_all(name)
             subprocess.run(["ip", "netns", "del", _name(name)], capture_output=True)
 
     def _connect(self, name: str) -> None:
@@ -132,6 +145,15 @@ class Hosts:
 def _name(of: str) -> str:
     """Names a namespace or link: unique to this test run, and at most 15 letters."""
     return f"{of[:9]}{os.getpid() % 1_000_000}"
+
+
+def _kill_all(name: str) -> None:
+    """Kills what runs on a host."""
+    command = ["ip", "netns", "pids", _name(name)]
+    while pids := subprocess.run(command, capture_output=True, text=True).stdout.split():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _ip(*args: str) -> None:

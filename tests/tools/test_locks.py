@@ -15,7 +15,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ("dev", "frontend", "scheduler", "worker")
+IMAGES = ("frontend", "scheduler", "worker")
+EXTRAS = ("dev", "ray", *IMAGES)
+WITH_TORCH = ("dev", "scheduler", "worker")
 # Installed apart, see the Makefile.
 APART = {"torch", "triton"}
 HASHES = re.compile(r"(?: --hash=sha256:[0-9a-f]{64})+")
@@ -57,7 +59,7 @@ def test_all_that_is_asked_for_is_locked(extra: str) -> None:
 def test_so_is_what_those_packages_need(extra: str) -> None:
     """As the installed ones say: without it, `--no-deps` would leave it out, or torch fetch it."""
     locked = entries(extra)
-    for name in (*locked, *(APART - {"triton"} if extra != "frontend" else ())):
+    for name in (*locked, *(APART - {"triton"} if extra in WITH_TORCH else ())):
         for line in _requires(name):
             requirement = Requirement(line)
             needed = canonicalize_name(requirement.name)
@@ -80,6 +82,13 @@ def test_every_package_has_the_hashes_of_its_files(lock: str) -> None:
         assert HASHES.fullmatch(hashes), f"{name}: {hashes[:80]}"
 
 
-@pytest.mark.parametrize("image", EXTRAS[1:])
+@pytest.mark.parametrize("image", IMAGES)
 def test_images_get_what_is_tested(image: str) -> None:
     assert entries(image).items() <= entries("dev").items()
+
+
+def test_ray_gets_on_with_all_else() -> None:
+    """It is installed into the same environment."""
+    dev = entries("dev")
+    shared = {name: entry for name, entry in entries("ray").items() if name in dev}
+    assert shared.items() <= dev.items()

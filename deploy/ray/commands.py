@@ -1,0 +1,251 @@
+"""RUNTIME=ray: up, scale, down, ps and logs on the Ray cluster that this host is a node of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from deploy.errors import LaunchError
+from deploy.first_tokens import PROMPT
+from deploy.health import SERVING
+from deploy.model import model_name, resolve_model
+from deploy.plan import (
+    Environment,
+    Layout,
+    StackSettings,
+    check_environment,
+    read_settings,
+)
+from deploy.ray.cluster import Cluster, connected
+from deploy.ray.layout import Member, RayStack
+from deploy.ray.process import Report
+from deploy.stack import SERVICES, bracket_host, run_directory
+from deploy.status import format_status
+from deploy.supervisor import is_running
+from shared.channels import stays_on_host
+from shared.config import KNOWN_NAMES, PREFIX
+from shared.fork import CANNOT_START
+
+_POLL_S = 0.5
+_MAX_RESTARTS = 3
+_FIRST_ANSWER_S = 600.0  # a large model on few cores can take minutes per token
+_LAST_LOG_BYTES = 4 << 10
+_RANK_CPUS = 0.5  # so that a small stack fits into two cores; NANO_THREADS says otherwise
+_FILES = (
+    *("tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "operator_tokens_file"),
+    *("internal_tls_cert", "internal_tls_key", "internal_tls_ca", "profile_directory"),
+    "config_file",
+)
+_CHOSEN = ("scheduler_address", "worker_addresses", "engine_addresses", "master_port")
+
+
+def up(environment: Environment, layout: Layout) -> int:
+    """Starts the stack's actors; returns 0 once one of its frontends has answered a request.
+
+    Raises:
+        SettingsError: a service would refuse a value; the message names it.
+        LaunchError: the stack cannot start; the message says why.
+    """
+    settings = read_settings(environment)
+    if is_running(run_directory(settings.port)):
+        raise LaunchError("PORT: a stack of RUNTIME=native runs on it here; make down stops it")
+    with connected(settings.port) as cluster:
+        if members := cluster.members():
+            return _already_up(cluster.reports(members), settings.port)
+        stack = plan(environment, settings, layout, cluster)
+        try:
+            for index in range(layout.engines):
+                cluster.start_engine(stack, index)
+            cluster.start_frontends(stack, layout.frontends)
+            addresses = _wait_until_serving(cluster)
+            _greet(cluster, settings, addresses)
+        except BaseException:
+            print("stopping the stack")
+            cluster.stop_all()
+            raise
+    return 0
+
+
+def scale(environment: Environment, engines: int) -> int:
+    """Starts further engines, or stops those with the highest numbers once no stream needs them.
+
+    Raises:
+        LaunchError: no stack runs, or an engine cannot start.
+    """
+    port = read_settings(environment).port
+    with connected(port) as cluster:
+        present = cluster.engines()
+        if not present:
+            raise LaunchError(f"no stack runs on port {port}")
+        stack = cluster.stack()
+        for index in range(engines):
+            if index not in present:
+                cluster.start_engine(stack, index)
+        for index in reversed(present):
+            if index >= engines:
+                cluster.stop_engine(stack, index)
+        _wait_until_serving(cluster)
+        print(f"{len(cluster.engines())} engines serve")
+    return 0
+
+
+def down(environment: Environment) -> int:
+    """Stops the stack: first the frontends, which finish their streams."""
+    port = read_settings(environment).port
+    with connected(port) as cluster:
+        count = cluster.stop_all()
+    print(f"stopped {count} processes" if count else f"nothing runs on port {port}")
+    return 0
+
+
+def ps(environment: Environment) -> int:
+    """Prints a line per process; returns 1 if no stack is running."""
+    port = read_settings(environment).port
+    with connected(port) as cluster:
+        reports = cluster.reports(cluster.members())
+    if not reports:
+        print(f"no stack runs on port {port}")
+        return 1
+    nodes = [report.node for report in reports]
+    print(format_status((report.status for report in reports), nodes))
+    return 0
+
+
+def logs(environment: Environment, service: str | None) -> int:
+    """Follows the logs of `service`'s processes, or of all, wherever they run."""
+    port = read_settings(environment).port
+    with connected(port) as cluster, suppress(KeyboardInterrupt):
+        offsets: dict[str, int] = {}
+        shown = ""
+        while members := [m for m in cluster.members() if service in (None, m.service)]:
+            for member in members:
+                offset = offsets.get(member.name, -_LAST_LOG_BYTES)
+                for _, answer in cluster.ask([member], "read_log", offset):
+                    text, offsets[member.name] = answer or ("", offset)
+                    if text and shown != member.name:
+                        shown = member.name
+                        print(f"\n==> {shown} <==")
+                    print(text, end="", flush=True)
+            time.sleep(_POLL_S)
+        raise LaunchError(f"no {service or 'stack'} runs on port {port}")
+    return 0
+
+
+def plan(
+    environment: Environment, settings: StackSettings, layout: Layout, cluster: Cluster
+) -> RayStack:
+    """Decides what every process gets to know, and checks it as each service will.
+
+    Raises:
+        SettingsError: a service would refuse a value; the message names it.
+        LaunchError: one of the launcher's variables, or MODEL, is impossible.
+    """
+    _check_variables(settings, layout)
+    model = resolve_model(settings.model).resolve()
+    known = {PREFIX + name.upper() for name in (*KNOWN_NAMES, "config_file")}
+    shared = {name: value for name, value in environment.items() if name in known}
+    for name in (PREFIX + each.upper() for each in _FILES):
+        if shared.get(name):  # it is the same path on all nodes
+            shared[name] = str(Path(shared[name]).expanduser().absolute())
+    shared |= {
+        f"{PREFIX}HOST": bracket_host(settings.host),
+        f"{PREFIX}PORT": str(settings.port),
+        f"{PREFIX}MODEL": str(model),
+        f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
+        or model_name(settings.model, model),
+        f"{PREFIX}EXIT_WITH_PARENT": "1",
+    }
+    settings = read_settings(shared)
+    nodes = cluster.nodes()
+    example = f"{bracket_host(min(nodes, key=lambda each: stays_on_host(f'{each}:1')))}:1"
+    addresses = {
+        f"{PREFIX}SCHEDULER_ADDRESS": example,
+        f"{PREFIX}WORKER_ADDRESSES": ",".join([example] * settings.tp),
+    }
+    check_environment(shared | addresses)
+    return RayStack(settings, shared, _rank_resources(settings, cluster))
+
+
+def _rank_resources(settings: StackSettings, cluster: Cluster) -> dict[str, float]:
+    """What Ray is to reserve for a rank."""
+    if settings.device == "cuda" or (settings.device == "auto" and cluster.gpus()):
+        return {"GPU": 1, "CPU": _RANK_CPUS}
+    return {"CPU": _RANK_CPUS if settings.threads == "auto" else settings.threads}
+
+
+def _check_variables(settings: StackSettings, layout: Layout) -> None:
+    if settings.port == 0:
+        raise LaunchError("PORT: a stack in the background needs a port that can be named later")
+    if layout.services != SERVICES or layout.ranks is not None:
+        raise LaunchError("SERVICES, RANKS: with RUNTIME=ray, Ray decides what runs where")
+    for name in _CHOSEN:
+        if getattr(settings, name):
+            raise LaunchError(
+                f"{PREFIX}{name.upper()}: with RUNTIME=ray, processes choose their addresses"
+            )
+    for name in ("http_port", "ui_port"):
+        if getattr(settings, name) not in ("auto", 0):
+            raise LaunchError(f"{name.upper()}: RUNTIME=ray has neither HTTP gateway nor page")
+
+
+def _already_up(reports: Sequence[Report], port: int) -> int:
+    if all(report.status.health == SERVING for report in reports):
+        print(f"the stack on port {port} is already up; make down RUNTIME=ray stops it")
+        return 0
+    raise LaunchError(
+        f"PORT: the stack on port {port} is already running but does not serve; make ps and make "
+        "logs show why, make down stops it, each with RUNTIME=ray"
+    )
+
+
+def _wait_until_serving(cluster: Cluster) -> list[str]:
+    """Returns the frontends' addresses once all processes are SERVING. There is no time limit: a
+    model may take any time to load, and a node any time to join.
+
+    Raises:
+        LaunchError: a process cannot start.
+    """
+    shown: dict[str, str] = {}
+    pids: dict[str, set[int]] = {}
+    while True:
+        reports = cluster.reports(cluster.members())
+        for report in reports:
+            name, status = report.status.process.name, report.status
+            if shown.get(name) != status.summary:
+                shown[name] = status.summary
+                print(f"{name:12} {status.summary:20} {report.node}", flush=True)
+            started = pids.setdefault(name, set())
+            started |= {status.pid} if status.pid else set()
+            if status.exit_status == CANNOT_START:
+                raise LaunchError(f"{name} cannot start on {report.node}: {_why(cluster, name)}")
+            if len(started) > _MAX_RESTARTS:
+                raise LaunchError(f"{name} crashes again and again: {_why(cluster, name)}")
+        if reports and all(report.status.health == SERVING for report in reports):
+            return [r.status.process.address for r in reports if _is_frontend(r)]
+        time.sleep(_POLL_S)
+
+
+def _why(cluster: Cluster, name: str) -> str:
+    ((_, reason),) = cluster.ask([Member.named(name)], "failure")
+    return reason or "its node has gone, too"
+
+
+def _is_frontend(report: Report) -> bool:
+    return report.status.process.service == "frontend"
+
+
+def _greet(cluster: Cluster, settings: StackSettings, addresses: Sequence[str]) -> None:
+    """Shows a completion, which a frontend was asked for on its own node, and where they listen."""
+    frontends = [each for each in cluster.members() if each.service == "frontend"]
+    ((_, text),) = cluster.ask(frontends[:1], "complete", timeout_s=_FIRST_ANSWER_S)
+    if text is None:
+        raise LaunchError("a request failed: make logs RUNTIME=ray shows why")
+    distinct = sorted(set(addresses))
+    print(f"""
+{PROMPT}{text}
+
+The stack serves on {", ".join(distinct)}. There is neither HTTP gateway nor page.
+make ps, make logs, make scale and make down, each with PORT={settings.port} RUNTIME=ray, show it,
+change the number of engines, and stop it.""")

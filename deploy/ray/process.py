@@ -1,0 +1,254 @@
+"""The Ray actor that runs a process of the stack on its node, and what it tells of it.
+
+An actor only starts our command and looks after it. The services know nothing of Ray, and nothing
+of theirs passes through it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from deploy.certificates import check_certificates
+from deploy.errors import LaunchError
+from deploy.first_tokens import stream_completion
+from deploy.health import UNREACHABLE, check_health
+from deploy.logs import failure_reason
+from deploy.plan import Environment, public_tls
+from deploy.ports import free_service_port
+from deploy.ray.child import Child
+from deploy.ray.layout import Endpoint, Member, RayStack
+from deploy.ray.peers import Peers
+from deploy.stack import MODULES, Process, bracket_host
+from deploy.status import ProcessStatus
+from frontend.tenants import read_clients
+from shared.config import PREFIX
+from shared.fork import CANNOT_START
+from shared.keeper_state import read_keeper_state
+
+CALLS = 8  # that an actor answers at a time
+_LOOK_S = 0.5
+_KILL_AFTER_S = 5.0  # beyond a service's own grace period
+_LOG_PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Report:
+    """A process's state, and the IP address of its node."""
+
+    status: ProcessStatus
+    node: str
+
+
+class ProcessActor:
+    """Keeps one process of the stack running for as long as the actor does.
+
+    Ray starts another actor, on this node or elsewhere, when this one dies or its node is lost. The
+    process never outlives it.
+    """
+
+    def __init__(self, stack: RayStack, member: Member) -> None:
+        with _dying():
+            self._begin(stack, member)
+
+    def _begin(self, stack: RayStack, member: Member) -> None:
+        self._stack, self._member, self._settings = stack, member, stack.settings
+        self._node = node = ray.util.get_node_ip_address()
+        meeting = f"{bracket_host(node)}:{free_service_port(node)}" if stack.meets(member) else ""
+        address = stack.address(member, node, free_service_port(node))
+        self._own = Endpoint(address, meeting)
+        self._peers = Peers(stack, member)
+        self._tls = self._settings.dialer.tls  # with which the process's health is asked for
+        self._retired = False
+        self._obstacle = ""
+        self._stopping = threading.Event()
+        directory = _directory(self._settings.port)
+        self._schedulers = directory / f"{member.name}.schedulers"
+        self._child = Child(
+            [sys.executable, "-P", "-m", MODULES[member.service], *stack.arguments(member)],
+            directory / f"{member.name}.log",
+            self._settings.drain_timeout_s + _KILL_AFTER_S,
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._follow_peers, daemon=True).start()
+
+    def stack(self) -> RayStack:
+        return self._stack
+
+    def endpoint(self) -> Endpoint | None:
+        """Where the process is, or None if nobody is to call it any more."""
+        return None if self._retired else self._own
+
+    def peers(self) -> dict[str, Endpoint]:
+        """The endpoints that the process knows."""
+        return self._peers.known
+
+    def retire(self) -> None:
+        """Has whoever asks forget this process, which goes on."""
+        self._retired = True
+
+    def stop(self) -> None:
+        """Returns once the process has ended in order."""
+        self._stopping.set()
+        self._thread.join()
+
+    def report(self) -> Report:
+        pid = self._child.pid
+        keeper = read_keeper_state(pid) if pid else None
+        serving = (keeper.pid or None) if keeper else pid
+        state, exit_status, trouble = "RUNNING", None, keeper.trouble if keeper else ""
+        if not pid:
+            state, exit_status, trouble = self._idle()
+        member = self._member
+        engine = self._stack.engine_of(member)
+        process = Process(member.service, member.index, self._own.address, engine)
+        health = self._health(serving) if serving else UNREACHABLE
+        status = ProcessStatus(process, serving, state, health, exit_status, trouble)
+        return Report(status, self._node)
+
+    def failure(self) -> str:
+        """Why the process ended, in its own words."""
+        return self._obstacle or failure_reason(self._child.log)
+
+    def read_log(self, offset: int) -> tuple[str, int]:
+        """The lines of the log from `offset` on, or its last -`offset` bytes, and the offset of
+        those that follow."""
+        try:
+            with self._child.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = max(size + offset, 0) if offset < 0 else offset
+                file.seek(start if start <= size else 0)  # there is a new file
+                start = file.tell()
+                lines = file.read(_LOG_PIECE)
+        except FileNotFoundError:
+            return "", 0
+        lines = lines[: lines.rfind(b"\n") + 1]
+        return lines.decode(errors="replace"), start + len(lines)
+
+    def complete(self) -> str:
+        """A first completion, which a frontend is asked for on its own node."""
+        pieces: list[str] = []
+        tokens = self._settings.auth_tokens_file
+        token = next(iter(read_clients(tokens)), None) if tokens else None
+        stream_completion(self._own.address, pieces.append, self._tls, token)
+        return "".join(pieces)
+
+    def _idle(self) -> tuple[str, int | None, str]:
+        """State, exit status and trouble of a process that does not run."""
+        if self._obstacle:
+            return "EXITED", CANNOT_START, f"starts again soon: {self._obstacle}"
+        if self._child.exit_status is None:
+            return (
+                "WAITING",
+                None,
+                f"for {', '.join(self._stack.peers(self._member)) or 'its turn'}",
+            )
+        return "EXITED", self._child.exit_status, f"starts again soon: {self.failure()}"
+
+    def _health(self, pid: int) -> str:
+        # Frontends of a node share an address: one that does not listen yet must not pass for its
+        # neighbour.
+        if self._member.service == "frontend" and not _listens(pid, self._settings.port):
+            return UNREACHABLE
+        return check_health(self._own.address, tls=self._tls)
+
+    def _run(self) -> None:
+        with _dying():
+            while not self._stopping.wait(_LOOK_S):
+                self._keep()
+            self._child.stop()
+
+    def _follow_peers(self) -> None:
+        with _dying():
+            while not self._stopping.wait(_LOOK_S):
+                self._peers.ask()
+
+    def _keep(self) -> None:
+        peers = self._peers.known
+        settings = self._stack.environment_of(self._member, self._own, peers, self._schedulers)
+        if settings is None:
+            return
+        if self._member.service == "frontend":
+            _write(self._schedulers, sorted(each.address for each in peers.values()))
+        if not self._child.pid:
+            self._obstacle = self._check_certificates()
+        if not self._obstacle:
+            self._child.keep(_node_environment() | settings)
+
+    def _check_certificates(self) -> str:
+        """The reason why nobody would trust this node's certificates, or nothing."""
+        server = self._settings.internal_tls
+        try:
+            if self._member.service == "frontend":
+                self._tls = public_tls(self._settings)
+            elif server and self._tls:
+                check_certificates(server, self._tls, [self._own.address])
+        except LaunchError as error:
+            return str(error)
+        return ""
+
+
+@contextmanager
+def _dying() -> Iterator[None]:
+    """Ends the actor, and the child with it, on an exception: Ray starts another. One that fails in
+    its constructor would be the last."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _directory(port: int) -> Path:
+    """The directory of this node's processes of the stack on `port`, open to this user only.
+
+    Raises:
+        LaunchError: another user has made it.
+    """
+    base = Path(tempfile.gettempdir(), f"nano-vllm-grpc-{os.geteuid()}")
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.lstat().st_uid != os.geteuid():
+        raise LaunchError(f"{base} is another user's")
+    # Ray's nodes may share a host.
+    directory = base / f"{port}-{ray.get_runtime_context().get_node_id()[:12]}"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def _node_environment() -> Environment:
+    """This node's environment, without what the launcher says, and without what Ray says of
+    threads: as many as the cores that were reserved, rounded down."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIX) and name != "OMP_NUM_THREADS"
+    }
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    """Gives `path` these lines, at once."""
+    text = "".join(f"{line}\n" for line in lines)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        unfinished = path.with_name(f"{path.name}.new")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
+def _listens(pid: int, port: int) -> bool:
+    try:
+        connections: Any = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)

@@ -1,0 +1,142 @@
+"""The parts of RUNTIME=ray that need no Ray; `tests/faults/test_ray.py` has the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.logs import last_lines
+from deploy.plan import StackSettings
+from deploy.ray.child import Child
+from deploy.ray.layout import Endpoint, Member, RayStack
+from tests.stack import wait_for
+
+from .conftest import Launcher
+
+FILE = Path("/state/schedulers")
+
+
+def stack(tp: int = 2, host: str = "127.0.0.1") -> RayStack:
+    settings = StackSettings(tp=tp, host=host, port=6000, allow_public_plaintext=True)
+    return RayStack(settings, {"NANO_TP": str(tp)}, {"CPU": 0.5})
+
+
+def test_an_engine_is_its_ranks_and_their_scheduler() -> None:
+    found = stack().engine(1)
+    assert [member.name for member, _ in found] == ["worker-2", "worker-3", "scheduler-1"]
+    assert [resources["CPU"] for _, resources in found] == [0.5, 0.5, 0.25]
+    assert Member.named("worker-3") == found[1][0]
+    assert stack().arguments(found[1][0]) == ["--rank", "1"]
+
+
+def test_ranks_meet_where_rank_0_is() -> None:
+    first, second = Member("worker", 2), Member("worker", 3)
+    own, other = Endpoint("10.0.0.1:2000", "10.0.0.1:3000"), Endpoint("10.0.0.2:2000")
+    assert stack().meets(first)
+    assert not stack().meets(second)
+    found = stack().environment_of(first, own, {}, FILE)
+    assert found == {
+        "NANO_TP": "2",
+        "NANO_WORKER_ADDRESSES": "10.0.0.1:2000,10.0.0.1:2000",
+        "NANO_MASTER_ADDR": "10.0.0.1",
+        "NANO_MASTER_PORT": "3000",
+    }
+    assert stack().environment_of(second, other, {}, FILE) is None
+    found = stack().environment_of(second, other, {"worker-2": own}, FILE)
+    assert found is not None
+    assert (found["NANO_MASTER_ADDR"], found["NANO_MASTER_PORT"]) == ("10.0.0.1", "3000")
+    assert found["NANO_WORKER_ADDRESSES"] == "10.0.0.2:2000,10.0.0.2:2000"
+
+
+def test_one_rank_meets_nobody() -> None:
+    found = stack(tp=1).environment_of(Member("worker", 3), Endpoint("10.0.0.1:2000"), {}, FILE)
+    assert found is not None
+    assert not [name for name in found if "MASTER" in name]
+
+
+def test_a_scheduler_needs_all_its_ranks() -> None:
+    scheduler, own = Member("scheduler", 1), Endpoint("[fd00::1]:2000")
+    ranks = {"worker-2": Endpoint("10.0.0.1:2000"), "worker-3": Endpoint("10.0.0.2:2000")}
+    assert stack().environment_of(scheduler, own, {"worker-2": own}, FILE) is None
+    assert stack().environment_of(scheduler, own, ranks, FILE) == {
+        "NANO_TP": "2",
+        "NANO_ENGINE_NAME": "1",
+        "NANO_SCHEDULER_ADDRESS": "[fd00::1]:2000",
+        "NANO_WORKER_ADDRESSES": "10.0.0.1:2000,10.0.0.2:2000",
+    }
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_frontends_start_without_any_scheduler(index: int) -> None:
+    frontend = Member("frontend", index)
+    found = stack().environment_of(frontend, Endpoint(""), {}, FILE)
+    assert found == {"NANO_TP": "2", "NANO_SCHEDULER_ADDRESSES": "file:/state/schedulers"}
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "127.0.0.1:6000"), ("0.0.0.0", "10.0.0.1:6000"), ("[::]", "10.0.0.1:6000")],
+)
+def test_where_a_frontend_is_reached(host: str, address: str) -> None:
+    assert stack(host=host).address(Member("frontend", 0), "10.0.0.1", 2000) == address
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Callable[[str], Child]:
+    def make(code: str) -> Child:
+        return Child([sys.executable, "-c", code], tmp_path / "log", grace_s=20)
+
+    return make
+
+
+def keep_until(child: Child, environment: dict[str, str], what: str, lines: int) -> list[str]:
+    """Keeps the child until it has logged so many lines."""
+
+    def logged() -> list[str] | None:
+        child.keep(environment)
+        found = last_lines(child.log, 100)
+        return found if len(found) >= lines else None
+
+    return wait_for(logged, what)
+
+
+def test_a_child_that_ends_is_started_again(child: Callable[[str], Child]) -> None:
+    ends = child("import os; print(os.environ['WHO']); raise SystemExit(3)")
+    assert keep_until(ends, {"WHO": "me"}, "three starts", 3) == ["me", "me", "me"]
+    wait_for(lambda: not ends.pid or ends.keep({"WHO": "me"}), "it to end")
+    assert ends.exit_status == 3
+
+
+def test_a_child_starts_again_where_its_peers_have_moved(child: Callable[[str], Child]) -> None:
+    stays = child("import os, time; print(os.environ['WHO'], flush=True); time.sleep(600)")
+    keep_until(stays, {"WHO": "me"}, "a start", 1)
+    first = stays.pid
+    stays.keep({"WHO": "me"})
+    assert stays.pid == first
+    assert keep_until(stays, {"WHO": "you"}, "another", 2) == ["me", "you"]
+    assert stays.pid != first
+    stays.stop()
+    assert stays.pid is None
+
+
+def test_a_child_may_end_in_order(child: Callable[[str], Child]) -> None:
+    orderly = child(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: exit('done'))\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    keep_until(orderly, dict(os.environ), "a start", 1)
+    orderly.stop()
+    wait_for(lambda: last_lines(orderly.log, 9) == ["ready", "done"], "its last words")
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("ray")), reason="Ray is installed")
+def test_without_ray(launcher: Launcher) -> None:
+    up = launcher("up", "--runtime", "ray")
+    assert up.returncode == 1
+    assert up.stderr == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"

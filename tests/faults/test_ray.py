@@ -1,0 +1,85 @@
+"""A stack on a Ray cluster: what dies is started again, on another node if its own is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.network import missing
+from tests.faults.ray_cluster import ray_cluster, serve
+from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
+from tests.stack import DEMO_MODEL
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(missing()), reason=str(missing())),
+]
+
+_STREAMS = {name: REQUESTS[name] for name in ("greedy", "seeded", "several", "schema")}
+_LIMITS = {"max_num_batched_tokens": 32, "max_num_seqs": 32}
+
+
+def test_a_node_with_ranks_is_lost(tmp_path: Path) -> None:
+    """The addresses of all that was there change; TLS between the services goes on."""
+    # An engine fits on either of one and two, but not on the head.
+    with ray_cluster({"head": 1, "one": 2, "two": 2}) as cluster:
+        shown = serve(cluster, tmp_path, tp=2, frontends=3, **_LIMITS)
+        assert "\nOnce upon a time, " in shown
+        before = cluster.wait_serving()
+        engine = {"worker-0", "worker-1", "scheduler-0"}
+        (node,) = {before[name].node for name in engine}
+        assert len({before[f"frontend-{index}"].node for index in range(3)}) == 3
+
+        expected = undisturbed(cluster.address, _STREAMS)
+        with open_streams(cluster.address, _STREAMS) as streams:
+            streams.wait_for_tokens(10, *_STREAMS)
+            cluster.lose(cluster.name_of(node))
+            assert_undamaged(streams.wait_ended(), expected)
+
+        after = cluster.wait_serving()
+        assert after.keys() == before.keys()
+        (elsewhere,) = {after[name].node for name in engine}
+        assert elsewhere != node
+        assert {after[name].address for name in engine}.isdisjoint(
+            before[name].address for name in engine
+        )
+
+
+def test_engines_come_and_go(tmp_path: Path) -> None:
+    with ray_cluster({"head": 4}) as cluster:
+        with pytest.raises(AssertionError, match="would be called in plaintext"):
+            cluster.cli("up", f"--model={DEMO_MODEL}")
+        shown = serve(cluster, tmp_path, **_LIMITS)
+        assert "\nOnce upon a time, " in shown
+        expected = undisturbed(cluster.address, _STREAMS)
+
+        lines = cluster.wait_serving()
+        assert sorted(lines) == ["frontend-0", "scheduler-0", "worker-0"]
+        with open_streams(cluster.address, _STREAMS) as streams:
+            streams.wait_for_tokens(10, *_STREAMS)
+            _kill_actor_of(int(lines["worker-0"].pid))
+            assert_undamaged(streams.wait_ended(), expected)
+        assert "already up" in cluster.cli("up")
+
+        assert "2 engines serve" in cluster.cli("scale", "--engines=2")
+        lines = cluster.wait_serving()
+        assert sorted(lines) == [
+            *("frontend-0", "scheduler-0", "scheduler-1", "worker-0", "worker-1"),
+        ]
+        with open_streams(cluster.address, _STREAMS) as streams:
+            streams.wait_for_tokens(10, *_STREAMS)
+            assert "1 engines serve" in cluster.cli("scale", "--engines=1")
+            assert_undamaged(streams.wait_ended(), expected)
+        assert sorted(cluster.ps()) == ["frontend-0", "scheduler-0", "worker-0"]
+
+        assert cluster.cli("down").startswith("stopped 3 processes")
+
+
+def _kill_actor_of(pid: int) -> None:
+    """Kills the Ray actor that runs the process, and the process with it."""
+    process = psutil.Process(pid)
+    while not process.name().startswith("ray::"):
+        process = process.parent()
+    process.kill()
