@@ -16,7 +16,7 @@ from deploy.stack import bracket_host, dialled_address, make_directory, run_dire
 from shared.config import PREFIX
 
 DOCKER = Path(__file__).parents[1] / "docker"
-WORKER_PORT = 50053  # within the stack's private network
+SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
 
 
 def up(environment: Environment, layout: Layout) -> int:
@@ -34,7 +34,7 @@ def up(environment: Environment, layout: Layout) -> int:
     check_environment(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
-    _write_ranks(settings, profile)
+    _write_ranks(settings, layout, profile)
     _compose(
         settings.port,
         ["--profile", profile, "up", "--build", "--detach", "--wait"],
@@ -72,16 +72,21 @@ def logs(environment: Environment, service: str | None) -> int:
 def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]:
     """The variables that docker/compose.yaml reads besides the services' settings."""
     last_port = settings.port + layout.frontends - 1
-    names = ",".join(f"worker-{rank}:{WORKER_PORT}" for rank in range(settings.tp))
     model = resolve_model(settings.model)
-    return {
+    several = {
+        f"{PREFIX}ENGINES_ON_HOST": str(layout.engines),
+        f"{PREFIX}SCHEDULER_ADDRESSES": ",".join(
+            f"{_scheduler(engine)}:{SCHEDULER_PORT}" for engine in range(layout.engines)
+        ),
+    }
+    return (several if layout.engines > 1 else {}) | {
         "MODEL_DIRECTORY": str(_without_links(model)),
         "HOST": bracket_host(settings.host),
         "PORTS": f"{settings.port}-{last_port}" if layout.frontends > 1 else str(settings.port),
         "FRONTENDS": str(layout.frontends),
         f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
         or model_name(settings.model, model),
-        f"{PREFIX}WORKER_ADDRESSES": names,
+        f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.tp),
     }
 
 
@@ -97,18 +102,48 @@ def _without_links(model: Path) -> Path:
     return directory
 
 
-def rank_services(tp: int, profile: str) -> dict[str, object]:
-    """A compose file for ranks 1 and up; rank 0 is in compose.yaml."""
-    return {
-        "services": {
-            f"worker-{rank}": {
-                "extends": {"file": str(DOCKER / "worker.yaml"), "service": profile},
-                "command": ["--rank", str(rank)],
-                "profiles": [profile],
-            }
-            for rank in range(1, tp)
+def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
+    """A compose file for what is not in compose.yaml: all ranks but the first, and the schedulers
+    of further engines. Ranks are numbered over all engines."""
+    services: dict[str, object] = {}
+    for index in range(1, engines * tp):
+        engine, rank = divmod(index, tp)
+        services[f"worker-{index}"] = {
+            "extends": {"file": str(DOCKER / "worker.yaml"), "service": profile},
+            "command": [
+                *("--rank", str(rank)),
+                *(_rank_flags(engine, index, tp) if engine else ()),
+            ],
+            "profiles": [profile],
         }
-    }
+    for engine in range(1, engines):
+        services[_scheduler(engine)] = {
+            "extends": {"file": str(DOCKER / "compose.yaml"), "service": "scheduler"},
+            "command": [
+                *("--scheduler-address", f"{_scheduler(engine)}:{SCHEDULER_PORT}"),
+                *("--worker-addresses", _worker_addresses(engine, tp)),
+                *("--engine-name", str(engine)),
+            ],
+        }
+    return {"services": services}
+
+
+def _rank_flags(engine: int, index: int, tp: int) -> list[str]:
+    return [
+        *("--index", str(index)),
+        *("--worker-addresses", _worker_addresses(engine, tp)),
+        *("--master-addr", f"worker-{engine * tp}"),
+        *("--engine-name", str(engine)),
+    ]
+
+
+def _scheduler(engine: int) -> str:
+    return f"scheduler-{engine}" if engine else "scheduler"
+
+
+def _worker_addresses(engine: int, tp: int) -> str:
+    first = engine * tp
+    return ",".join(f"worker-{index}:{WORKER_PORT}" for index in range(first, first + tp))
 
 
 def service_names(service: str | None) -> list[str]:
@@ -120,10 +155,11 @@ def service_names(service: str | None) -> list[str]:
     return [service] if service else []
 
 
-def _write_ranks(settings: StackSettings, profile: str) -> None:
+def _write_ranks(settings: StackSettings, layout: Layout, profile: str) -> None:
     path = _ranks_file(settings.port)
     make_directory(path.parent)
-    path.write_text(json.dumps(rank_services(settings.tp, profile), indent=1), encoding="utf-8")
+    services = rank_services(settings.tp, layout.engines, profile)
+    path.write_text(json.dumps(services, indent=1), encoding="utf-8")
 
 
 def _ranks_file(port: int) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,6 +22,7 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 DRAIN_S = 60.0  # for streams that only this engine can finish
 _JOIN_S = 10.0
+_IDLE_S = 1.0  # longer than frontends take to see that an engine is no longer listed
 _LOAD_S = 2.0
 _POLL_S = 0.05
 
@@ -88,6 +91,13 @@ def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadRe
         return None
 
 
+def ask_loads(stack: Stack, timeout_s: float = _LOAD_S) -> list[GetLoadResponse | None]:
+    """The loads of all engines, in their order."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        ask = partial(ask_load, stack, timeout_s=timeout_s)
+        return list(pool.map(ask, range(stack.engines)))
+
+
 def num_frontends(stack: Stack, engine: int) -> int:
     """The number of frontends that are connected to an engine; 0 if it does not say."""
     load = ask_load(stack, engine)
@@ -95,14 +105,18 @@ def num_frontends(stack: Stack, engine: int) -> int:
 
 
 def wait_until_left(stack: Stack, engine: int, limit_s: float) -> None:
-    """Waits, at most so long, until frontends have nothing more with an engine that is no longer
-    listed. The only one is never left; there they may have nothing to do."""
+    """Waits, at most so long, until an engine that is no longer listed has no frontends, or those
+    have given it nothing to do for a while: nobody leaves the only engine with its model."""
+    busy_at = time.monotonic()
 
     def left() -> bool:
+        nonlocal busy_at
         load = ask_load(stack, engine)
         if load is None or not load.frontends:
             return True
-        return stack.engines == 1 and not load.running + load.waiting
+        if load.running or load.waiting:
+            busy_at = time.monotonic()
+        return time.monotonic() - busy_at > _IDLE_S
 
     _wait(left, limit_s)
 

@@ -56,7 +56,7 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
         host=settings.host.strip("[]"),
         port=settings.http_port,
         model_path=str(Path(settings.model).resolve()),
-        # All frontends lead to the same engine, and a request may take any of them.
+        # All frontends lead to the same engines, and a request may take any of them.
         policy="round_robin",
         worker_startup_check_interval=1,
         health_check_interval_secs=_HEALTH_S,

@@ -1,68 +1,62 @@
-"""Shows what a stack's engine is doing, live in the terminal."""
+"""Shows what a stack's engines are doing, live in the terminal."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from deploy.health import CHANNEL_OPTIONS
+from deploy.engines import ask_loads
 from deploy.stack import Stack
 from deploy.supervisor import is_running
-from shared.channels import open_blocking_channel
-from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
-from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
+from shared.pb.scheduler_pb2 import GetLoadResponse
 
 _REFRESH_S = 0.5
-_TIMEOUT_S = 2.0
 _BAR_WIDTH = 40
+_SILENT = "the scheduler does not answer: make ps, make logs"
+
+Loads = Sequence[GetLoadResponse | None]  # by engine; None: it does not answer
 
 
 def top(directory: Path) -> int:
     """Refreshes until Ctrl-C, or until the terminal or the stack is gone. If the output is not a
-    terminal, shows the load once and returns, with 1 if the scheduler does not answer.
+    terminal, shows the load once and returns, with 1 if no scheduler answers.
 
     Raises:
         LaunchError: no stack was started in `directory`.
     """
     stack, console = Stack.load(directory), Console(highlight=False)
-    tls = stack.tls("scheduler")
-    with open_blocking_channel(stack.scheduler_address, tls, CHANNEL_OPTIONS) as channel:
-        stub = SchedulerServiceStub(channel)
-        if not console.is_terminal:
-            load = _ask(stub)
-            console.print(render(stack, load))
-            return 0 if load else 1
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while console.is_terminal:  # until it hangs up, which does not signal everyone
-                load = _ask(stub)
-                if load is None and not is_running(directory):
-                    break
-                live.update(render(stack, load), refresh=True)
-                time.sleep(_REFRESH_S)
+    if not console.is_terminal:
+        loads = ask_loads(stack)
+        console.print(render(stack, loads))
+        return 0 if any(loads) else 1
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while console.is_terminal:  # until it hangs up, which does not signal everyone
+            stack = stack.reloaded()
+            loads = ask_loads(stack)
+            if not any(loads) and not is_running(directory):
+                break
+            live.update(render(stack, loads), refresh=True)
+            time.sleep(_REFRESH_S)
     if console.is_terminal:
         console.print(f"no stack runs on port {stack.port} any more")
     return 0
 
 
-def _ask(stub: SchedulerServiceStub) -> GetLoadResponse | None:
-    try:
-        return stub.GetLoad(GetLoadRequest(), timeout=_TIMEOUT_S)
-    except grpc.RpcError:
-        return None
-
-
-def render(stack: Stack, load: GetLoadResponse | None) -> RenderableType:
-    """Draws the screen for a scheduler's answer, or for None if there was none."""
+def render(stack: Stack, loads: Loads) -> RenderableType:
+    """Draws the screen for the engines' answers."""
     title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}")
+    if len(loads) > 1:
+        return Group(title, Text(), _engines(loads))
+    (load,) = loads
     if load is None:
-        return Group(title, Text("the scheduler does not answer: make ps, make logs", style="red"))
+        return Group(title, Text(_SILENT, style="red"))
     rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     batch = load.step_sequences / load.steps if load.steps else 0
     rows.add_row("running", f"{load.running}", f"{load.frontends} frontends connected")
@@ -72,6 +66,35 @@ def render(stack: Stack, load: GetLoadResponse | None) -> RenderableType:
     rows.add_row("step", f"{load.step_time_s * 1e3:.1f} ms", steps)
     rows.add_row("preempted", f"{load.preemptions}", f"of {load.admissions} admissions")
     return Group(title, Text(), rows, Text(), _cache(load))
+
+
+def _engines(loads: Loads) -> Table:
+    """A line for each of several engines, and one for all of them."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine")
+    for name in ("frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"):
+        table.add_column(name, justify="right")
+    for engine, load in enumerate(loads):
+        if load is None:
+            table.add_row(f"{engine}", Text("does not answer", style="red"))
+        else:
+            step = f"{load.step_time_s * 1e3:.1f} ms"
+            table.add_row(f"{engine}", f"{load.frontends}", *_figures([load], step))
+    table.add_row("all", "", *_figures([load for load in loads if load is not None], ""))
+    return table
+
+
+def _figures(loads: Sequence[GetLoadResponse], step: str) -> list[str]:
+    prompt_tokens = sum(load.prompt_tokens for load in loads)
+    cached = sum(load.cached_prompt_tokens for load in loads)
+    return [
+        f"{sum(load.running for load in loads)}",
+        f"{sum(load.waiting for load in loads)}",
+        f"{sum(load.tokens_per_s for load in loads):.0f}",
+        step,
+        f"{sum(load.blocks_used for load in loads)} of {sum(load.blocks for load in loads)}",
+        f"{cached / prompt_tokens if prompt_tokens else 0.0:.0%}",
+    ]
 
 
 def _cache(load: GetLoadResponse) -> Table:

@@ -86,7 +86,7 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
     name = "device"
     try:
         platform = choose_platform(settings)
-        yield _check_device(platform, settings.tp)
+        yield _check_device(platform, settings.engines_on_host * settings.tp)
         if platform.device.type == "cuda" and settings.tp > 1:
             yield check_shared_memory()
         name, directory = "model", Path(settings.model)
@@ -110,7 +110,7 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         yield Check(name, "wrong", str(error), _REMEDIES[name])
 
 
-def _check_device(platform: Platform, tp: int) -> Check:
+def _check_device(platform: Platform, ranks: int) -> Check:
     if platform.device.type == "cpu":
         from worker_svc.kernels.cpu_features import has
 
@@ -123,8 +123,9 @@ def _check_device(platform: Platform, tp: int) -> Check:
     gpus = torch.cuda.device_count()
     memory = _size(properties.total_memory)
     found = f"{gpus} x {properties.name}, {memory}, driver {driver_version()}"
-    if tp > gpus:
-        return Check("device", "warning", f"{found} for TP={tp}", "unless others are elsewhere")
+    if ranks > gpus:
+        found += f" for {ranks} ranks"
+        return Check("device", "warning", found, "unless others are elsewhere")
     return Check("device", "ok", found)
 
 
@@ -170,7 +171,8 @@ def _check_memory(
     bits = _BITS.get(weights_format, 8 * config.dtype.itemsize)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = config.num_weights * bits // 8 + embedding * config.dtype.itemsize
-    weights //= 1 if on_cpu else settings.tp  # a CPU's ranks share one memory
+    # A CPU's ranks share one memory, also those of other engines.
+    weights = weights * settings.engines_on_host if on_cpu else weights // settings.tp
     free = psutil.virtual_memory().available
     if not on_cpu:
         free, _ = torch.cuda.mem_get_info(platform.device)

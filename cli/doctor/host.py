@@ -31,10 +31,12 @@ def check_python() -> Check:
     return Check("Python", "wrong", version, f"install {first} to {last}: make PYTHON=...")
 
 
-def check_cores(tp: int) -> Check:
+def check_cores(ranks: int) -> Check:
+    """`ranks`: of all engines."""
     cores = len(os.sched_getaffinity(0))
-    if cores < tp:
-        return Check("cores", "warning", f"{cores} for TP={tp}", "ranks on a CPU need one each")
+    if cores < ranks:
+        found = f"{cores} for {ranks} ranks"
+        return Check("cores", "warning", found, "ranks on a CPU need one each")
     return Check("cores", "ok", str(cores))
 
 

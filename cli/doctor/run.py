@@ -47,7 +47,7 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
     yield from host.check_stacks()
     try:
         settings = read_settings(environment)
-        yield host.check_cores(settings.tp)
+        yield host.check_cores(layout.engines * settings.tp)
         if "frontend" in layout.services:
             yield host.check_port(settings.host, settings.port)
         if settings.model.startswith(HUB):
@@ -63,7 +63,8 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
         yield Check("settings", "wrong", str(error), "docs/operations.md#variables")
         return
     yield Check("settings", "ok", "possible")
-    yield from _engine_checks(shared, layout)
+    several = {f"{PREFIX}ENGINES_ON_HOST": str(layout.engines)}
+    yield from _engine_checks(shared | several, layout)
 
 
 def _engine_checks(environment: Environment, layout: Layout) -> Iterator[Check]:

@@ -118,7 +118,7 @@ class Observer:
             await self._is_looked_at.wait()
             due = time.monotonic() + _INTERVAL_S
             with suppress(SupervisorGoneError):
-                self._statuses = await asyncio.to_thread(stack_status, self._stack)
+                self._statuses = await asyncio.to_thread(stack_status, self._stack.reloaded())
                 pids = {each.process.name: each.pid for each in self._statuses}
                 self._faults.look(pids, time.monotonic())
             self._samples.append(await asyncio.to_thread(self._sampler.take))

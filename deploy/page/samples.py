@@ -1,4 +1,4 @@
-"""Samples of an engine's load, one a second, for charts."""
+"""Samples of the engines' load, one a second, for charts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ import time
 from http.client import HTTPException
 from typing import Required, TypedDict
 
-import grpc
-
-from deploy.health import CHANNEL_OPTIONS, fetch
+from deploy.engines import ask_loads
+from deploy.health import fetch
 from deploy.stack import Stack
-from shared.channels import open_blocking_channel
-from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
-from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 _TIMEOUT_S = 1.0
 _FIRST_TOKEN = re.compile(
@@ -23,15 +19,15 @@ _FIRST_TOKEN = re.compile(
 
 
 class Sample(TypedDict, total=False):
-    """The engine's work since the sample before. A figure that is unknown is left out; of something
-    that did not happen it is None."""
+    """The work of all engines since the sample before. A figure that is unknown is left out; of
+    something that did not happen it is None."""
 
     at: Required[float]  # time.monotonic
     tokens_per_s: float | None
     running: int
     waiting: int
     cache: float  # share of blocks in use
-    step_s: float | None
+    step_s: float | None  # mean over engines
     first_token_s: float | None  # mean
 
 
@@ -45,23 +41,23 @@ class Sampler:
 
     def take(self) -> Sample:
         sample = Sample(at=time.monotonic(), first_token_s=self._first_token_s())
-        if (load := self._ask_load()) is not None:
-            elapsed_s, tokens, steps = self._since(
-                "load", sample["at"], load.sampled_tokens, load.steps
-            )
-            sample["running"], sample["waiting"] = load.running, load.waiting
-            sample["cache"] = load.blocks_used / load.blocks
-            sample["tokens_per_s"] = tokens / elapsed_s if elapsed_s else None
-            sample["step_s"] = load.step_time_s if steps else None
+        answers = ask_loads(self._stack.reloaded(), _TIMEOUT_S)
+        loads = {engine: load for engine, load in enumerate(answers) if load is not None}
+        if loads:
+            sample["running"] = sum(load.running for load in loads.values())
+            sample["waiting"] = sum(load.waiting for load in loads.values())
+            used = sum(load.blocks_used for load in loads.values())
+            sample["cache"] = used / sum(load.blocks for load in loads.values())
+            rates, steps_s = [], []
+            for engine, load in loads.items():
+                elapsed_s, tokens, steps = self._since(
+                    f"engine-{engine}", sample["at"], load.sampled_tokens, load.steps
+                )
+                rates += [tokens / elapsed_s] if elapsed_s else []
+                steps_s += [load.step_time_s] if steps else []
+            sample["tokens_per_s"] = sum(rates) if rates else None
+            sample["step_s"] = sum(steps_s) / len(steps_s) if steps_s else None
         return sample
-
-    def _ask_load(self) -> GetLoadResponse | None:
-        address, tls = self._stack.scheduler_address, self._stack.tls("scheduler")
-        try:
-            with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
-                return SchedulerServiceStub(channel).GetLoad(GetLoadRequest(), timeout=_TIMEOUT_S)
-        except (grpc.RpcError, OSError):
-            return None
 
     def _first_token_s(self) -> float | None:
         """The mean time to first token since the last sample, from the frontends' metrics."""

@@ -25,7 +25,7 @@ from deploy.errors import LaunchError
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
-from shared.config import ServiceSettings
+from shared.config import ServiceSettings, load_settings
 from worker_svc.settings import WorkerSettings
 
 from .conftest import Launcher
@@ -130,13 +130,34 @@ def test_compose_files_fit_the_schema(name: str) -> None:
 
 
 def test_generated_ranks_fit_the_schema_and_extend_what_exists() -> None:
-    ranks: Any = rank_services(3, "gpu")
+    ranks: Any = rank_services(3, 1, "gpu")
     jsonschema.validate(ranks, SCHEMA)
     assert list(ranks["services"]) == ["worker-1", "worker-2"]
     for service in ranks["services"].values():
         assert Path(service["extends"]["file"]) == DOCKER / "worker.yaml"
         assert service["extends"]["service"] in load("worker.yaml")["services"]
     assert ranks["services"]["worker-2"]["command"] == ["--rank", "2"]
+
+
+def test_engines_are_services_whose_flags_are_known() -> None:
+    composed: Any = rank_services(2, 2, "cpu")
+    jsonschema.validate(composed, SCHEMA)
+    services = composed["services"]
+    assert list(services) == ["worker-1", "worker-2", "worker-3", "scheduler-1"]
+    assert services["scheduler-1"]["extends"]["service"] in load("compose.yaml")["services"]
+    environment = {"NANO_ALLOW_PLAINTEXT": "1", "NANO_TP": "2"}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment.items():
+            patched.setenv(name, value)
+        worker = load_settings(WorkerSettings, services["worker-3"]["command"])
+        scheduler = load_settings(SchedulerSettings, services["scheduler-1"]["command"])
+    assert (worker.rank, worker.place, worker.master_addr) == (1, 3, "worker-2")
+    assert worker.worker_addresses == scheduler.worker_addresses
+    assert scheduler.worker_addresses == ("worker-2:50053", "worker-3:50053")
+    assert worker.engine_name == scheduler.engine_name == "1"
+    given = compose_variables(StackSettings(model=str(ROOT / "models" / "demo")), Layout(engines=2))
+    assert scheduler.scheduler_address in given["NANO_SCHEDULER_ADDRESSES"].split(",")
+    assert given["NANO_ENGINES_ON_HOST"] == "2"
 
 
 def test_a_broken_compose_file_does_not_fit_the_schema() -> None:

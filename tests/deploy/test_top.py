@@ -53,6 +53,19 @@ def shown_on_terminal(launcher: Launcher, port: int) -> Iterator[Terminal]:
         terminal.hang_up()
 
 
+def test_top_has_a_line_for_each_engine_and_one_for_all(launcher: Launcher, port: int) -> None:
+    assert launcher("up", "--port", port, "--engines", 2).returncode == 0
+    top = launcher("top", "--port", port)
+    assert top.returncode == 0, top.stderr
+    lines = [line.split() for line in top.stdout.splitlines()]
+    # Engine, frontends, running, as the stand-ins say.
+    assert ["0", "1", "3"] in [line[:3] for line in lines]
+    assert ["1", "1", "3"] in [line[:3] for line in lines]
+    assert ["all", "6"] in [line[:2] for line in lines]
+    assert launcher("scale", "--port", port, "--engines", 1).returncode == 0
+    assert "all" not in launcher("top", "--port", port).stdout.split()
+
+
 def test_top_ends_with_its_terminal(launcher: Launcher, port: int) -> None:
     assert launcher("up", "--port", port).returncode == 0
     with shown_on_terminal(launcher, port) as terminal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,12 @@ pytestmark = pytest.mark.timeout(900)
 _STREAMS = 8
 
 
+def labels(metrics: Path, service: str) -> list[str]:
+    """The engines that Prometheus sees processes of a service of."""
+    files = sorted(metrics.glob(f"{service}-*.json"))
+    return [json.loads(file.read_text())[0]["labels"]["engine"] for file in files]
+
+
 async def test_no_stream_notices_engines_that_come_restart_and_go(tmp_path: Path) -> None:
     port = free_port()
     with launching(tmp_path) as launcher:
@@ -27,15 +34,18 @@ async def test_no_stream_notices_engines_that_come_restart_and_go(tmp_path: Path
         flags = "--engines", 2, "--frontends", 2, "--dtype", "float32"
         up = launcher("up", "--port", port, *flags)
         assert up.returncode == 0, up.stderr
+        directory = tmp_path / ".run" / str(port)
         async with steady_load(f"127.0.0.1:{port}", _STREAMS):
-            for command in (
-                ("scale", "--engines", 3),
-                ("restart",),
-                ("scale", "--engines", 1),
+            for command, engines in (
+                (("scale", "--engines", 3), "012"),
+                (("restart",), "012"),
+                (("scale", "--engines", 1), "0"),
             ):
                 done = await asyncio.to_thread(launcher, *command, "--port", port)
                 assert done.returncode == 0, (command, done.stderr)
-        log = (tmp_path / ".run" / str(port) / "supervisord.log").read_text()
+                assert labels(directory / "metrics", "scheduler") == list(engines)
+                assert labels(directory / "metrics", "worker") == list(engines)
+        log = (directory / "supervisord.log").read_text()
         assert "killing" not in log  # all ended on their own
         assert launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4
 

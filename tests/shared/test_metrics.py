@@ -41,13 +41,13 @@ def metrics() -> Times:
 @pytest.fixture
 def address(tmp_path: Path, metrics: Times) -> str:
     settings = load_settings(FrontendSettings, ["--metrics-directory", str(tmp_path / "new")])
-    endpoint = open_endpoint(settings, "frontend", 3, metrics)
+    endpoint = open_endpoint(settings, "frontend", 3, metrics, engine="b")
     assert endpoint is not None
     endpoint.serve(restarts=7)
     file = tmp_path / "new" / "frontend-3.json"
     wait_for(file.exists, "the thread to write it")
     (entry,) = json.loads(file.read_text())
-    assert entry["labels"] == {"service": "frontend", "index": "3"}
+    assert entry["labels"] == {"service": "frontend", "index": "3", "engine": "b"}
     (found,) = entry["targets"]
     assert isinstance(found, str)
     return found

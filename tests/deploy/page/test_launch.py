@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -37,6 +38,14 @@ def test_the_page_from_up_to_down(launcher: Launcher) -> None:
     wait_for(lambda: http_health(url) == SERVING, "another")
     assert launcher("down", "--port", port).returncode == 0
     assert http_health(url) != SERVING
+
+
+def test_the_page_shows_engines_that_come(launcher: Launcher) -> None:
+    port, ui_port = free_port(), free_port()
+    assert launcher("up", "--port", port, "--ui-port", ui_port).returncode == 0
+    assert launcher("scale", "--port", port, "--engines", 2).returncode == 0
+    with urlopen(f"http://127.0.0.1:{ui_port}/events") as events:
+        assert any(b'"scheduler-1"' in line for line in events)
 
 
 @pytest.fixture
