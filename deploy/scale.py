@@ -58,9 +58,10 @@ def _start_engines(stack: Stack, wanted: Stack) -> None:
     except SupervisorGoneError:  # the stack is being stopped, or will be started as it is wanted
         raise
     except BaseException as error:
-        ignore_signals()
-        print("stopping the new engines", file=sys.stderr)
-        apply(stack)
+        if wanted.engines > stack.engines:
+            ignore_signals()
+            print("stopping the new engines", file=sys.stderr)
+            apply(stack)
         if isinstance(error, StartError):
             raise LaunchError(f"{error} (log: {error.log})") from error
         raise
