@@ -28,8 +28,8 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart scale ps logs top chat generate doctor bench simulate chaos abuse gpu-check test check \
-	lock clean check-style check-types check-imports check-protos check-stubs
+.PHONY: help setup protos up down restart scale ps logs top chat generate doctor bench simulate chaos abuse gpu-check images \
+	test check lock clean check-style check-types check-imports check-protos check-stubs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -102,6 +102,16 @@ bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: a running stac
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
+CPU_WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
+IMAGES := frontend gateway scheduler worker
+BUILDER ?= $(or $(shell for each in docker podman buildah; do if command -v $$each >/dev/null; then echo $$each; break; fi; done),docker) build
+images:  ## build the container images for CPUs on BASE, which has Python (BUILDER: docker, podman or buildah build; PIP_ARGS)
+	@for image in $(IMAGES); do \
+		$(BUILDER) --file docker/$$image.Dockerfile --build-arg BASE=$(call quote,$(or $(BASE),python:3.12-slim)) \
+			--build-arg PIP_ARGS=$(call quote,$(or $(PIP_ARGS),$(CPU_WHEELS))) \
+			--tag nano-vllm-grpc/$$image$$(test $$image != worker || echo :cpu) . || exit; \
+	done
+
 test: $(STAMP)  ## run the tests, on all cores (ARGS: for pytest; tests named there run in one process)
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
@@ -146,7 +156,7 @@ LOCK_EXTRA := $(LOCK) pyproject.toml --constraints requirements/torch.txt \
 	--excludes requirements/unlocked.txt --no-emit-package torch
 lock:  ## lock packages that fit pyproject.toml, with the hashes of all their files (with uv, docs.astral.sh/uv)
 	$(LOCK_EXTRA) --extra dev --output-file requirements/dev.txt
-	for extra in frontend scheduler worker ray; do \
+	for extra in $(IMAGES) ray; do \
 		$(LOCK_EXTRA) --extra $$extra --output-file requirements/$$extra.txt \
 			--constraints requirements/dev.txt || exit; \
 	done

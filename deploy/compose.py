@@ -1,15 +1,18 @@
-"""RUNTIME=docker: the same commands, run by `docker compose` on docker/compose.yaml."""
+"""RUNTIME=docker: the same commands, run by `docker compose` or podman-compose on
+docker/compose.yaml."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT, stream_completion
+from deploy.health import SERVING, check_health, http_health
 from deploy.model import model_name, resolve_model
 from deploy.plan import Environment, Layout, StackSettings, check_environment, read_settings
 from deploy.stack import bracket_host, dialled_address, make_directory, run_directory
@@ -17,6 +20,8 @@ from shared.config import PREFIX
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
+_USUAL_HTTP_PORTS = {50051: 8000}  # by the stack's port
+_POLL_S = 1.0
 
 
 def up(environment: Environment, layout: Layout) -> int:
@@ -34,25 +39,34 @@ def up(environment: Environment, layout: Layout) -> int:
     check_environment(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
+    port = http_port(settings)
+    profiles = ["--profile", profile] + ["--profile", "http"] * bool(port)
+    has_docker = bool(shutil.which("docker"))
+    if layout.frontends > 1 and not has_docker:
+        raise LaunchError("FRONTENDS: 1 with podman, which gives replicas no port each of the host")
     _write_ranks(settings, layout, profile)
+    # podman can wait for healthy containers only where systemd has their health checked.
+    wait = ["--wait"] * has_docker
     _compose(
-        settings.port,
-        ["--profile", profile, "up", "--build", "--detach", "--wait"],
-        environment | variables,
+        settings.port, [*profiles, "up", "--build", "--detach", *wait], environment | variables
     )
     address = dialled_address(settings.host, settings.port)
+    url = f"http://{dialled_address(settings.host, port)}"
+    while check_health(address) != SERVING or (port and http_health(url) != SERVING):
+        time.sleep(_POLL_S)
     print(f"\n{PROMPT}", end="", flush=True)
     stream_completion(address, lambda text: print(text, end="", flush=True))
     print(f"\n\nThe stack serves on {address}; make chat PORT={settings.port} talks to it.")
+    if port:
+        print(f"HTTP is on {url}.")
     return 0
 
 
 def down(environment: Environment) -> int:
     """Stops and removes the containers."""
+    profiles = ["--profile", "cpu", "--profile", "gpu", "--profile", "http"]
     port = read_settings(environment).port
-    _compose(
-        port, ["--profile", "cpu", "--profile", "gpu", "down", "--remove-orphans"], environment
-    )
+    _compose(port, [*profiles, "down", "--remove-orphans"], environment)
     return 0
 
 
@@ -84,10 +98,19 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
         "HOST": bracket_host(settings.host),
         "PORTS": f"{settings.port}-{last_port}" if layout.frontends > 1 else str(settings.port),
         "FRONTENDS": str(layout.frontends),
+        "HTTP_PORT": str(http_port(settings)),
         f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
         or model_name(settings.model, model),
         f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.tp),
     }
+
+
+def http_port(settings: StackSettings) -> int:
+    """The gateway's port on the host, 0 for none. It does not depend on what is free, so that `up`
+    changes nothing where it need not."""
+    if settings.http_port == "auto":
+        return _USUAL_HTTP_PORTS.get(settings.port, 0)
+    return settings.http_port
 
 
 def _without_links(model: Path) -> Path:
@@ -167,13 +190,18 @@ def _ranks_file(port: int) -> Path:
 
 
 def _compose(port: int, arguments: list[str], environment: Mapping[str, str]) -> None:
-    docker = shutil.which("docker")
-    if docker is None:
-        raise LaunchError("RUNTIME=docker needs the docker command, with its compose plugin")
+    if docker := shutil.which("docker"):
+        program = [docker, "compose"]
+    elif podman := shutil.which("podman-compose"):
+        program = [podman]
+    else:
+        raise LaunchError(
+            "RUNTIME=docker needs the docker command, with its compose plugin, or podman-compose"
+        )
     files = ["--file", str(DOCKER / "compose.yaml")]
     if _ranks_file(port).exists():
         files += ["--file", str(_ranks_file(port))]
-    command = [docker, "compose", "--project-name", f"nano-vllm-{port}", *files, *arguments]
+    command = [*program, "--project-name", f"nano-vllm-{port}", *files, *arguments]
     status = subprocess.run(command, env=dict(environment), check=False).returncode
     if status:
-        raise LaunchError(f"{' '.join(command[:2] + arguments)} ended with status {status}")
+        raise LaunchError(f"{' '.join(program + arguments)} ended with status {status}")

@@ -64,11 +64,15 @@ def fetch(url: str, timeout_s: float) -> bytes:
 
 
 def main() -> None:
-    """Prints the health of the address in the first argument; exit status 0 is SERVING. TLS is set
-    up as for clients: NANO_TLS_CA and so on."""
+    """Prints the health of the address or URL in the first argument; exit status 0 is SERVING. TLS
+    is set up as for clients: NANO_TLS_CA and so on."""
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m deploy.health ADDRESS")
-    health = check_health(sys.argv[1], tls=ClientTls.from_environment())
+        raise SystemExit("usage: python -m deploy.health ADDRESS|URL")
+    address = sys.argv[1]
+    if address.startswith("http://"):
+        health = http_health(address)
+    else:
+        health = check_health(address, tls=ClientTls.from_environment())
     print(health)
     raise SystemExit(health != SERVING)
 

@@ -1,18 +1,30 @@
-# The public API: tokenizer and stop strings, no torch. BASE may name an image by its digest.
+# The public API: tokenizer and stop strings, no torch. BASE is an image with Python and its venv
+# module, perhaps named by its digest.
 ARG BASE=python:3.12-slim
-FROM $BASE
+FROM $BASE AS build
 
-RUN useradd --create-home --uid 10001 nano
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /app
-
-COPY requirements/frontend.txt requirements/
-RUN pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
-        -r requirements/frontend.txt
+COPY requirements/frontend.txt /requirements/
+ARG PIP_ARGS=""
+RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-binary :all: \
+        $PIP_ARGS -r /requirements/frontend.txt \
+    && pip uninstall --yes pip setuptools \
+    && find /opt/venv -depth -type d -name tests -exec rm -r {} +
 COPY shared shared
 COPY frontend frontend
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
+# Fails if something is missing, and leaves the bytecode of what is imported at every start.
+RUN python -c "import deploy.health, frontend.__main__ as it; it.import_auto_tokenizer()"
 
-USER nano
-ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+FROM $BASE
+RUN useradd --create-home --uid 10001 nano
+COPY --from=build /opt/venv /opt/venv
+COPY --from=build /app /app
+
+WORKDIR /app
+USER 10001
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 ENTRYPOINT ["python", "-m", "frontend"]

@@ -1,24 +1,34 @@
-# The engine's scheduler, and its grammar host, whose xgrammar needs torch: PIP_ARGS can point to
-# CPU-only wheels, which come without Triton. BASE may name an image by its digest.
+# The engine's scheduler, and its grammar host, whose xgrammar imports torch: PIP_ARGS can point to
+# CPU-only wheels. BASE is an image with Python and its venv module, perhaps named by its digest.
 ARG BASE=python:3.12-slim
-FROM $BASE
+FROM $BASE AS build
 
-RUN useradd --create-home --uid 10001 nano
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /app
-
-COPY requirements/scheduler.txt requirements/torch.txt requirements/triton.txt requirements/
+COPY requirements/scheduler.txt requirements/torch.txt /requirements/
 ARG PIP_ARGS=""
-RUN pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
-        $PIP_ARGS -r requirements/scheduler.txt \
-    && pip install --no-cache-dir --no-warn-conflicts $PIP_ARGS -r requirements/torch.txt \
-    && { python -c "import triton" \
-        || pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
-            $PIP_ARGS -r requirements/triton.txt; }
+# Tests go, torch's among them, and its headers.
+RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-binary :all: \
+        $PIP_ARGS -r /requirements/scheduler.txt \
+    && pip install --no-cache-dir --no-compile --no-warn-conflicts $PIP_ARGS -r /requirements/torch.txt \
+    && pip uninstall --yes pip \
+    && cd /opt/venv/lib/python3*/site-packages \
+    && find . -depth -type d -name tests -exec rm -r {} + \
+    && rm -rf torch/include torch/test torch/bin/test_*
 COPY shared shared
 COPY scheduler_svc scheduler_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
+# Fails if something is missing, and leaves the bytecode of what is imported at every start.
+RUN python -c "import deploy.health, scheduler_svc.__main__, scheduler_svc.grammar.compiler"
 
-USER nano
-ENV PYTHONUNBUFFERED=1
+FROM $BASE
+RUN useradd --create-home --uid 10001 nano
+COPY --from=build /opt/venv /opt/venv
+COPY --from=build /app /app
+
+WORKDIR /app
+USER 10001
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 ENTRYPOINT ["python", "-m", "scheduler_svc"]

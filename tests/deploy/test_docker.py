@@ -1,5 +1,6 @@
-"""Nothing builds the images here. Instead, tests check that all they copy and start exists, that
-the compose files fit the schema of the Compose Specification, and that their settings are known.
+"""Images are built and run by hand, which takes minutes (docs/operations.md). Here, tests check
+that all they copy and start exists, that the compose files fit the schema of the Compose
+Specification, that their settings are known, and what containers may do.
 
 compose-spec.json is that schema (github.com/compose-spec/compose-spec, Apache License 2.0) as
 shipped in the PyPI package check-jsonschema 0.39.0.
@@ -9,11 +10,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
+import subprocess
+import sys
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from subprocess import PIPE
+from threading import Thread
 from typing import Any
 
 import jsonschema
@@ -21,21 +26,25 @@ import pytest
 import yaml
 
 from deploy.compose import compose_variables, rank_services
-from deploy.errors import LaunchError
+from deploy.gateway import GatewaySettings
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import ServiceSettings, load_settings
 from worker_svc.settings import WorkerSettings
 
-from .conftest import Launcher
-
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 SCHEMA = json.loads((Path(__file__).parent / "compose-spec.json").read_text())
-IMAGES = {"frontend": "frontend", "scheduler": "scheduler_svc", "worker": "worker_svc"}
+IMAGES = {
+    "frontend": "frontend",
+    "gateway": "deploy.gateway",
+    "scheduler": "scheduler_svc",
+    "worker": "worker_svc",
+}
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "frontend": FrontendSettings,
+    "gateway": GatewaySettings,
     "scheduler": SchedulerSettings,
     "cpu": WorkerSettings,
     "gpu": WorkerSettings,
@@ -53,7 +62,7 @@ def copied(image: str) -> list[str]:
     return [
         source
         for name, arguments in instructions(image)
-        if name == "COPY"
+        if name == "COPY" and not arguments.startswith("--from")
         for source in arguments.split()[:-1]
     ]
 
@@ -65,7 +74,7 @@ def load(name: str) -> Any:
 def services() -> dict[str, Any]:
     """The services of compose.yaml, and the kinds of worker that it extends."""
     composed = load("compose.yaml")["services"]
-    return {name: composed[name] for name in ("scheduler", "frontend")} | load("worker.yaml")[
+    return {name: composed[name] for name in SETTINGS if name in composed} | load("worker.yaml")[
         "services"
     ]
 
@@ -84,8 +93,26 @@ def test_what_is_copied_exists_and_reaches_the_builder(image: str) -> None:
 def test_what_is_started_exists_and_is_in_the_image(image: str, package: str) -> None:
     entrypoint = json.loads(dict(instructions(image))["ENTRYPOINT"])
     assert entrypoint == ["python", "-m", package]
-    assert importlib.util.find_spec(f"{package}.__main__")
-    assert {package, "shared", "deploy/__init__.py", "deploy/health.py"} <= set(copied(image))
+    started = importlib.util.find_spec(package)
+    assert started
+    if started.submodule_search_locations:
+        assert importlib.util.find_spec(f"{package}.__main__")
+    source = "deploy/gateway.py" if image == "gateway" else package
+    assert {source, "shared", "deploy/__init__.py", "deploy/health.py"} <= set(copied(image))
+
+
+@pytest.mark.parametrize(("image", "package"), IMAGES.items())
+def test_all_that_is_imported_is_in_the_image(image: str, package: str) -> None:
+    """Of this project; a build imports it, too."""
+    program = "import runpy, sys; runpy.run_module(sys.argv[1]); print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, package], cwd=ROOT, check=True, stdout=PIPE, text=True
+    )
+    for name in ran.stdout.split():
+        if name.split(".")[0] in ("deploy", "frontend", "scheduler_svc", "shared", "worker_svc"):
+            path = Path(*name.split("."))
+            found = path / "__init__.py" if (ROOT / path).is_dir() else path.with_suffix(".py")
+            assert any(found.is_relative_to(source) for source in copied(image)), found
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -96,23 +123,18 @@ def test_packages_are_installed_by_hash_but_for_torch(image: str) -> None:
         if name == "RUN"
         for command in re.findall(r"pip install [^&|;]*", arguments)
     ]
-    hashed = {words[-1]: "--require-hashes" in words for words in installs}
-    assert hashed == {
-        f"requirements/{name}.txt": name != "torch"
-        for name in {
-            "frontend": ("frontend",),
-            "scheduler": ("scheduler", "torch", "triton"),
-            "worker": ("worker", "torch"),
-        }[image]
-    }
+    hashed = {words[-1].strip("/"): "--require-hashes" in words for words in installs}
+    needs_torch = image in ("scheduler", "worker")
+    names = {image, "torch"} if needs_torch else {image}
+    assert hashed == {f"requirements/{name}.txt": name != "torch" for name in names}
     assert hashed.keys() <= set(copied(image))
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_base_image_is_an_argument(image: str) -> None:
-    first, second = instructions(image)[:2]
-    assert first == ("ARG", "BASE=python:3.12-slim")
-    assert second == ("FROM", "$BASE")
+    assert instructions(image)[0] == ("ARG", "BASE=python:3.12-slim")
+    stages = [arguments for name, arguments in instructions(image) if name == "FROM"]
+    assert stages == ["$BASE AS build", "$BASE"]
     for service in services().values():
         assert service["build"]["args"]["BASE"] == "${BASE:-python:3.12-slim}"
 
@@ -120,8 +142,32 @@ def test_the_base_image_is_an_argument(image: str) -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_images_do_not_run_as_root(image: str) -> None:
     names = [name for name, _ in instructions(image)]
-    assert dict(instructions(image))["USER"] == "nano"
+    assert dict(instructions(image))["USER"] == "10001"  # a number: Kubernetes knows it is not root
     assert names.index("USER") < names.index("ENTRYPOINT")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_containers_may_write_only_to_tmp_and_have_no_privileges(name: str) -> None:
+    service = services()[name]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"cap_add", "privileged", "user"} & service.keys()
+    for volume in service["volumes"]:
+        assert volume.endswith((":/model:ro", ":/tmp/cache"))
+
+
+def test_caches_are_in_the_volume_of_the_workers() -> None:
+    variables = dict(
+        pair.split("=")
+        for name, arguments in instructions("worker")
+        if name == "ENV"
+        for pair in arguments.split()
+    )
+    assert "cache:/tmp/cache" in services()["cpu"]["volumes"]
+    assert variables["XDG_CACHE_HOME"] == "/tmp/cache"
+    assert variables["TRITON_CACHE_DIR"].startswith("/tmp/cache/")
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "worker.yaml"])
@@ -203,66 +249,31 @@ def test_health_is_probed_by_a_command_in_the_image(name: str) -> None:
     assert importlib.util.find_spec("deploy.health")
 
 
-def test_only_frontends_are_published_and_on_loopback() -> None:
+def test_only_frontends_and_gateway_are_published_and_on_loopback() -> None:
     for name, service in load("compose.yaml")["services"].items():
-        assert ("ports" in service) == (name == "frontend")
-    (ports,) = load("compose.yaml")["services"]["frontend"]["ports"]
-    assert ports.startswith("${HOST:-127.0.0.1}:")
+        assert ("ports" in service) == (name in ("frontend", "gateway"))
+        for ports in service.get("ports", ()):
+            assert ports.startswith("${HOST:-127.0.0.1}:")
 
 
-def test_variables_given_to_compose() -> None:
-    model = str(ROOT / "models" / "demo")
-    settings = StackSettings(model=model, tp=2, port=6000)
-    assert compose_variables(settings, Layout(frontends=3)) == {
-        "MODEL_DIRECTORY": model,
-        "HOST": "127.0.0.1",
-        "PORTS": "6000-6002",
-        "FRONTENDS": "3",
-        "NANO_SERVED_MODEL_NAME": "demo",
-        "NANO_WORKER_ADDRESSES": "worker-0:50053,worker-1:50053",
-    }
+def test_the_gateway_finds_the_frontends() -> None:
+    frontend, gateway = (services()[name]["environment"] for name in ("frontend", "gateway"))
+    host, _, port = gateway["NANO_ENGINE_ADDRESSES"].partition(":")
+    assert host in load("compose.yaml")["services"]
+    assert frontend["NANO_ENGINE_ADDRESSES"] == f"0.0.0.0:{port}"
 
 
-def test_links_out_of_a_model_are_named(tmp_path: Path) -> None:
-    """As from the hub's cache: containers would find them dangling."""
-    model = tmp_path / "snapshots" / "0123"
-    model.mkdir(parents=True)
-    (tmp_path / "blob").write_text("{}")
-    (model / "config.json").symlink_to("../../blob")
-    with pytest.raises(LaunchError, match=r"MODEL: .*/config\.json is a link out of its .*cp -rL"):
-        compose_variables(StackSettings(model=str(model)), Layout())
+@pytest.mark.parametrize(("status", "health"), [(200, "SERVING"), (503, "NOT_SERVING")])
+def test_the_probe_asks_http_too(status: int, health: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/readiness" else 404)
+            self.end_headers()
 
-
-FAKE_DOCKER = """#!/bin/sh
-echo "$@"
-echo "model=$MODEL_DIRECTORY ports=$PORTS seqs=$NANO_MAX_NUM_SEQS"
-exit $DOCKER_STATUS
-"""
-
-
-def test_what_docker_is_asked_to_do(launcher: Launcher, port: int) -> None:
-    docker = launcher.directory / "bin" / "docker"
-    docker.parent.mkdir()
-    docker.write_text(FAKE_DOCKER)
-    docker.chmod(0o755)
-    path = f"{docker.parent}:{os.environ['PATH']}"
-
-    # A process stands in for the container that answers the first request.
-    assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
-    up = launcher(
-        *("up", "--runtime", "docker", "--port", port, "--tp", 2, "--max-num-seqs", 7),
-        PATH=path,
-        DOCKER_STATUS="0",
-    )
-    assert up.returncode == 0, up.stderr
-    ranks = f".run/{port}/compose.ranks.json"
-    assert (
-        f"compose --project-name nano-vllm-{port} --file {DOCKER}/compose.yaml --file {ranks} "
-        "--profile cpu up --build --detach --wait\n"
-    ) in up.stdout
-    assert f"model={ROOT}/models/demo ports={port} seqs=7" in up.stdout
-    assert "Once upon a time, there was a fox" in up.stdout
-
-    down = launcher("down", "--runtime", "docker", "--port", port, PATH=path, DOCKER_STATUS="3")
-    assert down.returncode == 1
-    assert "ended with status 3" in down.stderr
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.handle_request).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        probe = [sys.executable, "-m", "deploy.health", url]
+        asked = subprocess.run(probe, stdout=PIPE, text=True, cwd=ROOT, check=False)
+    assert asked.stdout.strip() == health
+    assert asked.returncode == int(health != "SERVING")

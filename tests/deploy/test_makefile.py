@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,24 @@ def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Con
     assert workers(folder, keyword="x") == 0
 
 
+def test_images_are_built_with_what_there_is(tmp_path: Path) -> None:
+    podman = tmp_path / "podman"
+    podman.write_text('#!/bin/sh\necho podman "$@"\n')
+    podman.chmod(0o755)
+    programs = {name: shutil.which(name) for name in ("make", "sh", "test")}
+    for name, path in programs.items():
+        assert path
+        (tmp_path / name).symlink_to(path)
+    built = make("images", "BASE=debian", "PIP_ARGS=-i here", PATH=str(tmp_path)).splitlines()
+    names = ("frontend", "gateway", "scheduler", "worker")
+    assert built == [
+        f"podman build --file docker/{name}.Dockerfile --build-arg BASE=debian "
+        f"--build-arg PIP_ARGS=-i here --tag nano-vllm-grpc/{name}{':cpu' * (name == 'worker')} ."
+        for name in names
+    ]
+    assert make("images", "BUILDER=echo").count("BASE=python:3.12-slim") == len(names)
+
+
 def test_tests_run_without_xdist() -> None:
     """A GPU machine may bring its own pytest, without the plugin."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", "-q", __file__]
@@ -129,7 +148,7 @@ def test_tests_run_without_xdist() -> None:
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
-        "help setup up down restart scale ps logs top chat generate doctor bench gpu-check test "
-        "simulate chaos abuse check protos lock"
+        "help setup up down restart scale ps logs top chat generate doctor bench gpu-check images "
+        "test simulate chaos abuse check protos lock"
     )
     assert targets == [*expected.split(), "clean"]
