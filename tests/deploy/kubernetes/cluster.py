@@ -23,7 +23,7 @@ _MODULES = {
     "nano-vllm-grpc/frontend": "frontend",
     "nano-vllm-grpc/scheduler": "scheduler_svc",
     "nano-vllm-grpc/worker": "worker_svc",
-    GATEWAY: "smg.launch_router",  # as its image starts it
+    GATEWAY: "smg.launch_router",
 }
 
 

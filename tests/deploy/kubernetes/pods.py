@@ -27,7 +27,8 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "nano-vllm-grpc/scheduler": SchedulerSettings,
     "nano-vllm-grpc/worker": WorkerSettings,
 }
-GATEWAY = "lightseekorg/smg"
+GATEWAY = "nano-vllm-grpc/gateway"
+COMMANDS = {GATEWAY: ["python", "-m", "smg.launch_router"]}  # else the images' own
 
 
 class Impossible(Exception):
@@ -127,7 +128,7 @@ class Process:
 
     @property
     def arguments(self) -> list[str]:
-        if "command" in self.container:
+        if self.container.get("command") != COMMANDS.get(self.image):
             raise Impossible(f"{self}: a command of its own instead of the image's")
         return [self._expanded(arg, self.environment) for arg in self.container.get("args", ())]
 
