@@ -28,8 +28,8 @@ flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart scale ps logs top chat generate doctor bench simulate chaos abuse gpu-check images \
-	test check lock clean check-style check-types check-imports check-protos check-stubs
+.PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
+	images test check lock clean check-style check-types check-imports check-protos check-stubs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -75,6 +75,10 @@ restart: $(STAMP)  ## restart all processes, one after another, while requests g
 
 scale: $(READY)  ## start or stop engines of the running stack until there are ENGINES, while requests go on
 	@$(CLI) scale $(call flags,PORT RUNTIME ENGINES)
+
+gateway: $(STAMP)  ## an HTTP gateway for several stacks (ENGINE_ADDRESSES: of all their frontends; HOST, HTTP_PORT; MODEL: a directory)
+	@$(BIN)/python -m deploy.gateway --gateway-policy cache_aware \
+		$(call flags,ENGINE_ADDRESSES HOST HTTP_PORT MODEL ALLOW_PUBLIC_PLAINTEXT OTLP_ENDPOINT TRACE_SAMPLE_RATIO)
 
 ps: $(READY)  ## a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)

@@ -48,7 +48,6 @@ _WORDS = (
     *("deep", "dark", "wood", "and", "one", "day", "she", "met", "an", "old", "bear", "by"),
     *("river", "he", "asked", "her", "where", "do", "you", "go", "so", "early", "said"),
 )
-_OPERATOR = "operator-of-the-benchmark"  # the token that the gateway has
 _POLL_S = 0.1
 _START_S = 120.0
 
@@ -179,7 +178,6 @@ class Gateway:
         start, first_at, last, status = time.perf_counter(), 0.0, b"", b""
         reader, writer = await asyncio.open_connection(HOST, self._port)
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\n"
-        head += f"authorization: Bearer {_OPERATOR}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         while line := await reader.readline():
@@ -285,28 +283,22 @@ async def _start_frontend(
 async def _start_gateway(
     stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str]
 ) -> Gateway:
-    """A gateway with a frontend for each engine."""
-    tokens = directory / "operators"
-    tokens.write_text(f"{_OPERATOR}\n", encoding="utf-8")
-    tokens.chmod(0o600)
+    """A gateway with a frontend for each engine, whose events it gets."""
     doors = [f"{HOST}:{free_port()}" for _ in addresses]
     for address, door in zip(addresses, doors, strict=True):
         await _start_frontend(
-            stack, directory, [address], engine_addresses=door, operator_tokens_file=tokens
+            stack, directory, [address], engine_addresses=door, allow_local_kv_events=True
         )
     port = free_port()
     process = BenchProcess(
         stack,
         directory / "gateway.log",
-        "smg.launch_router",
-        worker_urls=[f"grpc://{door}" for door in doors],
-        policy="cache_aware",
-        model_path=_MODEL,
-        host=HOST,
-        port=port,
-        prometheus_port=free_port(),
-        api_key=_OPERATOR,
-        worker_startup_check_interval=1,
+        "deploy.gateway",
+        engine_addresses=",".join(doors),
+        gateway_policy="cache_aware",
+        model=_MODEL,
+        http_port=port,
+        exit_with_parent=True,
     )
     await _wait(process, lambda: http_health(f"http://{HOST}:{port}"))
     return Gateway(port)

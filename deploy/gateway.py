@@ -1,4 +1,5 @@
-"""The HTTP gateway of a stack, a process like the services': `python -m deploy.gateway`.
+"""The HTTP gateway of a stack, a process like the services', or of several stacks:
+`python -m deploy.gateway`.
 
 Shepherd Model Gateway (smg) speaks OpenAI's and Anthropic's protocols to clients, and vLLM's engine
 protocol to the frontends, which it takes for workers.
@@ -15,15 +16,16 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from smg.router import Router
 from smg.router_args import RouterArgs
 
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import dialled_address
+from shared.channels import stays_on_host
 from shared.config import Addresses, ServiceSettings, settings_or_exit, split_commas
 from shared.metrics_endpoint import list_endpoint
 from shared.process import Ready, run_service
@@ -43,10 +45,28 @@ class GatewaySettings(ServiceSettings):
 
     host: str = "127.0.0.1"
     http_port: int = Field(8000, gt=0, le=65535)
-    engine_addresses: Addresses = ()
+    engine_addresses: Addresses = Field((), description="of the frontends, of one stack or several")
+    gateway_policy: Literal["round_robin", "cache_aware"] = Field(
+        "round_robin", description="cache_aware: of several stacks, the one that has the prefix"
+    )
     model: str = "models/demo"
+    allow_public_plaintext: bool = False
 
     _split = field_validator("engine_addresses", mode="before")(split_commas)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.engine_addresses:
+            raise ValueError("engine_addresses: there are none")
+        own = ("host", f"{self.host}:{self.http_port}")
+        for name, address in (own, *(("engine_addresses", each) for each in self.engine_addresses)):
+            if not (stays_on_host(address) or self.allow_public_plaintext):
+                raise ValueError(
+                    f"{name}: {address} is not on loopback, and the gateway knows neither TLS nor "
+                    "tokens: put a tunnel between (docs/http.md), or allow_public_plaintext "
+                    "(NANO_ALLOW_PUBLIC_PLAINTEXT=1) if the network is private"
+                )
+        return self
 
 
 def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
@@ -56,8 +76,8 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
         host=settings.host.strip("[]"),
         port=settings.http_port,
         model_path=str(Path(settings.model).resolve()),
-        # All frontends lead to the same engines, and a request may take any of them.
-        policy="round_robin",
+        # All frontends of a stack lead to the same engines: a request may take any of them.
+        policy=settings.gateway_policy,
         worker_startup_check_interval=1,
         health_check_interval_secs=_HEALTH_S,
         # A frontend that dies is back in milliseconds: to wait for it beats to avoid it.

@@ -102,7 +102,12 @@ async def serve(
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
     path = settings.operator_tokens_file
-    servicer = VllmEngineServicer(generations, directory, Tokens(path) if path else None)
+    servicer = VllmEngineServicer(
+        generations,
+        directory,
+        Tokens(path) if path else None,
+        open_events=settings.allow_local_kv_events,
+    )
     add_VllmEngineServicer_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")
     try:

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from shared.channels import stays_on_host
 from shared.config import Addresses, ServiceSettings, split_commas
 from shared.tls import ServerTls
 
@@ -82,6 +83,9 @@ class FrontendSettings(PublicSettings):
     engine_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )
+    allow_local_kv_events: bool = Field(
+        False, description="whoever reaches engine_addresses, on loopback, may watch the cache"
+    )
 
     _split = field_validator("engine_addresses", "scheduler_addresses", mode="before")(split_commas)
 
@@ -99,6 +103,17 @@ class FrontendSettings(PublicSettings):
                 self.check_scheduler(source)
         for address in self.engine_addresses:
             self._check_listening("engine_addresses", address)
+            if self.allow_local_kv_events and not stays_on_host(address):
+                raise ValueError(
+                    f"allow_local_kv_events: anybody who reaches {address}, of engine_addresses, "
+                    "could watch what is asked: listen on loopback, or leave it to those of "
+                    "operator_tokens_file"
+                )
+        if self.allow_local_kv_events and self.auth_tokens_file:
+            raise ValueError(
+                "allow_local_kv_events: users of this host need tokens, says auth_tokens_file; "
+                "watching the cache without one would show them what the others ask"
+            )
         if self.engine_addresses and self.index >= len(self.engine_addresses):
             raise ValueError(f"engine_addresses: none for the frontend with index {self.index}")
         return self

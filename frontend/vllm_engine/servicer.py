@@ -51,9 +51,18 @@ _MAX_ABORTED = 4096  # requests of a call
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves `vllm_engine.proto` for a text model."""
 
-    def __init__(self, generations: Generations, directory: Path, operators: Tokens | None) -> None:
-        """`directory`: the model's; `operators`: who may call `OPERATORS_METHODS`."""
+    def __init__(
+        self,
+        generations: Generations,
+        directory: Path,
+        operators: Tokens | None,
+        *,
+        open_events: bool = False,
+    ) -> None:
+        """`directory`: the model's; `operators`: who may call `OPERATORS_METHODS`; `open_events`:
+        whether whoever can connect may subscribe to the cache's events."""
         self._operators = operators
+        self._open_events = open_events
         self._generations = generations
         self._directory = directory
         self._began_at = time.monotonic()
@@ -225,7 +234,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
-        check_operator(self._operators, context)
+        if not self._open_events:
+            check_operator(self._operators, context)
         if request.start_sequence_number:
             raise OutOfRangeError(
                 "start_sequence_number: what was sent is not kept; 0 begins with a snapshot"

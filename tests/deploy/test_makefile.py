@@ -104,6 +104,14 @@ def test_scale() -> None:
     assert words == [CLI, "scale", "--port", "6000", "--engines", "3"]
 
 
+def test_gateway() -> None:
+    words = last_command("gateway", "ENGINE_ADDRESSES=a:1,b:2", "HTTP_PORT=80", HOST="my-laptop")
+    assert words == [
+        *(".venv/bin/python", "-m", "deploy.gateway", "--gateway-policy", "cache_aware"),
+        *("--engine-addresses", "a:1,b:2", "--http-port", "80"),
+    ]
+
+
 def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Config) -> None:
     words = last_command("test", "ARGS=tests/x.py -k y")
     assert words[1:] == ["-m", "pytest", *DISTRIBUTED, "tests/x.py", "-k", "y"]
@@ -148,7 +156,7 @@ def test_tests_run_without_xdist() -> None:
 def test_help_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make("help").splitlines()]
     expected = (
-        "help setup up down restart scale ps logs top chat generate doctor bench gpu-check images "
-        "test simulate chaos abuse check protos lock"
+        "help setup up down restart scale gateway ps logs top chat generate doctor bench gpu-check "
+        "images test simulate chaos abuse check protos lock"
     )
     assert targets == [*expected.split(), "clean"]

@@ -162,7 +162,8 @@ class FakeScheduler(SchedulerServiceServicer):
     async def WatchBlocks(  # type: ignore[override]
         self, request: pb.WatchBlocksRequest, context: object
     ) -> AsyncIterator[pb.BlockEvents]:
-        yield pb.BlockEvents(snapshot=pb.SnapshotPart(index=0, count=1, blocks=0))
+        part = pb.SnapshotPart(index=0, count=1, blocks=0)
+        yield pb.BlockEvents(snapshot=part, load=pb.GetLoadResponse(blocks=1))
         while True:
             yield await self.block_events.get()
             self.block_events.task_done()

@@ -34,9 +34,11 @@ TEXT = "Once upon a time, 你好 👍🏽!"
 
 
 @pytest.fixture
-def settings(settings: FrontendSettings) -> FrontendSettings:
+def settings(settings: FrontendSettings, request: pytest.FixtureRequest) -> FrontendSettings:
+    """`request.param`: more of them."""
     address = f"127.0.0.1:{free_port()}"
-    return settings.model_copy(update={"engine_addresses": (address,)})
+    more = getattr(request, "param", {})
+    return settings.model_copy(update={"engine_addresses": (address,), **more})
 
 
 @pytest.fixture
@@ -259,6 +261,15 @@ async def test_what_is_for_operators_is_off_without_any(engine: Any) -> None:
             await call
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert "operator_tokens_file" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("settings", [{"allow_local_kv_events": True}], indirect=True)
+async def test_events_may_be_for_the_whole_host_and_nothing_else_is(engine: Any) -> None:
+    snapshot = await engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
+    assert snapshot.sequence_number == 1
+    with pytest.raises(aio.AioRpcError) as caught:
+        await engine.FlushCache(common.FlushCacheRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.fixture

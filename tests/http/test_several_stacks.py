@@ -1,0 +1,164 @@
+"""One gateway in front of two stacks: a request goes to the one that has its prefix, which is what
+the stacks' caches tell of themselves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from deploy.ports import free_service_port
+from tests.certificates import Authority
+from tests.http.stacks import (
+    BLOCK,
+    Gateway,
+    Side,
+    frontend,
+    gateway,
+    lets_in,
+    tunnel,
+    wait_until_served,
+)
+from tests.stack import wait_for
+
+pytestmark = pytest.mark.xdist_group("several stacks")
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[list[Side]]:
+    with ExitStack() as processes:
+        directory = processes.enter_context(TemporaryDirectory(prefix="nano"))  # a short path
+        found = []
+        for name in ("one", "other"):
+            Path(directory, name).mkdir()
+            found.append(Side(Path(directory, name), processes))
+        for side in found:
+            side.wait_serving()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def smg(sides: list[Side], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    directory = tmp_path_factory.mktemp("several") / "gateway"
+    doors = [side.door for side in sides]
+    with gateway(directory, doors) as found:
+        subscribed(found, doors)
+        yield found
+
+
+def subscribed(smg: Gateway, doors: list[str]) -> None:
+    """Waits until the gateway knows what the caches hold."""
+    for door in doors:
+        wait_for(lambda d=door: smg.snapshots(d), "a snapshot")  # type: ignore[misc]
+
+
+def told(smg: Gateway, side: Side, *prompts: str | list[int], through: str = "") -> None:
+    """Has one stack complete prompts without the gateway, which then learns of their blocks.
+    `through`: where the gateway connects to, if not to the stack's door."""
+    door = through or side.door
+    before = smg.stored(door)
+    num_blocks = sum(map(side.ask, prompts))
+    assert num_blocks
+    wait_for(lambda: smg.stored(door) - before >= num_blocks, "the events")
+
+
+def flush(smg: Gateway, sides: list[Side]) -> None:
+    for side in sides:
+        side.flush()
+        wait_for(lambda d=side.door: not smg.knows(d, "index_blocks"), "the events")  # type: ignore[misc]
+
+
+def assert_goes_to(smg: Gateway, sides: list[Side], side: Side, prompt: str) -> None:
+    """Through the gateway, a prompt finds all its blocks at one stack, and no other is asked."""
+    num_blocks = len(side.llm.tokenize(prompt)) // BLOCK
+    before = [each.counters() for each in sides]
+    smg.complete(prompt)
+    for each, (admissions, cached) in zip(sides, before, strict=True):
+        ours = each is side
+        assert each.counters() == (admissions + ours, cached + ours * num_blocks * BLOCK)
+
+
+def prompts(about: str, count: int = 8) -> list[str]:
+    """Texts of two blocks and a bit, of which none begins as another."""
+    return [f"{number} {about}: " + "there was a fox who " * 15 for number in range(count)]
+
+
+def test_a_prefix_is_found_that_the_gateway_never_saw(smg: Gateway, sides: list[Side]) -> None:
+    asked = prompts("unseen")
+    for number, prompt in enumerate(asked):
+        told(smg, sides[number % 2], prompt)
+    for number, prompt in enumerate(asked):
+        assert_goes_to(smg, sides, sides[number % 2], prompt)
+
+
+def test_a_prefix_is_followed_at_once_when_it_moves(smg: Gateway, sides: list[Side]) -> None:
+    one, other = sides
+    asked = prompts("moving", count=4)
+    told(smg, one, *asked)
+    for prompt in asked * 5:  # although the other has nothing
+        assert_goes_to(smg, sides, one, prompt)
+    flush(smg, sides)
+    told(smg, other, *asked)
+    for prompt in asked * 5:
+        assert_goes_to(smg, sides, other, prompt)
+    fillers = [[number] * 5 * BLOCK for number in range(100, 106)]
+    told(smg, other, *fillers)  # more than fit: nothing else is left
+    told(smg, one, *asked)
+    for prompt in asked:
+        assert_goes_to(smg, sides, one, prompt)
+
+
+def test_a_cache_that_is_lost_is_forgotten(smg: Gateway, sides: list[Side]) -> None:
+    one, other = sides
+    flush(smg, sides)
+    asked = prompts("lost", count=3)
+    told(smg, one, *asked)
+    before = smg.snapshots(one.door)
+    one.restart_scheduler()
+    wait_for(lambda: smg.snapshots(one.door) > before, "a snapshot")
+    told(smg, other, *asked)
+    for prompt in asked:
+        assert_goes_to(smg, sides, other, prompt)
+
+
+def test_a_frontend_of_several_engines_needs_no_events(sides: list[Side], tmp_path: Path) -> None:
+    """It has no one cache to tell of, and finds prefixes itself."""
+    door, address = (f"127.0.0.1:{free_service_port()}" for _ in range(2))
+    engines = ",".join(side.scheduler_address for side in sides)
+    with ExitStack() as processes:
+        processes.enter_context(frontend(tmp_path, address, door, scheduler_addresses=engines))
+        wait_until_served(address)
+        smg = processes.enter_context(gateway(tmp_path / "gateway", [door]))
+        before = [side.counters()[0] for side in sides]
+        for prompt in prompts("engines", count=4):
+            smg.complete(prompt)
+        assert sum(side.counters()[0] for side in sides) == sum(before) + 4
+        assert not smg.snapshots(door)
+
+
+@pytest.mark.skipif(not shutil.which("stunnel"), reason="stunnel is not installed")
+def test_tunnels_between_hosts_ask_for_certificates(sides: list[Side], tmp_path: Path) -> None:
+    """As in docs/http.md."""
+    authority, stranger = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    with ExitStack() as tunnels:
+        ends = []
+        for number, side in enumerate(sides):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            ends.append(tunnels.enter_context(tunnel(directory, authority, side.door)))
+        insides = [inside for inside, _ in ends]
+        with gateway(tmp_path / "gateway", insides) as smg:
+            subscribed(smg, insides)
+            asked = prompts("tunnels", count=4)
+            for number, prompt in enumerate(asked):
+                told(smg, sides[number % 2], prompt, through=insides[number % 2])
+            for number, prompt in enumerate(asked):
+                assert_goes_to(smg, sides, sides[number % 2], prompt)
+        for _, port in ends:
+            assert lets_in(port, authority, authority.issue("client", "DNS:client"))
+            assert not lets_in(port, authority, stranger.issue("client", "DNS:client"))
+            assert not lets_in(port, authority, None)
