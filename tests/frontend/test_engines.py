@@ -490,3 +490,16 @@ async def test_names_are_resolved(tmp_path: Path) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await scheduler.stop()
+
+
+async def test_what_an_engine_holds_is_asked_again_after_an_orderly_end(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    """The stream of requests ends first; its channel is closed with the other calls on it."""
+    a, _ = two
+    await tell(a, stored(LONG_PROMPT))
+    a.drop_connection()
+    await cluster.until(lambda: cluster.connected() == ["b"])
+    await cluster.until(lambda: cluster.connected() == ["a", "b"])
+    await tell(a, stored(LONG_PROMPT))
+    assert await taker(cluster, LONG_PROMPT) == "a"
