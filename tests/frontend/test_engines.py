@@ -503,3 +503,22 @@ async def test_what_an_engine_holds_is_asked_again_after_an_orderly_end(
     await cluster.until(lambda: cluster.connected() == ["a", "b"])
     await tell(a, stored(LONG_PROMPT))
     assert await taker(cluster, LONG_PROMPT) == "a"
+
+
+async def test_what_has_no_token_waits_for_any_engine(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    """Its own is gone for good while the other is away for a moment."""
+    a, b = two
+    stream = cluster.submit(engine="a")
+    await submitted(a)
+    await b.stop()
+    await cluster.until(lambda: cluster.connected() == ["a"])
+    listing = asyncio.create_task(cluster.list("b"))
+    await cluster.until(lambda: any(not e.listed for e in cluster.engines._engines.values()))
+    await a.stop()
+    await cluster.until(lambda: not cluster.connected())
+    await b.start()
+    await submitted(b)
+    assert await finish(b, stream) == expected()
+    await listing
