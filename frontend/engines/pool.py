@@ -281,10 +281,14 @@ class Engines:
         others = [each for each in self._serving() if each is not engine]
         others = [each for each in others if each.can_take(streams[0], model)]
         if not others:
-            if engine.is_gone_for(streams[0]) and not any(
-                each.may_return_with(model, _RETURN_S)
-                for each in self._engines.values()
-                if each is not engine
+            if (
+                self.serving  # else another engine may be about to be listed
+                and engine.is_gone_for(streams[0])
+                and not any(
+                    each.may_return_with(model, _RETURN_S)
+                    for each in self._engines.values()
+                    if each is not engine
+                )
             ):
                 reason = "the model that this was begun with is not served any more: ask again"
                 engine.client.fail(streams, FailedPreconditionError(reason))

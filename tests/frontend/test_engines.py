@@ -522,3 +522,61 @@ async def test_what_has_no_token_waits_for_any_engine(
     await submitted(b)
     assert await finish(b, stream) == expected()
     await listing
+
+
+async def test_streams_outlive_the_replacement_of_the_only_engine(cluster: Cluster) -> None:
+    """Its successor, which has another address, is listed only once it is ready."""
+    a, b = await cluster.add("a"), await cluster.add("b")
+    await cluster.list("a")
+    begun, waiting = cluster.submit(), cluster.submit()
+    first = await submitted(a)
+    await submitted(a)
+    a.send([(first.request, 0, PROMPT[0])])
+    await tokens(begun, 1)
+    await a.stop()
+    await cluster.list()
+    await cluster.until(lambda: not any(e.listed for e in cluster.engines._engines.values()))
+    await cluster.list("b")
+    assert {len((await submitted(b)).generated_ids) for _ in range(2)} == {0, 4}
+    assert await finish(b, begun) == await finish(b, waiting) == expected()
+
+
+async def test_a_requests_completions_are_of_one_model(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    a, b = two
+    first, second = cluster.engines.submit(request(engine="a", n=2))
+    await submitted(a)
+    a.send([(second.number, 0, PROMPT[0])])
+    await tokens(second, 1)
+    await b.stop()
+    b.info.model_fingerprint = "new"
+    await b.start()
+    await cluster.until(lambda: cluster.connected() == ["a", "b"])
+    await a.stop()
+    a.info.model_fingerprint = "new"
+    await a.start()
+    with pytest.raises(FailedPreconditionError):
+        await tokens(first, 1)
+    assert a.submits.empty()
+    assert b.submits.empty()
+
+
+async def test_a_suspect_is_not_tried_with_another_model(cluster: Cluster) -> None:
+    a, b = await cluster.add("a"), await cluster.add("b", "other")
+    await cluster.list("a", "b")
+    stream = cluster.submit(engine="a")
+    await submitted(a)
+    a.step()
+    await tokens(stream, 1)
+    await a.stop()
+    await a.start()
+    await submitted(a)
+    await a.stop()
+    a.info.model_fingerprint = "new"
+    await a.start()
+    with pytest.raises(FailedPreconditionError):
+        await tokens(stream, 2)
+    cluster.submit(engine="a")
+    await submitted(a)  # behind whatever was sent before
+    assert a.suspects.empty()
