@@ -563,7 +563,8 @@ async def test_a_requests_completions_are_of_one_model(
 
 
 async def test_a_suspect_is_not_tried_with_another_model(cluster: Cluster) -> None:
-    a, b = await cluster.add("a"), await cluster.add("b", "other")
+    a = await cluster.add("a")
+    await cluster.add("b", "other")
     await cluster.list("a", "b")
     stream = cluster.submit(engine="a")
     await submitted(a)
