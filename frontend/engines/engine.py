@@ -61,8 +61,8 @@ class Engine:
         return self._lost_at is not None and _now() - self._lost_at >= seconds
 
     def may_return_with(self, model_fingerprint: str, within_s: float) -> bool:
-        """Whether it may yet serve a model, or any if that is empty, if it is back within `within_s`
-        of its loss."""
+        """Whether it may yet serve a model, any if empty, if it is back within `within_s` of its
+        loss."""
         its = self.client.model_fingerprint
         possible = not its or model_fingerprint in ("", its)
         return possible and self._lost_at is not None and not self.lost_for(within_s)

@@ -14,7 +14,9 @@ _GONE_S = 5.0  # for which operators wait for frontends to leave an engine that 
 KINDS = (
     *("scheduler dies", "workers lost", "partition", "connections cut off", "cache flushed"),
     *("stopped while listed", "update", "other model", "scale up", "scale down", "lost for good"),
+    *("all replaced", "dies in a row"),
 )
+CHANGE_MODELS = {"other model", "all replaced", "dies in a row"}
 
 
 class Faults:
@@ -40,6 +42,8 @@ class Faults:
             "scale up": self._scale_up,
             "scale down": self._scale_down,
             "lost for good": self._lose,
+            "all replaced": self._replace_all,
+            "dies in a row": self._die_in_a_row,
         }[kind]
         self._tasks.append(asyncio.ensure_future(self._at(at, kind, work())))
 
@@ -69,6 +73,22 @@ class Faults:
 
     async def _die(self) -> None:
         self._any().kill(self._rng.choice([0.01, 0.3, 5.0]) * self._rng.random())
+
+    async def _die_in_a_row(self) -> None:
+        """An engine dies twice within a moment, and comes back as another, or as it was."""
+        host = self._any()
+        host.kill(0.0)
+        await asyncio.sleep(self._rng.uniform(0.1, 0.5))
+        host.model = self._rng.choice([host.model, self._world.models[-1]])
+        host.kill(self._rng.uniform(0.0, 0.3))
+
+    async def _replace_all(self) -> None:
+        """All engines end at once, and come back with another model."""
+        async with self._operating:
+            for host in self._world.hosts:
+                if host.process is not None:
+                    host.kill(self._rng.uniform(0.1, 2.0))
+                    host.model = self._world.models[-1]
 
     async def _lose_workers(self) -> None:
         self._any().lose_workers(self._rng.choice([0.05, 3.0]) * self._rng.random())

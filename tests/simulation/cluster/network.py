@@ -14,6 +14,7 @@ import grpc
 from grpc import aio
 
 from shared.errors import ServiceError
+from shared.pb import scheduler_pb2 as pb
 
 if TYPE_CHECKING:
     from scheduler_svc.server import SchedulerServicer
@@ -180,8 +181,15 @@ class Call:
         if self._process is not None and self._process.alive:
             self._down.put(message)
 
-    async def _send(self, requests: AsyncIterator[object]) -> None:
+    async def _send(self, requests: AsyncIterator[pb.FrontendMessage]) -> None:
+        used: set[int] = set()
         async for message in requests:
+            if message.suspects.holding:
+                used.clear()
+            elif message.HasField("submit"):
+                first, n = message.submit.request, message.submit.n or 1
+                assert used.isdisjoint(range(first, first + n)), "a number is used twice"
+                used.update(range(first, first + n))
             self._up.put(message)
         self._up.put(_END)
 

@@ -10,12 +10,13 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from frontend.suspects import MIN_LOSSES_ALONE
 from scheduler_svc.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import Watcher, check_balance, check_end, check_rest
 from tests.simulation.cluster.engines import POISONS, STEP, TOKEN, WORKERS, Shape
-from tests.simulation.cluster.faults import KINDS, Faults
+from tests.simulation.cluster.faults import CHANGE_MODELS, KINDS, Faults
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client, Plan, plan
 from tests.simulation.cluster.world import World, virtual_deadlines
 from tests.simulation.simulate import Result, SimulationError
@@ -55,9 +56,9 @@ class Simulation:
         self._kinds = rng.choices(KINDS, k=rng.choice([0, 1, 2, 4, 8]))
         poisons = rng.choices(POISONS, k=rng.choice([0, 0, 0, 1, 1, 2]))
         self._is_calm = not self._kinds and not poisons
-        self._models = (0, 1) if "other model" in self._kinds else (0,)
+        self._models = (0, 1) if CHANGE_MODELS & {*self._kinds} else (0,)
         self._plans = self._plan_requests(poisons)
-        self._shape = _shape(rng)
+        self._shape = _shape(rng, self._is_calm)
         self.described = (
             f"{self._num_hosts} engines of {self._shape}, {self._num_frontends} frontends, "
             f"{len(self._plans)} requests in {self._window_s} s; {', '.join(self._kinds)}; "
@@ -138,12 +139,12 @@ class Simulation:
 
     def _plan_requests(self, poisons: list[int]) -> list[Plan]:
         rng = self._rng
-        count = rng.choice([5, 20, 50])
+        count = rng.choice([20, 100] if self._is_calm else [0, 5, 20, 50])
         prefixes = [[rng.randrange(900) for _ in range(rng.choice([0, 5, 17]))] for _ in range(3)]
         plans = []
         for number in range(1, count + len(poisons) + 1):
             poison = poisons.pop() if number > count else 0
-            n = rng.choice([1, 1, 1, MAX_COMPLETIONS])
+            n = 1 if poison else rng.choice([1, 1, 1, MAX_COMPLETIONS])
             plans.append(
                 plan(
                     rng,
@@ -152,7 +153,7 @@ class Simulation:
                     poison=poison,
                     at=0.5 + rng.uniform(0, self._window_s) * rng.choice([0.1, 1.0]),
                     frontend=rng.randrange(self._num_frontends),
-                    max_tokens=rng.choice([1, 4, 12, 30]),
+                    max_tokens=rng.choice([1, 4, 12, 50]),
                     n=n,
                     salt=rng.choice(["", "", "", "salt"]),
                     engine="" if self._is_calm else rng.choice([""] * 15 + ["engine-1"]),
@@ -175,6 +176,9 @@ class Simulation:
             if not self._kinds:
                 most = _BLAST.get(each.poison, 0)
                 assert len(taken) <= most, f"request {each.number} took down {taken}"
+            if not self._kinds and len(self._plans) == 1 and each.poison == STEP:
+                deaths = len(world.taken_down[each.number])
+                assert deaths <= 2 + MIN_LOSSES_ALONE, f"{deaths} schedulers died"
 
     def _count(self, world: World, clients: list[Client]) -> None:
         counts = world.counts
@@ -199,17 +203,17 @@ def _open(world: World) -> list[str]:
     ]
 
 
-def _shape(rng: Random) -> Shape:
+def _shape(rng: Random, is_calm: bool) -> Shape:
     limits = Limits(
         max_num_seqs=rng.choice([2, 4, 16]),
         max_num_batched_tokens=rng.choice([16, 64]),
-        max_model_len=80,
-        max_waiting=rng.choice([2, 10, 1000]),
+        max_model_len=100,
+        max_waiting=1000 if is_calm else rng.choice([2, 10, 1000]),
         vocab_size=VOCAB_SIZE,
     )
     return Shape(
         limits,
-        num_blocks=rng.choice([24, 64, 256]),
+        num_blocks=rng.choice([25, 64, 256]),
         block_size=4,
         step_s=rng.choice([0.002, 0.02]),
         prompt_token_s=rng.choice([1e-5, 1e-3]),

@@ -14,9 +14,12 @@ from unittest import mock
 
 from frontend.engines.engine import Engine
 from frontend.engines.pool import Engines
+from frontend.request import Request
 from frontend.token_stream import TokenStream
 from tests.simulation.cluster.engines import Host, Shape
 from tests.simulation.cluster.network import Dialer, Link, Listener
+
+KNOWN_S = 3.0  # after which every frontend knows of a change, a partition's included
 
 
 @contextmanager
@@ -35,6 +38,16 @@ class _CountingEngines(Engines):
 
     counts: Counter[str]
     changed_at: dict[Engine, float]
+
+    world: World
+    number: int
+
+    def submit(self, request: Request) -> list[TokenStream]:
+        streams = super().submit(request)
+        if not request.engine:
+            (engine,) = [e for e in self._engines.values() if e.client.has(streams[0])]
+            self.world.check_placement(self.number, engine)
+        return streams
 
     async def _on_engine_ready(self, engine: Engine, ready: bool) -> None:
         self.changed_at[engine] = asyncio.get_running_loop().time()
@@ -59,6 +72,7 @@ class Frontend:
         self._start_s = start_s
         dialer: Any = Dialer(self._reach)
         self.engines = _CountingEngines([f"file:{world.list_file}"], self._on_ready, dialer)
+        self.engines.world, self.engines.number = world, number
         self.engines.counts = world.counts
         self.engines.changed_at = {}
         self._task = asyncio.ensure_future(self._run())
@@ -147,6 +161,20 @@ class World:
 
     def is_cut(self, frontend: int, host: Host) -> bool:
         return self.frontends[frontend].link(host.address).is_cut
+
+    def check_placement(self, frontend: int, engine: Engine) -> None:
+        """Checks that an engine which is given a new request serves, if any does."""
+        (host,) = [each for each in self.hosts if each.name == engine.name]
+        now = self.loop.time()
+        if any(self.steady(frontend, each) for each in self.hosts):
+            changed_at = max(host.changed_at, host.cut_at)
+            seen = now - changed_at > KNOWN_S and not self.is_cut(frontend, host)
+            assert host.serving or not seen, f"{host.name} gets a request but does not serve"
+
+    def steady(self, frontend: int, host: Host) -> bool:
+        """Whether an engine has been serving for so long that a frontend knows."""
+        known = self.loop.time() - max(host.changed_at, host.cut_at) > KNOWN_S
+        return known and host.serving and not self.is_cut(frontend, host)
 
     def cut(self, frontend: Frontend, host: Host) -> None:
         link = frontend.link(host.address)
