@@ -25,7 +25,7 @@ from tests.simulation.cluster.world import World
 
 _STEADY_S = 1.0  # for which an engine has been there when its load is looked at
 _MANY = 8  # sequences
-# Between an engine's sequences and the mean: some engines' end sooner, and frontends know that later.
+# Of an engine's sequences and the mean: some engines' end sooner, and frontends know it later.
 _MAX_FACTOR = 2
 _SEEN_S = 0.1  # for which a frontend has known, so that it has acted on it
 _OVERLAP_S = 0.5  # for which a completion may be at two engines, while messages are on their way
