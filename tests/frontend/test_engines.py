@@ -285,7 +285,7 @@ async def test_what_was_lost_twice_in_a_row_takes_no_third_engine_along(
 async def test_what_was_lost_twice_moves_in_the_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(pool, "_RETURN_S", 0.2)
     a, b, c = [await cluster.add(name) for name in "abc"]
     await cluster.list("a", "b", "c")
     stream = cluster.submit(engine="a")
