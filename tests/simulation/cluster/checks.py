@@ -6,7 +6,6 @@ import asyncio
 from array import array
 from collections import Counter
 
-from frontend.engines.engine import Engine
 from frontend.engines.placement import _MIN_IMBALANCE
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.token_stream import TokenStream
@@ -173,20 +172,21 @@ def _check_indexes(world: World, number: int) -> None:
         assert engine.client.connected, f"no connection to {host.name}"
         index = engine.index
         assert index is not None, f"frontend {number} does not know what {host.name} holds"
-        _check_index(index, engine, host.process.scheduler.blocks)
+        check_index(index, engine.number, host.process.scheduler.blocks)
         for name in index._names.get(engine.number, {}).values():
             holders[name] |= 1 << engine.number
     for index in engines._indexes.values():
         assert index._holders == dict(holders), "holders of blocks"
 
 
-def _check_index(index: PrefixIndex, engine: Engine, blocks: BlockManager) -> None:
-    names = index._names.get(engine.number, {})
-    orphans = index._orphans.get(engine.number, {})
+def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> None:
+    """Checks that an index has exactly what is held by the engine that has a number there."""
+    names = index._names.get(number, {})
+    orphans = index._orphans.get(number, {})
     assert names.keys().isdisjoint(orphans), "a block is named, and an orphan"
     held = blocks._contents
     assert names.keys() | orphans.keys() == held.keys(), (
-        f"knows {len(names)} + {len(orphans)} of {len(held)} blocks of {engine.name}"
+        f"knows {len(names)} + {len(orphans)} of {len(held)} blocks of engine {number}"
     )
     for name, block in held.items():
         chain = [block]

@@ -224,12 +224,12 @@ class Host:
         shape: Shape,
         model: int,
         *,
-        on_poisoned: Callable[[int, Host], float],
+        on_poisoned: Callable[[int, int, Host], float],
         on_refused: Callable[[int, Host], None],
     ) -> None:
         """Args:
-        on_poisoned: is told of a request that takes down this host's workers or scheduler, and
-            returns the seconds until those are back.
+        on_poisoned: is told of a request, of one of `POISONS`, that takes down this host's workers
+            or scheduler, and returns the seconds until those are back.
         on_refused: is told of a request for which the engine has no room.
         """
         self.name = self.address = name
@@ -310,7 +310,7 @@ class Host:
         """Takes down what a poisonous sequence takes down."""
         if process is not self.process:
             return
-        back_s = self._on_poisoned(owner_of(seq).request, self)
+        back_s = self._on_poisoned(owner_of(seq).request, seq.tokens[0], self)
         if seq.tokens[0] == WORKERS:
             process.workers.lose(back_s)
         else:

@@ -106,7 +106,7 @@ class LongRun:
                 num_frontends=self._frontends,
                 models=[0],
                 delays=lambda: _DELAY_S,
-                poison_back_s=lambda: 0.0,
+                poison_back_s=lambda _: 0.0,
             )
             for _ in range(self._engines):
                 world.add_host(SHAPE, 0)

@@ -47,12 +47,6 @@ CLUSTER_BUGS = [
         "        for name in list(self._names.pop(engine, {}).values())[1:]:\n",
     ),
     _frontend(
-        "a block without the one before it is forgotten",
-        "engines/prefix_index.py",
-        "            self._orphans.setdefault(engine, {})[block.name] = block\n",
-        "",
-    ),
-    _frontend(
         "strangers are submitted",
         "scheduler_client.py",
         "            or (number in self._open and self.is_stranger(self._open[number]))\n",
@@ -103,8 +97,14 @@ CLUSTER_BUGS = [
     _frontend(
         "what was lost twice in a row is moved",
         "engines/pool.py",
-        "        return not hurt or engine.lost_for(_PATIENCE_S)\n",
-        "        return True\n",
+        "        return not hurt or engine.lost_for(",
+        "        return True or engine.lost_for(",
+    ),
+    _frontend(
+        "what was lost twice in a row leaves before the workers are back",
+        "engines/pool.py",
+        "_RETURN_S if recovers else _PATIENCE_S",
+        "_PATIENCE_S",
     ),
     _frontend(
         "what was accepted may be refused where it moves",

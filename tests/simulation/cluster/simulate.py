@@ -59,10 +59,12 @@ class Simulation:
         self._models = (0, 1) if CHANGE_MODELS & {*self._kinds} else (0,)
         self._plans = self._plan_requests(poisons)
         self._shape = _shape(rng, self._is_calm)
+        # Until workers are back that a request took down: at times they have weights to load.
+        self._back_s = 0.5 if self._kinds else rng.choice([0.5, 25.0])
         self.described = (
             f"{self._num_hosts} engines of {self._shape}, {self._num_frontends} frontends, "
             f"{len(self._plans)} requests in {self._window_s} s; {', '.join(self._kinds)}; "
-            f"poison: {poisons}"
+            f"poison: {[p.poison for p in self._plans if p.poison]}, back in {self._back_s} s"
         )
 
     async def run(self) -> Result:
@@ -95,7 +97,7 @@ class Simulation:
             num_frontends=self._num_frontends,
             models=self._models,
             delays=lambda: rng.choice([0.0, 0.001, 0.05]) * rng.random(),
-            poison_back_s=lambda: rng.uniform(0.01, 0.5),
+            poison_back_s=lambda kind: rng.uniform(0.01, self._back_s if kind == WORKERS else 0.5),
         )
         for _ in range(self._num_hosts):
             world.add_host(self._shape, 0)
@@ -121,7 +123,7 @@ class Simulation:
             if not serving.done():
                 raise AssertionError(f"waits for ever: {_open(world)}")
             serving.result()
-            await asyncio.sleep(_REST_S)
+            await asyncio.sleep(_REST_S + self._back_s)
             check_rest(world)
             self._check_blast(world)
             if self._is_calm:
@@ -140,11 +142,14 @@ class Simulation:
     def _plan_requests(self, poisons: list[int]) -> list[Plan]:
         rng = self._rng
         count = rng.choice([20, 100] if self._is_calm else [0, 5, 20, 50])
-        prefixes = [[rng.randrange(900) for _ in range(rng.choice([0, 5, 17]))] for _ in range(3)]
+        prefixes = [
+            [rng.randrange(900) for _ in range(rng.choice([0, 5, 17, 33]))] for _ in range(3)
+        ]
+        choices_of_n = [1] * (1 if len(self._models) > 1 else 3) + [MAX_COMPLETIONS]
         plans = []
         for number in range(1, count + len(poisons) + 1):
             poison = poisons.pop() if number > count else 0
-            n = 1 if poison else rng.choice([1, 1, 1, MAX_COMPLETIONS])
+            n = 1 if poison else rng.choice(choices_of_n)
             plans.append(
                 plan(
                     rng,

@@ -19,6 +19,7 @@ from frontend.token_stream import TokenStream
 from tests.simulation.cluster.engines import Host, Shape
 from tests.simulation.cluster.network import Dialer, Link, Listener
 
+LOOK_S = 0.5  # after which every frontend has seen the list
 KNOWN_S = 3.0  # after which every frontend knows of a change, a partition's included
 
 
@@ -118,9 +119,9 @@ class World:
         num_frontends: int,
         models: Sequence[int],
         delays: Callable[[], float],
-        poison_back_s: Callable[[], float],
+        poison_back_s: Callable[[int], float],
     ) -> None:
-        """`poison_back_s`: gives the seconds until what a poisonous request took down is back."""
+        """`poison_back_s`: gives the seconds until what a kind of poison took down is back."""
         self.rng = rng
         self.loop = asyncio.get_running_loop()
         self.models = models
@@ -165,11 +166,13 @@ class World:
     def check_placement(self, frontend: int, engine: Engine) -> None:
         """Checks that an engine which is given a new request serves, if any does."""
         (host,) = [each for each in self.hosts if each.name == engine.name]
-        now = self.loop.time()
-        if any(self.steady(frontend, each) for each in self.hosts):
-            changed_at = max(host.changed_at, host.cut_at)
-            seen = now - changed_at > KNOWN_S and not self.is_cut(frontend, host)
-            assert host.serving or not seen, f"{host.name} gets a request but does not serve"
+        reachable_since = KNOWN_S + (
+            self.loop.time() if self.is_cut(frontend, host) else host.cut_at
+        )
+        known_at = max(reachable_since, LOOK_S + host.changed_at)
+        if host.process is not None and not host.serving and self.loop.time() > known_at:
+            others = self.frontends[frontend].steady(LOOK_S)
+            assert not others, f"{host.name} gets a request but does not serve"
 
     def steady(self, frontend: int, host: Host) -> bool:
         """Whether an engine has been serving for so long that a frontend knows."""
@@ -215,11 +218,11 @@ class World:
         lines = [host.address for host in self.hosts if host.listed]
         self.list_file.write_text("\n".join(lines), encoding="utf-8")
 
-    def _on_poisoned(self, request: int, host: Host) -> float:
+    def _on_poisoned(self, request: int, kind: int, host: Host) -> float:
         self.taken_down.setdefault(request, []).append(host.name)
         self.counts["poisonings"] += 1
         host.changed()
-        return self._poison_back_s()
+        return self._poison_back_s(kind)
 
     def _on_refused(self, request: int, host: Host) -> None:
         self.refused.setdefault(request, []).append(host.name)
