@@ -18,7 +18,8 @@ from shared.errors import (
     QueueFullError,
     UnavailableError,
 )
-from tests.simulation.cluster.engines import Host, Owner, owner_of
+from tests.simulation.cluster.engines import Owner, owner_of
+from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client
 from tests.simulation.cluster.world import World
 

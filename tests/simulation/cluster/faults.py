@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
-from tests.simulation.cluster.engines import Host
+from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.world import World
 
 _GONE_S = 5.0  # for which operators wait for frontends to leave an engine that is off the list

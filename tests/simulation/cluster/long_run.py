@@ -23,7 +23,8 @@ from frontend.token_stream import TokenStream
 from scheduler_svc.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.cluster.checks import Watcher, check_end, check_rest
-from tests.simulation.cluster.engines import Host, Shape, marked
+from tests.simulation.cluster.engines import Shape, marked
+from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import Client, Plan
 from tests.simulation.cluster.world import Frontend, World, virtual_deadlines
 

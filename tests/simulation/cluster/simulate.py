@@ -53,8 +53,8 @@ class Simulation:
         self._directory = directory
         self._window_s = rng.choice([0.5, 5.0, 15.0])
         self._num_hosts, self._num_frontends = rng.randint(2, 4), rng.randint(1, 3)
-        self._kinds = rng.choices(KINDS, k=rng.choice([0, 1, 2, 4, 8]))
-        poisons = rng.choices(POISONS, k=rng.choice([0, 0, 0, 1, 1, 2]))
+        self._kinds = rng.choices(KINDS, k=rng.choice([0, 0, 1, 2, 4, 8]))
+        poisons = rng.choices(POISONS, k=rng.choice([0, 0, 1, 2] if self._kinds else [0, 1, 1]))
         self._is_calm = not self._kinds and not poisons
         self._models = (0, 1) if CHANGE_MODELS & {*self._kinds} else (0,)
         self._plans = self._plan_requests(poisons)
@@ -210,7 +210,7 @@ def _open(world: World) -> list[str]:
 
 def _shape(rng: Random, is_calm: bool) -> Shape:
     limits = Limits(
-        max_num_seqs=rng.choice([2, 4, 16]),
+        max_num_seqs=rng.choice([1, 2, 4, 16]),
         max_num_batched_tokens=rng.choice([16, 64]),
         max_model_len=100,
         max_waiting=1000 if is_calm else rng.choice([2, 10, 1000]),

@@ -16,7 +16,8 @@ from frontend.engines.engine import Engine
 from frontend.engines.pool import Engines
 from frontend.request import Request
 from frontend.token_stream import TokenStream
-from tests.simulation.cluster.engines import Host, Shape
+from tests.simulation.cluster.engines import Shape
+from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.network import Dialer, Link, Listener
 
 LOOK_S = 0.5  # after which every frontend has seen the list
@@ -156,9 +157,6 @@ class World:
                 host.listed = listed
                 host.changed()
         self._write_list()
-
-    def links(self, host: Host) -> list[Link]:
-        return [frontend.link(host.address) for frontend in self.frontends]
 
     def is_cut(self, frontend: int, host: Host) -> bool:
         return self.frontends[frontend].link(host.address).is_cut
