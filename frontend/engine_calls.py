@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -75,3 +76,8 @@ class EngineCalls:
             yield self.stub
         except aio.AioRpcError as error:
             raise passed_on(error, lost) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise lost from None  # the channel was closed, which cancels what its calls wait for

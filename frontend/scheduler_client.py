@@ -139,8 +139,11 @@ class SchedulerClient:
         return self.model_of(stream) not in ("", self.model_fingerprint)
 
     def model_of(self, stream: TokenStream) -> str:
-        """The fingerprint of the model that a completion here must go on with; empty: any."""
-        return stream.model_fingerprint or (self.model_fingerprint if stream.tokens else "")
+        """The fingerprint of the model that a completion here must go on with, the same as others
+        of its request; empty: any."""
+        known = (each.model_fingerprint for each in stream.group if each.model_fingerprint)
+        begun = any(each.tokens for each in stream.group)
+        return next(known, self.model_fingerprint if begun else "")
 
     def disconnect(self) -> None:
         """Has the scheduler end the connection, on which there is nothing left to do."""
@@ -289,7 +292,9 @@ class SchedulerClient:
         self._info, self._outgoing = info, outgoing
         self.model_fingerprint = info.model_fingerprint
         self._serving, self._holding, self.draining = True, False, False
-        if losses := self._suspects.losses(self._open):
+        losses = self._suspects.losses(self._open)
+        losses = {n: count for n, count in losses.items() if not self.is_stranger(self._open[n])}
+        if losses:
             log.warning("schedulers died with requests", suspects=len(losses))
             outgoing.put_nowait(suspects_message(losses))
         self._withheld, self._withdrawn = set(self._open), set()

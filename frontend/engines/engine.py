@@ -61,8 +61,10 @@ class Engine:
         return self._lost_at is not None and _now() - self._lost_at >= seconds
 
     def may_return_with(self, model_fingerprint: str, within_s: float) -> bool:
-        """Whether it may yet serve a model, if it is back within `within_s` of its loss."""
-        possible = self.client.model_fingerprint in ("", model_fingerprint)
+        """Whether it may yet serve a model, any if empty, if it is back within `within_s` of its
+        loss."""
+        its = self.client.model_fingerprint
+        possible = not its or model_fingerprint in ("", its)
         return possible and self._lost_at is not None and not self.lost_for(within_s)
 
     def is_gone_for(self, stream: TokenStream) -> bool:

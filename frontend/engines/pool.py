@@ -35,9 +35,10 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-# What was lost twice in a row waits for so long for its engine, before it goes to another.
+# What was lost twice in a row waits for so long for its scheduler, before it goes to another.
 _PATIENCE_S = 10.0
-# What no engine has the model for waits for so long for one that had it.
+# So long it waits for its workers, which have weights to load: with them the scheduler finds out
+# whether it is to blame. What no engine has the model for waits as long for one that had it.
 _RETURN_S = 300.0
 # What gets that many tokens from one engine is not why the one before was lost.
 _MIN_PROGRESS = 4
@@ -272,7 +273,8 @@ class Engines:
         hurt = engine.client.is_suspect(stream)
         if not engine.is_drained:
             hurt |= len(stream.tokens) < self._moved_at.get(stream, -_MIN_PROGRESS) + _MIN_PROGRESS
-        return not hurt or engine.lost_for(_PATIENCE_S)
+        recovers = engine.client.connected and not engine.is_drained
+        return not hurt or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
 
     def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
         """Moves completions of one request, if an engine can take them. If none ever will, they
@@ -281,10 +283,14 @@ class Engines:
         others = [each for each in self._serving() if each is not engine]
         others = [each for each in others if each.can_take(streams[0], model)]
         if not others:
-            if engine.is_gone_for(streams[0]) and not any(
-                each.may_return_with(model, _RETURN_S)
-                for each in self._engines.values()
-                if each is not engine
+            if (
+                self.serving  # else another engine may be about to be listed
+                and engine.is_gone_for(streams[0])
+                and not any(
+                    each.may_return_with(model, _RETURN_S)
+                    for each in self._engines.values()
+                    if each is not engine
+                )
             ):
                 reason = "the model that this was begun with is not served any more: ask again"
                 engine.client.fail(streams, FailedPreconditionError(reason))

@@ -285,7 +285,7 @@ async def test_what_was_lost_twice_in_a_row_takes_no_third_engine_along(
 async def test_what_was_lost_twice_moves_in_the_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(pool, "_RETURN_S", 0.2)
     a, b, c = [await cluster.add(name) for name in "abc"]
     await cluster.list("a", "b", "c")
     stream = cluster.submit(engine="a")
@@ -490,3 +490,94 @@ async def test_names_are_resolved(tmp_path: Path) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await scheduler.stop()
+
+
+async def test_what_an_engine_holds_is_asked_again_after_an_orderly_end(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    """The stream of requests ends first; its channel is closed with the other calls on it."""
+    a, _ = two
+    await tell(a, stored(LONG_PROMPT))
+    a.drop_connection()
+    await cluster.until(lambda: cluster.connected() == ["b"])
+    await cluster.until(lambda: cluster.connected() == ["a", "b"])
+    await tell(a, stored(LONG_PROMPT))
+    assert await taker(cluster, LONG_PROMPT) == "a"
+
+
+async def test_what_has_no_token_waits_for_any_engine(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    """Its own is gone for good while the other is away for a moment."""
+    a, b = two
+    stream = cluster.submit(engine="a")
+    await submitted(a)
+    await b.stop()
+    await cluster.until(lambda: cluster.connected() == ["a"])
+    listing = asyncio.create_task(cluster.list("b"))
+    await cluster.until(lambda: any(not e.listed for e in cluster.engines._engines.values()))
+    await a.stop()
+    await cluster.until(lambda: not cluster.connected())
+    await b.start()
+    await submitted(b)
+    assert await finish(b, stream) == expected()
+    await listing
+
+
+async def test_streams_outlive_the_replacement_of_the_only_engine(cluster: Cluster) -> None:
+    """Its successor, which has another address, is listed only once it is ready."""
+    a, b = await cluster.add("a"), await cluster.add("b")
+    await cluster.list("a")
+    begun, waiting = cluster.submit(), cluster.submit()
+    first = await submitted(a)
+    await submitted(a)
+    a.send([(first.request, 0, PROMPT[0])])
+    await tokens(begun, 1)
+    await a.stop()
+    await cluster.list()
+    await cluster.until(lambda: not any(e.listed for e in cluster.engines._engines.values()))
+    await cluster.list("b")
+    assert {len((await submitted(b)).generated_ids) for _ in range(2)} == {0, 4}
+    assert await finish(b, begun) == await finish(b, waiting) == expected()
+
+
+async def test_a_requests_completions_are_of_one_model(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    a, b = two
+    first, second = cluster.engines.submit(request(engine="a", n=2))
+    await submitted(a)
+    a.send([(second.number, 0, PROMPT[0])])
+    await tokens(second, 1)
+    await b.stop()
+    b.info.model_fingerprint = "new"
+    await b.start()
+    await cluster.until(lambda: cluster.connected() == ["a", "b"])
+    await a.stop()
+    a.info.model_fingerprint = "new"
+    await a.start()
+    with pytest.raises(FailedPreconditionError):
+        await tokens(first, 1)
+    assert a.submits.empty()
+    assert b.submits.empty()
+
+
+async def test_a_suspect_is_not_tried_with_another_model(cluster: Cluster) -> None:
+    a = await cluster.add("a")
+    await cluster.add("b", "other")
+    await cluster.list("a", "b")
+    stream = cluster.submit(engine="a")
+    await submitted(a)
+    a.step()
+    await tokens(stream, 1)
+    await a.stop()
+    await a.start()
+    await submitted(a)
+    await a.stop()
+    a.info.model_fingerprint = "new"
+    await a.start()
+    with pytest.raises(FailedPreconditionError):
+        await tokens(stream, 2)
+    cluster.submit(engine="a")
+    await submitted(a)  # behind whatever was sent before
+    assert a.suspects.empty()

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 
-from tests.simulation.run_seeds import run_seeds
+from tests.simulation.run_seeds import WORLDS, run_seeds
 
 
 def main() -> int:
@@ -15,14 +15,20 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="number of seeds")
     parser.add_argument("--seed", type=int, help="the first seed; random by default")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--of", action="append", choices=WORLDS, help="all by default")
     args = parser.parse_args()
     first = secrets.randbits(32) if args.seed is None else args.seed
-    print(f"seeds {first} to {first + args.seeds - 1}", flush=True)
+    seeds = range(first, first + args.seeds)
+    return max(_run(world, seeds, args.processes) for world in args.of or WORLDS)
+
+
+def _run(world: str, seeds: range, processes: int) -> int:
+    print(f"{world}: seeds {seeds.start} to {seeds.stop - 1}", flush=True)
     started = time.monotonic()
-    summary = run_seeds(range(first, first + args.seeds), args.processes, progress=True)
+    summary = run_seeds(seeds, processes, progress=True, world=world)
     for name, count in sorted(summary.counts.items()):
-        print(f"  {name:<24}{count:>12,}")
-    print(f"{args.seeds} seeds in {time.monotonic() - started:.0f} s, {len(summary.failures)} fail")
+        print(f"  {name:<44}{count:>12,}")
+    print(f"{len(seeds)} seeds in {time.monotonic() - started:.0f} s, {len(summary.failures)} fail")
     if summary.failures:
         print(f"\n{summary.failures[0]}")
     return 1 if summary.failures else 0

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.simulation.cluster.planted_bugs import CLUSTER_BUGS
 from tests.simulation.planted_bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ _UNIT = [
     )
 ]
 _UNIT += [f"{_TESTS}/forks/test_followers.py", f"{_TESTS}/edge/test_step_features.py"]
+_OF_CLUSTERS = [f"tests/frontend/test_{name}.py" for name in ("engines", "scheduler_client")]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
 _MAX_SECONDS = 600
 
@@ -55,25 +57,28 @@ def plant(bug: Bug, root: Path) -> None:
     Raises:
         LookupError: the text does not occur exactly once.
     """
-    path = root / "scheduler_svc" / bug.file
+    path = root / bug.package / bug.file
     text = path.read_text()
     if text.count(bug.old) != 1:
         raise LookupError(f"{bug.name}: {text.count(bug.old)} times in {bug.file}:\n{bug.old}")
     path.write_text(text.replace(bug.old, bug.new))
 
 
-def find(bug: Bug | None, seeds: int) -> Finding:
+def find(bug: Bug | None, world: str, seeds: int) -> Finding:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        for name in ("scheduler_svc", "shared", "tests"):
+        for name in ("scheduler_svc", "frontend", "shared", "deploy", "tests"):
             shutil.copytree(ROOT / name, root / name)
         shutil.copy(ROOT / "pyproject.toml", root)
         if bug is not None:
             plant(bug, root)
+        failing_seeds = _failing_seeds(root, world, seeds)
+        if world == "cluster":
+            return Finding(_fails(root, "pytest", "-qx", *_OF_CLUSTERS), False, failing_seeds)
         return Finding(
             _fails(root, "pytest", "-qx", *_UNIT),
             _fails(root, "pytest", "-qx", "-ptests.simulation.no_shrinking", *_STATE_MACHINES),
-            _failing_seeds(root, seeds),
+            failing_seeds,
         )
 
 
@@ -81,8 +86,8 @@ def _fails(root: Path, module: str, *args: str) -> bool:
     return _run(root, module, *args).returncode != 0
 
 
-def _failing_seeds(root: Path, seeds: int) -> int:
-    result = _run(root, "tests.simulation", f"--seeds={seeds}", "--seed=0")
+def _failing_seeds(root: Path, world: str, seeds: int) -> int:
+    result = _run(root, "tests.simulation", f"--of={world}", f"--seeds={seeds}", "--seed=0")
     counted = re.search(r"(\d+) fail$", result.stdout, re.MULTILINE)
     return int(counted[1]) if counted else seeds  # it did not start or did not end
 
@@ -102,15 +107,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--only", default="", help="only bugs with this in their name")
     args = parser.parse_args()
-    if find(None, args.seeds):
+    bugs = [bug for bug in (*BUGS, *CLUSTER_BUGS) if args.only in bug.name]
+    if any(find(None, world, args.seeds) for world in {bug.world for bug in bugs}):
         print("something fails without a planted bug: fix that first")
         return 1
     print("| planted bug | unit tests | state machines | seeds |\n|---|---|---|---|", flush=True)
     all_found = True
-    for bug in BUGS:
-        if args.only not in bug.name:
-            continue
-        found = find(bug, args.seeds)
+    for bug in bugs:
+        found = find(bug, bug.world, args.seeds)
         all_found = all_found and bool(found)
         unit, machines = ("found" if f else "-" for f in (found.unit_tests, found.state_machines))
         seeds = f"{found.seeds} of {args.seeds}"

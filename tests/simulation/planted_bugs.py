@@ -11,6 +11,8 @@ class Bug:
     file: str
     old: str
     new: str
+    world: str = "engine"  # the simulation that is to find it
+    package: str = "scheduler_svc"  # that the file is in
 
 
 _FENCE = """\

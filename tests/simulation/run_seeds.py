@@ -6,15 +6,19 @@ import logging
 import multiprocessing
 import signal
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 
 import structlog
 from tqdm import tqdm
 
-from tests.simulation.simulate import SimulationError, simulate
+from tests.simulation.cluster.simulate import simulate as simulate_cluster
+from tests.simulation.simulate import Result, SimulationError, simulate
 
+WORLDS: dict[str, Callable[[int], Result]] = {"engine": simulate, "cluster": simulate_cluster}
 _MAX_CPU_SECONDS = 5  # per seed, which takes a tenth of one: beyond that it is an endless loop
 _CHUNK = 20
 
@@ -25,13 +29,15 @@ class Summary:
     failures: list[str] = field(default_factory=list)  # in order of the seeds
 
 
-def run_seeds(seeds: range, processes: int, progress: bool = False) -> Summary:
-    """Runs all seeds, even after one has failed."""
+def run_seeds(
+    seeds: range, processes: int, progress: bool = False, world: str = "engine"
+) -> Summary:
+    """Runs all seeds of one of `WORLDS`, even after one has failed."""
     summary = Summary()
     # Not forked: the scheduler's step encoder imports gRPC, which is not fork-safe.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _quiet) as pool:
-        results = pool.map(_run, seeds, chunksize=_CHUNK)
+        results = pool.map(partial(_run, world), seeds, chunksize=_CHUNK)
         for counts in tqdm(results, total=len(seeds), disable=not progress, unit="seed"):
             if isinstance(counts, str):
                 summary.failures.append(counts)
@@ -46,10 +52,10 @@ def _quiet() -> None:
     signal.signal(signal.SIGPROF, _too_long)
 
 
-def _run(seed: int) -> Counter[str] | str:
+def _run(world: str, seed: int) -> Counter[str] | str:
     signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)
     try:
-        return simulate(seed).counts
+        return WORLDS[world](seed).counts
     except SimulationError as error:
         return str(error)
     finally:

@@ -49,7 +49,7 @@ def simulate(seed: int) -> Result:
     except (SimulationError, virtual_time.DeadlockError) as error:
         raise SimulationError(
             f"seed {seed} fails\n{error}\n{knobs}\n"
-            f"replay: python -m tests.simulation --seeds 1 --seed {seed}"
+            f"replay: python -m tests.simulation --of engine --seeds 1 --seed {seed}"
         ) from error.__cause__
 
 

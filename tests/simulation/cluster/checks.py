@@ -1,0 +1,202 @@
+"""The invariants of a simulated cluster: at each client's end, all the time, and at rest."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter
+
+from frontend.engines.placement import _MIN_IMBALANCE
+from frontend.engines.prefix_index import PrefixIndex
+from frontend.token_stream import TokenStream
+from scheduler_svc.block_manager import BlockManager
+from shared.errors import (
+    DeadlineError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    QueueFullError,
+    UnavailableError,
+)
+from tests.simulation.cluster.engines import Owner, owner_of
+from tests.simulation.cluster.hosts import Host
+from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client
+from tests.simulation.cluster.world import World
+
+_STEADY_S = 1.0  # for which an engine has been there when its load is looked at
+_MANY = 8  # sequences
+# Of an engine's sequences and the mean: some engines' end sooner, and frontends know it later.
+_MAX_FACTOR = 2
+_SEEN_S = 0.1  # for which a frontend has known, so that it has acted on it
+_OVERLAP_S = 0.5  # for which a completion may be at two engines, while messages are on their way
+_PARTITIONED_S = 4.0  # likewise, where the network was partitioned
+
+
+def check_end(world: World, client: Client) -> None:
+    """Checks what a client got."""
+    found = [_check_tokens(world, client, i, each) for i, each in enumerate(client.streams)]
+    models = {model for model in found if model is not None}
+    assert len(models) < 2, f"request {client.plan.number} is of models {models}"
+    for index, stream in enumerate(client.streams):
+        if stream.error is not None:
+            _check_error(world, client, index, models)
+    failed = any(stream.error for stream in client.streams)
+    ended = all(stream.ended for stream in client.streams)
+    assert ended or failed or client.left or client.error, f"{client.plan} has not ended"
+    if client.error is not None:
+        assert isinstance(client.error, InvalidArgumentError), client.error
+        assert client.plan.engine, client.error
+
+
+def _check_tokens(world: World, client: Client, index: int, stream: TokenStream) -> int | None:
+    """Returns the model that the tokens are of."""
+    if not stream.tokens:
+        assert stream.finish is None
+        return None
+    for model in world.models:
+        tokens, reason = client.plan.expected(model, index)
+        if stream.tokens == tokens[: len(stream.tokens)]:
+            assert stream.finish in (None, reason), f"{_name(client, index)}: {stream.finish}"
+            if stream.finish is not None:
+                assert stream.tokens == tokens, f"{_name(client, index)} ended early"
+            return model
+    raise AssertionError(f"{_name(client, index)}: {stream.tokens} are no model's tokens")
+
+
+def _check_error(world: World, client: Client, index: int, models: set[int]) -> None:
+    """Checks that an error is the right one."""
+    now, plan, error = world.loop.time(), client.plan, client.streams[index].error
+    name = f"{_name(client, index)}: {error!r} at {now:.2f} s with {world.described(plan.frontend)}"
+    world.counts[type(error).__name__] += 1
+    serving = [host for host in world.hosts if world.steady(plan.frontend, host)]
+    if isinstance(error, DeadlineError):
+        assert plan.timeout_s is not None, name
+        assert now - client.submitted_at >= plan.timeout_s - 1e-6, name
+    elif isinstance(error, QueueFullError):
+        refused = world.refused[plan.number]
+        assert len(set(refused)) == len(refused), f"{name}: asked {refused}"
+        asked = {engine.name for engine in world.frontends[plan.frontend].steady(_SEEN_S)}
+        asked = asked & {plan.engine} if plan.engine else asked
+        assert asked <= set(refused), f"{name}: refused by {refused}"
+    elif isinstance(error, FailedPreconditionError | UnavailableError):
+        assert models, name
+        assert not models & {host.served_model for host in serving}, name
+    elif isinstance(error, InternalError):
+        assert any(plan.is_deadly(each) for each in world.models), name
+    else:
+        raise AssertionError(name)
+
+
+def _name(client: Client, index: int) -> str:
+    return f"request {client.plan.number}, completion {index}"
+
+
+class Watcher:
+    """Looks all the time where completions are."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._wrong_since: dict[Owner, float] = {}
+        # The most sequences of an engine: by the mean, where that is many, and beyond its double.
+        self.imbalances: list[float] = []
+        self.worst_surplus = 0.0
+
+    async def run(self, every_s: float) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(every_s)
+
+    def _look(self) -> None:
+        world, now = self._world, self._world.loop.time()
+        places: dict[Owner, list[Host]] = {}
+        for host in world.hosts:
+            for seq in host.sequences():
+                places.setdefault(owner_of(seq), []).append(host)
+        ended = world.ended
+        wrong = {o: at for o, at in places.items() if len(at) > 1 or o.request in ended}
+        self._wrong_since = {o: self._wrong_since.get(o, now) for o in wrong}
+        for owner, since in self._wrong_since.items():
+            cut_at = max(host.cut_at for host in wrong[owner])
+            if now - since > _OVERLAP_S and now - cut_at > _PARTITIONED_S:
+                names = [host.name for host in wrong[owner]]
+                raise AssertionError(f"{owner} is at {names}, and has been since {since:.2f} s")
+        steady = [h for h in world.hosts if h.serving and now - h.changed_at > _STEADY_S]
+        if steady:
+            self._note_balance([len(host.sequences()) for host in steady])
+
+    def _note_balance(self, counts: list[int]) -> None:
+        mean = sum(counts) / len(counts)
+        self.worst_surplus = max(self.worst_surplus, max(counts) - _MAX_FACTOR * mean)
+        if mean >= _MANY:
+            self.imbalances.append(max(counts) / mean)
+
+
+def check_balance(world: World, watcher: Watcher) -> None:
+    """Checks that no engine had many more sequences than others. Each frontend allows for a few,
+    and then for the completions of one more request."""
+    most = len(world.frontends) * (_MIN_IMBALANCE + MAX_COMPLETIONS)
+    assert watcher.worst_surplus <= most, f"{watcher.worst_surplus} sequences too many"
+
+
+def check_rest(world: World) -> None:
+    """Checks that nothing is left of any request, and that frontends know what engines hold."""
+    for host in world.hosts:
+        assert not host.sequences(), f"{host.name} has {[*map(owner_of, host.sequences())]}"
+        if host.process is not None:
+            scheduler = host.process.scheduler
+            scheduler.check_integrity()
+            blocks = scheduler.blocks
+            assert blocks.num_free_blocks == blocks.num_blocks, f"{host.name}: blocks in use"
+    for frontend in world.frontends:
+        engines = frontend.engines
+        assert frontend.ready == engines.serving == any(host.serving for host in world.hosts)
+        for index in engines._indexes.values():
+            assert not index._promised, f"promised: {index._promised}"
+        for place, engine in engines._engines.items():
+            assert not engine.client.num_open, f"{engine.client.open_streams()} at {place}"
+            unstarted = engine.load.unstarted_tokens
+            assert not unstarted, f"{unstarted} tokens are to be computed at {place}"
+        known = {place.address for place in engines._engines}
+        listed = {host.address for host in world.hosts if host.listed}
+        assert known == listed, f"knows {known} of {listed}"
+        _check_indexes(world, frontend.number)
+
+
+def _check_indexes(world: World, number: int) -> None:
+    engines = world.frontends[number].engines
+    by_place = {place.address: engine for place, engine in engines._engines.items()}
+    holders: Counter[int] = Counter()
+    for host in world.hosts:
+        engine = by_place.get(host.address)
+        if engine is None or host.process is None or len(engines._tasks[engine]) == 1:
+            continue
+        assert engine.client.connected, f"no connection to {host.name}"
+        index = engine.index
+        assert index is not None, f"frontend {number} does not know what {host.name} holds"
+        check_index(index, engine.number, host.process.scheduler.blocks)
+        for name in index._names.get(engine.number, {}).values():
+            holders[name] |= 1 << engine.number
+    for index in engines._indexes.values():
+        assert index._holders == dict(holders), "holders of blocks"
+
+
+def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> None:
+    """Checks that an index has exactly what is held by the engine that has a number there."""
+    names = index._names.get(number, {})
+    orphans = index._orphans.get(number, {})
+    assert names.keys().isdisjoint(orphans), "a block is named, and an orphan"
+    held = blocks._contents
+    assert names.keys() | orphans.keys() == held.keys(), (
+        f"knows {len(names)} + {len(orphans)} of {len(held)} blocks of engine {number}"
+    )
+    for name, block in held.items():
+        chain = [block]
+        while chain[-1].parent in held:
+            chain.append(held[chain[-1].parent])
+        if not chain[-1].parent:
+            assert name in names, "a block is an orphan, but what it follows is there"
+            ids = array("I")
+            for each in reversed(chain):
+                ids.frombytes(each.token_ids)
+            ids.append(0)
+            assert names[name] == index.names_of(ids, block.cache_salt)[-1], "a wrong name"

@@ -1,0 +1,215 @@
+"""Engines: the real scheduler over workers of a modelled pace, whose tokens are the oracle's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+from scheduler_svc.admission import Limits
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.engine import Engine, WorkersLostError
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import FinishCause, Sequence
+from scheduler_svc.server import SchedulerServicer
+from scheduler_svc.step import Answer, Output, Row, Step
+from shared.pb import scheduler_pb2 as pb
+from tests.oracle import EMPTY, extend, sample
+from tests.simulation.cluster.network import Call
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster.hosts import Host
+
+# Prompts that begin with one of these kill the scheduler when they are first scheduled, or with
+# their fifth token; the last kills the workers whenever it is computed.
+STEP, TOKEN, WORKERS = POISONS = range(901, 904)
+DEADLY_TOKEN = 5
+_SALT = 331  # between models' tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine's limits and pace; times are in seconds."""
+
+    limits: Limits
+    num_blocks: int
+    block_size: int
+    step_s: float
+    prompt_token_s: float
+    decode_s: float
+
+
+class Owner(NamedTuple):
+    """A request's number and one of its completions', as a sequence's tokens tell."""
+
+    request: int
+    completion: int
+
+
+def marked(number: int) -> list[int]:
+    """The last tokens of the prompt of request `number`, whose seed is its number as well."""
+    return list(divmod(number, 900))
+
+
+def owner_of(seq: Sequence) -> Owner:
+    high, low = seq.tokens[seq.num_prompt_tokens - 2 : seq.num_prompt_tokens]
+    number = 900 * high + low
+    return Owner(number, seq.params.seed - number)
+
+
+def salt_of(model: int) -> int:
+    return _SALT * model
+
+
+class DiedError(Exception):
+    """Ends what a scheduler was doing when it died."""
+
+
+class _Workers:
+    """An `Executor`, whose steps take the time that the engine's shape says."""
+
+    def __init__(self, host: Host, process: Process) -> None:
+        self._host = host
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._steps: deque[tuple[Step, float]] = deque()
+        self._free_at = 0.0
+        self._states: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
+        self._back_at = 0.0
+        self._lost: asyncio.Future[None] = self._loop.create_future()
+
+    def lose(self, seconds: float) -> None:
+        """They are gone, and back after so long."""
+        self._back_at = max(self._back_at, self._loop.time() + seconds)
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    async def send(self, step: Step) -> None:
+        if self._lost.done():
+            raise WorkersLostError("lost")
+        shape = self._host.shape
+        num_prompt_tokens = step.num_tokens - step.num_decodes
+        seconds = shape.step_s + shape.decode_s * step.num_decodes
+        self._free_at = max(self._free_at, self._loop.time()) + seconds
+        self._free_at += shape.prompt_token_s * num_prompt_tokens
+        self._steps.append((step, self._free_at))
+
+    async def receive(self) -> Answer:
+        step, at = self._steps[0]
+        wait_s = max(at - self._loop.time(), 0.0)
+        await asyncio.wait([self._lost], timeout=wait_s)
+        for row in step.rows:
+            if row.seq.tokens[0] == WORKERS and not self._lost.done():
+                self._host.poisoned(self._process, row.seq)
+        if self._lost.done():
+            raise WorkersLostError("lost")
+        self._steps.popleft()
+        return Answer([self._sample(row) if row.samples else 0 for row in step.rows])
+
+    async def watch(self) -> str:
+        await asyncio.shield(self._lost)
+        return "lost"
+
+    async def recover(self) -> None:
+        while self._lost.done():
+            await asyncio.sleep(max(self._back_at - self._loop.time(), 0.0))
+            if self._back_at <= self._loop.time():
+                self._lost = self._loop.create_future()
+        self._steps.clear()
+        self._free_at = 0.0
+
+    def _sample(self, row: Row) -> int:
+        seq, end = row.seq, row.start + row.num_tokens
+        length, state = self._states.get(seq, (0, EMPTY))
+        for token in seq.tokens[length:end]:
+            state = extend(state, token)
+        self._states[seq] = end, state
+        return sample(state, seq.params.seed + salt_of(self._process.model))
+
+
+class _Scheduler(Scheduler):
+    """Dies of what its host finds poisonous."""
+
+    def __init__(self, host: Host, process: Process) -> None:
+        shape = host.shape
+        super().__init__(shape.limits, BlockManager(shape.num_blocks, shape.block_size))
+        self._host = host
+        self._process = process
+
+    def schedule(self, now: float = 0.0) -> Step | None:
+        step = super().schedule(now)
+        for row in step.rows if step else ():
+            if row.seq.tokens[0] == STEP:
+                self._die_of(row.seq)
+        return step
+
+    def apply(self, step: Step, answer: Answer) -> list[Output]:
+        for row in step.rows:
+            seq = row.seq
+            if seq.tokens[0] == TOKEN and seq.num_generated_tokens == DEADLY_TOKEN - 1:
+                self._die_of(seq)
+        return super().apply(step, answer)
+
+    def _die_of(self, seq: Sequence) -> None:
+        self._host.poisoned(self._process, seq)
+        raise DiedError
+
+
+class Process:
+    """An engine from its start to its end."""
+
+    def __init__(self, host: Host) -> None:
+        self.alive = True
+        self.accepts = True
+        self.model = host.model
+        self.calls: dict[Call, None] = {}
+        self.servicer = SchedulerServicer()
+        self.workers = _Workers(host, self)
+        self.scheduler = _Scheduler(host, self)
+        self.serving = True
+        self._host = host
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, info: pb.EngineInfo) -> None:
+        clock = asyncio.get_running_loop().time
+        engine = Engine(
+            self.scheduler, self.workers, self._emit, clock, on_serving=self._on_serving
+        )
+        works = self.servicer.run(engine, info), engine.run()
+        self._tasks = [asyncio.ensure_future(work) for work in works]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    async def left(self, timeout_s: float) -> None:
+        """Returns once no frontend is connected any more, or after so long. Polls."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.calls and self.alive:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+    def end(self) -> None:
+        """Ends it without a word."""
+        self.alive = self.accepts = False
+        for call in [*self.calls]:
+            call.lose()
+        for task in self._tasks:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, DiedError):
+            raise error  # to the loop's exception handler
+
+    def _emit(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.end and output.end.cause is FinishCause.QUEUE_FULL:
+                self._host.on_refused(owner_of(output.seq).request, self._host)
+        self.servicer.emit(outputs)
+
+    async def _on_serving(self, serving: bool) -> None:
+        self.serving = serving
+        self._host.changed()
+        self.servicer.set_serving(serving)

@@ -1,0 +1,238 @@
+"""A large cluster for some seconds of virtual time: engines fail, and all are updated, under load.
+
+What is measured is the policy, of requests that find some prefixes more often than others (Zipf's
+law), at engines whose pace is a model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from frontend.request import Request
+from frontend.token_stream import TokenStream
+from scheduler_svc.admission import Limits
+from tests.oracle import VOCAB_SIZE
+from tests.simulation.cluster.checks import Watcher, check_end, check_rest
+from tests.simulation.cluster.engines import Shape, marked
+from tests.simulation.cluster.hosts import Host
+from tests.simulation.cluster.requests import Client, Plan
+from tests.simulation.cluster.world import Frontend, World, virtual_deadlines
+
+_START_S, _REST_S = 0.5, 6.0
+_LOOK_S = 0.1
+_DELAY_S = 0.0003
+_BLOCK = 16
+_PREFIXES, _ZIPF = 1000, 1.0
+_AT_ONCE = 0.125  # of the engines, in a rolling update
+SHAPE = Shape(
+    Limits(
+        max_num_seqs=256,
+        max_num_batched_tokens=4096,
+        max_model_len=1024,
+        max_waiting=1000,
+        vocab_size=VOCAB_SIZE,
+    ),
+    num_blocks=3000,
+    block_size=_BLOCK,
+    step_s=0.012,
+    prompt_token_s=1e-5,
+    decode_s=1e-5,
+)
+
+
+@dataclass
+class Summary:
+    """What came of a run. Times are in seconds, of virtual time unless they are called CPU's."""
+
+    counts: Counter[str]
+    first_token_s: list[float]
+    imbalances: list[float]
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    ideal_cached_tokens: int = 0
+    routing_cpu_s: list[float] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        for name, count in sorted(self.counts.items()):
+            yield f"{name:<32}{count:>12,}"
+        ideal = self.ideal_cached_tokens / self.prompt_tokens
+        yield f"{'hit rate':<32}{self.cached_tokens / self.prompt_tokens:>12.1%}"
+        yield f"{'hit rate of one endless cache':<32}{ideal:>12.1%}"
+        for name, values, factor, unit in (
+            ("first token", self.first_token_s, 1e3, "ms"),
+            ("routing of a request, CPU", self.routing_cpu_s, 1e6, "us"),
+            ("imbalance: most/mean sequences", self.imbalances, 1, ""),
+        ):
+            for share in (50, 99, 100) if values else ():
+                value = factor * float(np.percentile(values, share))
+                yield f"{f'{name}, p{share}':<32}{value:>12.2f} {unit}"
+
+
+class LongRun:
+    def __init__(
+        self,
+        rng: Random,
+        directory: Path,
+        *,
+        engines: int,
+        frontends: int,
+        requests_per_s: int,
+        seconds: float,
+    ) -> None:
+        self._rng = rng
+        self._directory = directory
+        self._engines, self._frontends = engines, frontends
+        self._seconds = seconds
+        count = round(requests_per_s * seconds)
+        self._plans = [*self._plan(count)]
+        self._routing_cpu_s: list[float] = []
+
+    async def run(self) -> Summary:
+        """Raises AssertionError if an invariant is violated."""
+        rng = self._rng
+        with virtual_deadlines():
+            world = World(
+                rng,
+                self._directory,
+                num_frontends=self._frontends,
+                models=[0],
+                delays=lambda: _DELAY_S,
+                poison_back_s=lambda _: 0.0,
+            )
+            for _ in range(self._engines):
+                world.add_host(SHAPE, 0)
+            for frontend in world.frontends:
+                self._time_routing(frontend)
+            watcher = Watcher(world)
+            watching = asyncio.ensure_future(watcher.run(_LOOK_S))
+            operating = asyncio.ensure_future(self._operate(world))
+            clients = await self._serve(world)
+            await operating
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(_REST_S)
+            check_rest(world)
+            watching.cancel()
+            summary = self._summary(world, clients, watcher)
+            await world.close()
+        return summary
+
+    async def _serve(self, world: World) -> list[Client]:
+        tasks: list[asyncio.Task[None]] = []
+        clients = [Client(plan) for plan in self._plans]
+
+        async def serve(client: Client) -> None:
+            await client.run(world.frontends[client.plan.frontend].engines)
+            world.ended.add(client.plan.number)
+            check_end(world, client)
+
+        for client in clients:
+            if client.plan.at > world.loop.time():
+                await asyncio.sleep(client.plan.at - world.loop.time())
+            tasks.append(asyncio.ensure_future(serve(client)))
+        await asyncio.gather(*tasks)
+        return clients
+
+    async def _operate(self, world: World) -> None:
+        """An engine dies and comes back, one is lost for good, one loses its workers, and one is
+        partitioned from a frontend; then all are updated."""
+        hosts, unit_s = world.hosts, self._seconds / 10
+        await asyncio.sleep(_START_S + unit_s)
+        hosts[0].kill(back_s=unit_s)
+        await asyncio.sleep(unit_s)
+        hosts[1].kill()
+        await asyncio.sleep(unit_s)
+        hosts[2].lose_workers(unit_s)
+        world.set_listed([hosts[1]], listed=False)
+        await asyncio.sleep(unit_s)
+        world.cut(world.frontends[0], hosts[3])
+        await asyncio.sleep(unit_s)
+        world.heal(world.frontends[0], hosts[3])
+        at_once = max(round(_AT_ONCE * len(hosts)), 1)
+        listed = [host for host in hosts if host.listed]
+        for first in range(0, len(listed), at_once):
+            await self._update(world, listed[first : first + at_once])
+
+    async def _update(self, world: World, hosts: Sequence[Host]) -> None:
+        world.set_listed(hosts, listed=False)
+        await asyncio.sleep(0.3)
+        for host in hosts:
+            await host.stop(drain_s=0.1)
+        await asyncio.sleep(0.1)
+        for host in hosts:
+            host.start()
+        world.set_listed(hosts)
+        world.counts["updates"] += len(hosts)
+        await asyncio.sleep(0.1)
+
+    def _plan(self, count: int) -> Iterator[Plan]:
+        rng = self._rng
+        lengths = [rng.randint(2, 10) * _BLOCK for _ in range(_PREFIXES)]
+        prefixes = [[rng.randrange(900) for _ in range(length)] for length in lengths]
+        weights = [*accumulate(1 / rank**_ZIPF for rank in range(1, _PREFIXES + 1))]
+        at = _START_S
+        for number in range(1, count + 1):
+            at += rng.expovariate(count / self._seconds)
+            (prefix,) = rng.choices(prefixes, cum_weights=weights)
+            own = [rng.randrange(900) for _ in range(rng.randint(4, 40))]
+            yield Plan(
+                number=number,
+                at=at,
+                frontend=rng.randrange(self._frontends),
+                prompt=[*prefix, *own, *marked(number)],
+                max_tokens=rng.randint(1, 12),
+            )
+
+    def _time_routing(self, frontend: Frontend) -> None:
+        submit = frontend.engines.submit
+
+        def timed(request: Request) -> list[TokenStream]:
+            began = time.thread_time()
+            streams = submit(request)
+            self._routing_cpu_s.append(time.thread_time() - began)
+            return streams
+
+        frontend.engines.submit = timed  # type: ignore[method-assign]
+
+    def _summary(self, world: World, clients: Sequence[Client], watcher: Watcher) -> Summary:
+        streams = [stream for client in clients for stream in client.streams]
+        first_token_s = [
+            stream.first_token_at - client.submitted_at
+            for client in clients
+            for stream in client.streams
+            if stream.first_token_at is not None
+        ]
+        world.counts["requests"] = len(clients)
+        world.counts["tokens"] = sum(len(stream.tokens) for stream in streams)
+        starts = [stream.start.cached_prompt_tokens for stream in streams if stream.start]
+        return Summary(
+            world.counts,
+            first_token_s,
+            watcher.imbalances,
+            cached_tokens=sum(starts),
+            prompt_tokens=sum(len(plan.prompt) for plan in self._plans),
+            ideal_cached_tokens=_ideal([plan.prompt for plan in self._plans]),
+            routing_cpu_s=self._routing_cpu_s,
+        )
+
+
+def _ideal(prompts: Sequence[Sequence[int]]) -> int:
+    """The tokens that prompts, one after the other, would find in one cache without an end."""
+    known: set[bytes] = set()
+    found = 0
+    for prompt in prompts:
+        ids = array("i", prompt)
+        blocks = [ids[:end].tobytes() for end in range(_BLOCK, len(ids), _BLOCK)]
+        held = next((i for i, each in enumerate(blocks) if each not in known), len(blocks))
+        found += held * _BLOCK
+        known.update(blocks)
+    return found

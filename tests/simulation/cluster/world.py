@@ -1,0 +1,227 @@
+"""Hosts, frontends and the network between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from frontend.engines.engine import Engine
+from frontend.engines.pool import Engines
+from frontend.request import Request
+from frontend.token_stream import TokenStream
+from tests.simulation.cluster.engines import Shape
+from tests.simulation.cluster.hosts import Host
+from tests.simulation.cluster.network import Dialer, Link, Listener
+
+LOOK_S = 0.5  # after which every frontend has seen the list
+KNOWN_S = 3.0  # after which every frontend knows of a change, a partition's included
+
+
+@contextmanager
+def virtual_deadlines() -> Iterator[None]:
+    """Has frontends tell deadlines by the event loop's time."""
+    clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+    with (
+        mock.patch("frontend.scheduler_client.time", clock),
+        mock.patch("frontend.scheduler_messages.time", clock),
+    ):
+        yield
+
+
+class _CountingEngines(Engines):
+    """Counts what it moves, and notes when engines were last ready or not any more."""
+
+    counts: Counter[str]
+    changed_at: dict[Engine, float]
+
+    world: World
+    number: int
+
+    def submit(self, request: Request) -> list[TokenStream]:
+        streams = super().submit(request)
+        if not request.engine:
+            (engine,) = [e for e in self._engines.values() if e.client.has(streams[0])]
+            self.world.check_placement(self.number, engine)
+        return streams
+
+    async def _on_engine_ready(self, engine: Engine, ready: bool) -> None:
+        self.changed_at[engine] = asyncio.get_running_loop().time()
+        await super()._on_engine_ready(engine, ready)
+
+    def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
+        number = streams[0].number
+        super()._move(engine, streams)
+        if streams[0].number != number:
+            self.counts["moves"] += 1
+            self.counts["moves with tokens"] += bool(streams[0].tokens)
+
+
+class Frontend:
+    """A frontend's engines, and the links to them."""
+
+    def __init__(self, number: int, world: World, start_s: float) -> None:
+        self.number = number
+        self.links: dict[str, Link] = {}
+        self.ready = False
+        self._world = world
+        self._start_s = start_s
+        dialer: Any = Dialer(self._reach)
+        self.engines = _CountingEngines([f"file:{world.list_file}"], self._on_ready, dialer)
+        self.engines.world, self.engines.number = world, number
+        self.engines.counts = world.counts
+        self.engines.changed_at = {}
+        self._task = asyncio.ensure_future(self._run())
+
+    def link(self, address: str) -> Link:
+        if address not in self.links:
+            self.links[address] = Link(Random(self._world.rng.random()), self._world.delays)
+        return self.links[address]
+
+    def steady(self, seconds: float) -> list[Engine]:
+        """The engines that have been serving for so long, as it knows."""
+        then = asyncio.get_running_loop().time() - seconds
+        changed_at = self.engines.changed_at
+        engines = self.engines._engines.values()
+        return [each for each in engines if each.serving and changed_at[each] < then]
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled() and (error := self._task.exception()):
+            raise error
+
+    async def _run(self) -> None:
+        await asyncio.sleep(self._start_s)
+        await self.engines.run()
+
+    async def _on_ready(self, ready: bool) -> None:
+        assert ready is not self.ready, "told the same again"
+        self.ready = ready
+
+    def _reach(self, address: str) -> tuple[Link, Listener]:
+        return self.link(address), self._world.host(address)
+
+
+class World:
+    """Use it within `virtual_deadlines`."""
+
+    def __init__(
+        self,
+        rng: Random,
+        directory: Path,
+        *,
+        num_frontends: int,
+        models: Sequence[int],
+        delays: Callable[[], float],
+        poison_back_s: Callable[[int], float],
+    ) -> None:
+        """`poison_back_s`: gives the seconds until what a kind of poison took down is back."""
+        self.rng = rng
+        self.loop = asyncio.get_running_loop()
+        self.models = models
+        self.delays = delays
+        self.list_file = directory / "engines"
+        self.hosts: list[Host] = []
+        self.counts: Counter[str] = Counter()
+        self.ended: set[int] = set()  # requests
+        self.refused: dict[int, list[str]] = {}  # names of engines, by request
+        self.taken_down: dict[int, list[str]] = {}  # likewise, by poisonous request
+        self._poison_back_s = poison_back_s
+        self._write_list()
+        self.frontends = [
+            Frontend(number, self, rng.uniform(0, 0.2)) for number in range(num_frontends)
+        ]
+
+    def add_host(self, shape: Shape, model: int) -> Host:
+        name = f"engine-{len(self.hosts)}"
+        host = Host(name, shape, model, on_poisoned=self._on_poisoned, on_refused=self._on_refused)
+        self.hosts.append(host)
+        host.start()
+        self.set_listed([host])
+        return host
+
+    def host(self, address: str) -> Host:
+        return next(host for host in self.hosts if host.address == address)
+
+    def set_listed(self, hosts: Sequence[Host], listed: bool = True) -> None:
+        """Puts hosts on the list of engines, or takes them off it."""
+        for host in hosts:
+            if host.listed is not listed:
+                host.listed = listed
+                host.changed()
+        self._write_list()
+
+    def is_cut(self, frontend: int, host: Host) -> bool:
+        return self.frontends[frontend].link(host.address).is_cut
+
+    def check_placement(self, frontend: int, engine: Engine) -> None:
+        """Checks that an engine which is given a new request serves, if any does."""
+        (host,) = [each for each in self.hosts if each.name == engine.name]
+        reachable_since = KNOWN_S + (
+            self.loop.time() if self.is_cut(frontend, host) else host.cut_at
+        )
+        known_at = max(reachable_since, LOOK_S + host.changed_at)
+        if host.process is not None and not host.serving and self.loop.time() > known_at:
+            others = self.frontends[frontend].steady(LOOK_S)
+            assert not others, f"{host.name} gets a request but does not serve"
+
+    def steady(self, frontend: int, host: Host) -> bool:
+        """Whether an engine has been serving for so long that a frontend knows."""
+        known = self.loop.time() - max(host.changed_at, host.cut_at) > KNOWN_S
+        return known and host.serving and not self.is_cut(frontend, host)
+
+    def cut(self, frontend: Frontend, host: Host) -> None:
+        link = frontend.link(host.address)
+        if not link.is_cut:
+            self.counts["partitions"] += 1
+            host.cut_at = self.loop.time()
+            link.cut()
+
+    def heal(self, frontend: Frontend, host: Host) -> None:
+        host.changed()
+        host.cut_at = self.loop.time()
+        frontend.link(host.address).heal()
+
+    def described(self, frontend: int) -> str:
+        """Says what engines there are, and how a frontend sees them."""
+        engines = self.frontends[frontend].engines._engines
+        seen = {
+            place.address: f"{'serving' if engine.serving else 'not serving'}, "
+            f"{'drained' if engine.is_drained else 'not drained'}, "
+            f"{engine.client.num_open} open"
+            for place, engine in engines.items()
+        }
+        return "; ".join(
+            f"{host.name} with model {host.served_model}, {'' if host.serving else 'not '}serving "
+            f"since {host.changed_at:.2f} s: {seen.get(host.address, 'unknown')}"
+            for host in self.hosts
+        )
+
+    async def close(self) -> None:
+        for frontend in self.frontends:
+            await frontend.close()
+        for host in self.hosts:
+            host.kill()
+        for _ in range(5):  # what was cancelled ends
+            await asyncio.sleep(0)
+
+    def _write_list(self) -> None:
+        lines = [host.address for host in self.hosts if host.listed]
+        self.list_file.write_text("\n".join(lines), encoding="utf-8")
+
+    def _on_poisoned(self, request: int, kind: int, host: Host) -> float:
+        self.taken_down.setdefault(request, []).append(host.name)
+        self.counts["poisonings"] += 1
+        host.changed()
+        return self._poison_back_s(kind)
+
+    def _on_refused(self, request: int, host: Host) -> None:
+        self.refused.setdefault(request, []).append(host.name)
+        self.counts["refusals"] += 1
