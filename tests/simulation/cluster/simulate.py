@@ -14,7 +14,7 @@ from frontend.suspects import MIN_LOSSES_ALONE
 from scheduler_svc.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
-from tests.simulation.cluster.checks import Watcher, check_balance, check_end, check_rest
+from tests.simulation.cluster.checks import Watcher, check_end, check_rest
 from tests.simulation.cluster.engines import POISONS, STEP, TOKEN, WORKERS, Shape
 from tests.simulation.cluster.faults import CHANGE_MODELS, KINDS, Faults
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client, Plan, plan
@@ -126,8 +126,6 @@ class Simulation:
             await asyncio.sleep(_REST_S + self._back_s)
             check_rest(world)
             self._check_blast(world)
-            if self._is_calm:
-                check_balance(world, watcher)
             self._count(world, clients)
             facts = [(c.ended_at, *map(_facts, c.streams)) for c in clients]
             digest = zlib.crc32(repr(facts).encode())

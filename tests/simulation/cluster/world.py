@@ -13,13 +13,16 @@ from typing import Any
 from unittest import mock
 
 from frontend.engines.engine import Engine
+from frontend.engines.placement import _MIN_IMBALANCE
 from frontend.engines.pool import Engines
 from frontend.request import Request
 from frontend.token_stream import TokenStream
 from tests.simulation.cluster.engines import Shape
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.network import Dialer, Link, Listener
+from tests.simulation.cluster.requests import MAX_COMPLETIONS
 
+_MAX_FACTOR = 2  # of an engine's sequences and the mean
 LOOK_S = 0.5  # after which every frontend has seen the list
 KNOWN_S = 3.0  # after which every frontend knows of a change, a partition's included
 
@@ -171,6 +174,20 @@ class World:
         if host.process is not None and not host.serving and self.loop.time() > known_at:
             others = self.frontends[frontend].steady(LOOK_S)
             assert not others, f"{host.name} gets a request but does not serve"
+        self._check_balance(frontend, engine)
+
+    def _check_balance(self, frontend: int, chosen: Engine) -> None:
+        """Checks that others do not have much less. What frontends have sent at the same time they
+        do not know of each other."""
+        counts = {engine.name: 0 for engine in self.frontends[frontend].steady(0.0)}
+        for each in self.frontends:
+            for engine in each.engines._engines.values():
+                if engine.name in counts:
+                    counts[engine.name] += engine.client.num_open
+        if chosen.name in counts:
+            mean = sum(counts.values()) / len(counts)
+            most = _MAX_FACTOR * mean + len(self.frontends) * (_MIN_IMBALANCE + MAX_COMPLETIONS)
+            assert counts[chosen.name] <= most, f"one more goes to {chosen.name}: {counts}"
 
     def steady(self, frontend: int, host: Host) -> bool:
         """Whether an engine has been serving for so long that a frontend knows."""
