@@ -7,7 +7,6 @@ law), at engines whose pace is a model's.
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,15 +17,13 @@ from random import Random
 
 import numpy as np
 
-from frontend.request import Request
-from frontend.token_stream import TokenStream
 from scheduler_svc.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.cluster.checks import Watcher, check_end, check_rest
 from tests.simulation.cluster.engines import Shape, marked
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import Client, Plan
-from tests.simulation.cluster.world import Frontend, World, virtual_deadlines
+from tests.simulation.cluster.world import World, virtual_deadlines
 
 _START_S, _REST_S = 0.5, 6.0
 _LOOK_S = 0.1
@@ -95,7 +92,6 @@ class LongRun:
         self._seconds = seconds
         count = round(requests_per_s * seconds)
         self._plans = [*self._plan(count)]
-        self._routing_cpu_s: list[float] = []
 
     async def run(self) -> Summary:
         """Raises AssertionError if an invariant is violated."""
@@ -111,8 +107,6 @@ class LongRun:
             )
             for _ in range(self._engines):
                 world.add_host(SHAPE, 0)
-            for frontend in world.frontends:
-                self._time_routing(frontend)
             watcher = Watcher(world)
             watching = asyncio.ensure_future(watcher.run(_LOOK_S))
             operating = asyncio.ensure_future(self._operate(world))
@@ -192,17 +186,6 @@ class LongRun:
                 max_tokens=rng.randint(1, 12),
             )
 
-    def _time_routing(self, frontend: Frontend) -> None:
-        submit = frontend.engines.submit
-
-        def timed(request: Request) -> list[TokenStream]:
-            began = time.thread_time()
-            streams = submit(request)
-            self._routing_cpu_s.append(time.thread_time() - began)
-            return streams
-
-        frontend.engines.submit = timed  # type: ignore[method-assign]
-
     def _summary(self, world: World, clients: Sequence[Client], watcher: Watcher) -> Summary:
         streams = [stream for client in clients for stream in client.streams]
         first_token_s = [
@@ -221,7 +204,7 @@ class LongRun:
             cached_tokens=sum(starts),
             prompt_tokens=sum(len(plan.prompt) for plan in self._plans),
             ideal_cached_tokens=_ideal([plan.prompt for plan in self._plans]),
-            routing_cpu_s=self._routing_cpu_s,
+            routing_cpu_s=world.routing_cpu_s,
         )
 
 

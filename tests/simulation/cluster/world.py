@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,9 @@ class _CountingEngines(Engines):
     number: int
 
     def submit(self, request: Request) -> list[TokenStream]:
+        began = time.thread_time()
         streams = super().submit(request)
+        self.world.routing_cpu_s.append(time.thread_time() - began)
         if not request.engine:
             (engine,) = [e for e in self._engines.values() if e.client.has(streams[0])]
             self.world.check_placement(self.number, engine)
@@ -133,6 +136,7 @@ class World:
         self.list_file = directory / "engines"
         self.hosts: list[Host] = []
         self.counts: Counter[str] = Counter()
+        self.routing_cpu_s: list[float] = []  # of each request
         self.ended: set[int] = set()  # requests
         self.refused: dict[int, list[str]] = {}  # names of engines, by request
         self.taken_down: dict[int, list[str]] = {}  # likewise, by poisonous request
