@@ -221,7 +221,7 @@ class SchedulerClient:
     def _take_in(self, streams: Sequence[TokenStream]) -> None:
         for stream in streams:
             self._open[stream.number] = stream
-            stream.close = partial(self.close, stream)
+            stream.on_close = partial(self.close, stream)
 
     def _drop(self, number: int) -> TokenStream | None:
         stream = self._open.pop(number, None)

@@ -81,7 +81,7 @@ class TokenStream:
         self.traceparent = ""  # of the engine's spans
         self.group = [self]  # the request's completions
         # Where it is: how to have that drop it, and what to do once it has begun or is gone.
-        self.close: Callable[[], None] = _nothing
+        self.on_close: Callable[[], None] = _nothing
         self.on_settled: Callable[[], None] = _nothing
         self.model_fingerprint = ""  # of the model that its tokens are of, once it has left that
         self.tokens: list[int] = list(request.resume_token_ids)
@@ -109,6 +109,16 @@ class TokenStream:
         if self.error is not None:
             raise self.error
 
+    def close(self) -> None:
+        """Has the engine where it is drop it, unless it has ended."""
+        self.on_close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the references in a circle, for which memory would wait for the collector."""
+        self.on_close = _nothing
+        self.group = []
+
     def settle(self) -> None:
         """Notes that it has begun where it is, or is not there any more."""
         self.on_settled()
@@ -124,9 +134,11 @@ class TokenStream:
     def complete(self, reason: FinishReason, score: float = 0.0) -> None:
         """Ends the stream: no token follows."""
         self.finish, self.score = reason, score
+        self._let_go()
         self.waiter.wake()
 
     def fail(self, error: ServiceError) -> None:
         """Ends the stream with `error`."""
         self.error = error
+        self._let_go()
         self.waiter.wake()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
+import weakref
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -363,6 +365,21 @@ async def test_overload_goes_to_others_before_it_is_refused(
     with pytest.raises(QueueFullError, match="full") as raised:
         await tokens(stream, 1)
     assert raised.value.retry_after_s == 1.5
+
+
+async def test_what_has_ended_waits_for_no_collector(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+) -> None:
+    gc.disable()
+    try:
+        streams = cluster.engines.submit(request(n=3))
+        gone = [weakref.ref(stream) for stream in streams]
+        for stream in streams:
+            stream.close()
+        del streams, stream
+        assert not any(ref() for ref in gone)
+    finally:
+        gc.enable()
 
 
 async def test_a_named_engines_refusal_is_final(

@@ -123,6 +123,7 @@ def test_the_gateway_is_set_up_as_the_launcher_does(manifests: list[Manifest]) -
         host="0.0.0.0",
         http_port=8443,
         drain_timeout_s=120,
+        allow_public_plaintext=True,  # it has TLS and keys of its own there
     )
     ours = dataclasses.asdict(process.gateway)
     launchers = dataclasses.asdict(router_args(settings, 9465))
