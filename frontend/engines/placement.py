@@ -18,8 +18,9 @@ from shared.pb import scheduler_pb2 as pb
 
 _OWN_WEIGHT = 2.0  # of the seconds that the request's own prompt takes
 _UNKNOWN_TOKEN_S = 1e-5  # until an engine has computed a prompt
-# Times that differ by less are equal, and so decide nothing.
-_EQUAL_FACTOR, _EQUAL_S = 1.05, 0.002
+# Up to so much longer than the shortest time is as good: a prompt that is computed again delays
+# others and evicts what they need, and costs more than it looks from one request.
+_EQUAL_FACTOR, _EQUAL_S = 2.0, 0.002
 # An engine is left out that has more sequences than this, by factor and number, beyond the mean.
 _MAX_IMBALANCE, _MIN_IMBALANCE = 1.25, 4
 
