@@ -199,7 +199,7 @@ class Engines:
             if not named and engines:
                 names = ", ".join(sorted({engine.name for engine in engines}))
                 raise InvalidArgumentError(
-                    "engine", f"there is none called {request.engine!r}; there are: {names}"
+                    "engine", f"there is none of this name; there are: {names}"
                 )
             engines = [engine for engine in named if engine.client.connected]
         if not engines:

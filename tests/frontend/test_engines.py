@@ -396,7 +396,9 @@ async def test_a_named_engines_refusal_is_final(
 async def test_an_unknown_engine_is_refused_with_the_names_of_those_there_are(
     cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"engine: there is none called 'c'.*: a, b"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"engine: there is none of this name; there are: a, b"
+    ):
         cluster.submit(engine="c")
 
 
