@@ -47,6 +47,7 @@ class PlainWeight:
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
+        bias = None if bias is None else bias.to(self.weight.dtype)
         return F.linear(x, self.weight, bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,9 @@ def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWe
         return pack_quantized(weight)
     if _has_panels(weight.dtype):
         return pack_floats(weight)
-    return OneDnnWeight(weight) if torch._C._has_mkldnn else PlainWeight(weight)
+    if not has_onednn(weight.dtype):
+        weight = weight.float()
+    return OneDnnWeight(weight) if has_onednn(weight.dtype) else PlainWeight(weight)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
@@ -77,6 +79,13 @@ def _has_panels(dtype: torch.dtype) -> bool:
     """Whether panels are as fast as oneDNN, or faster: it alone uses AMX."""
     amx = cpu_features.has("amx-bf16") and dtype == torch.bfloat16
     return cpu_features.has("avx2") and not amx
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and multiplies `dtype` on this CPU."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch._C._has_mkldnn)
 
 
 class OneDnnWeight:
@@ -96,6 +105,7 @@ class OneDnnWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
         linear = torch.ops.mkldnn._linear_pointwise
+        bias = None if bias is None else bias.to(self._dtype)
         y: torch.Tensor = linear(x.to(self._dtype), self._weight, bias, "none", [], "")
         return y.float()
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.kernels.cpu.ops import OneDnnWeight, pack, unpack
+from worker_svc.kernels import cpu_features
+from worker_svc.kernels.cpu import ops
+from worker_svc.kernels.cpu.ops import OneDnnWeight, has_onednn, pack, unpack
 from worker_svc.kernels.cpu.weights import pack_floats, pack_quantized
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.quantization.formats import Format, QuantizedWeight, quantize_rows
@@ -97,7 +99,8 @@ def check_floats(kind: Callable[[torch.Tensor], PackedWeight], dtype: torch.dtyp
         weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
         bias = torch.randn(out_features, generator=generator)
         packed = kind(weight.clone())
-        assert torch.equal(packed.rows(torch.tensor([0, out_features - 1])), weight[[0, -1]])
+        rows = packed.rows(torch.tensor([0, out_features - 1]))
+        assert torch.equal(rows.float(), weight[[0, -1]].float())
         for tokens in TOKENS:
             x = torch.randn(tokens, in_features, generator=generator)
             product = x.double() @ weight.double().T
@@ -119,9 +122,19 @@ def test_quantized() -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_floats(kind: Callable[[torch.Tensor], PackedWeight], dtype: torch.dtype) -> None:
-    if kind is OneDnnWeight and not torch._C._has_mkldnn:
-        pytest.skip("no oneDNN in this torch")
+    if kind is OneDnnWeight and not has_onednn(dtype):
+        pytest.skip("oneDNN does not multiply this on this CPU")
     check_floats(kind, dtype)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_no_instructions_for_bfloat16(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has(dtype: torch.dtype) -> bool:
+        return onednn and torch._C._has_mkldnn and dtype == torch.float32
+
+    monkeypatch.setattr(cpu_features, "has", lambda feature: False)
+    monkeypatch.setattr(ops, "has_onednn", has)
+    check_floats(lambda weight: pack(weight, weight.dtype), torch.bfloat16)
 
 
 def run_as(cpu: str, command: str) -> None:
