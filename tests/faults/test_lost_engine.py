@@ -107,10 +107,10 @@ def _over_http(stack: RealStack) -> str:
 def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Transcript]) -> None:
     text = _over_http(stack)
     requests: dict[str, GenerateRequest] = {}
-    for name, request in REQUESTS.items():  # half of them on each engine
+    for number, (name, request) in enumerate(REQUESTS.items()):  # half of them on each engine
         requests[name] = GenerateRequest()
         requests[name].CopyFrom(request)
-        requests[name].engine = str((len(requests) + 1) % 2)
+        requests[name].engine = str(number % 2)
     with ThreadPoolExecutor() as threads, open_streams(stack.address, requests) as streams:
         wholes = [threads.submit(_generate, stack) for _ in range(2)]
         texts = [threads.submit(_over_http, stack) for _ in range(2)]
@@ -122,6 +122,7 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
         seeded = expected["seeded"].parts[0].token_ids
         assert [each.result() for each in wholes] == [seeded, seeded]
     assert set(_ON_THE_LOST) <= open_then
+    assert {requests[name].engine for name in _ON_THE_LOST} == {"1"}
     # With one engine left, everything still runs.
     assert_undamaged(undisturbed(stack.address, REQUESTS), expected)
     lost.restore()
