@@ -4,12 +4,10 @@ another."""
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import grpc
 import psutil
@@ -17,18 +15,38 @@ import pytest
 
 from deploy.ports import free_service_port
 from deploy.stack import Process
-from deploy.supervisor import start_process, stop_process
+from deploy.supervisor import start_process, stop_process, supervised_processes
 from shared.pb.frontend_pb2 import GenerateRequest
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.faults.streams import REQUESTS, STORY, assert_undamaged, open_streams, undisturbed
+from tests.faults.streams import (
+    REQUESTS,
+    STORY,
+    OpenStreams,
+    assert_undamaged,
+    open_streams,
+    undisturbed,
+)
 from tests.faults.transcript import Transcript
-from tests.stack import WAIT_S, RealStack, running_stack
+from tests.stack import WAIT_S, RealStack, running_stack, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
 _HTTP_TOKENS = 160
 
-_ON_THE_LOST = ("seeded", "filters", "several")  # and long; no other is waited for meanwhile
+_LONG = ("seeded", "filters")  # open while an engine is lost, and longer than one takes to start
+_LONG_TOKENS = 900
+
+
+def _longer(request: GenerateRequest) -> GenerateRequest:
+    longer = GenerateRequest()
+    longer.CopyFrom(request)
+    longer.sampling.max_tokens = _LONG_TOKENS
+    return longer
+
+
+_REQUESTS = {
+    name: _longer(request) if name in _LONG else request for name, request in REQUESTS.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,32 +59,36 @@ def stack() -> Iterator[RealStack]:
 
 @pytest.fixture(scope="module")
 def expected(stack: RealStack) -> dict[str, Transcript]:
-    return undisturbed(stack.address, REQUESTS)
+    return undisturbed(stack.address, _REQUESTS)
 
 
-class LostEngine:
-    """An engine that nothing starts again before `restore`."""
-
-    def __init__(self, stack: RealStack, number: int) -> None:
-        self._directory = stack.directory
-        self._processes = stack.stack.engine_processes(number)
-        all_of_it = [each for process in self._processes for each in _family(stack, process)]
-        for each in all_of_it:  # so that none notices what becomes of the others, or of itself
+@contextmanager
+def _lost_engine(stack: RealStack, number: int) -> Iterator[None]:
+    """Kills all processes of an engine at once; nothing starts them again before the body ends."""
+    processes = stack.stack.engine_processes(number)
+    all_of_it = [each for process in processes for each in _family(stack, process)]
+    for each in all_of_it:  # so that none notices what becomes of the others, or of itself
+        with suppress(psutil.NoSuchProcess):
             each.suspend()
-        stops = [threading.Thread(target=self._stop, args=[each]) for each in self._processes]
-        for stop in stops:
-            stop.start()
+    with ThreadPoolExecutor() as threads:
+        stops = [threads.submit(stop_process, stack.directory, each) for each in processes]
+        wait_for(lambda: _are_stopping(stack, processes), "the engine's processes to stop")
         for each in all_of_it:
-            os.kill(each.pid, signal.SIGKILL)
-        for stop in stops:
-            stop.join()
+            with suppress(psutil.NoSuchProcess):  # it has ended with its keeper
+                each.kill()
+    for stop in stops:
+        stop.result()
+    try:
+        yield
+    finally:
+        for process in processes:
+            start_process(stack.directory, process)
 
-    def _stop(self, process: Process) -> None:
-        stop_process(self._directory, process)
 
-    def restore(self) -> None:
-        for process in self._processes:
-            start_process(self._directory, process)
+def _are_stopping(stack: RealStack, processes: list[Process]) -> bool:
+    """Whether supervisord would not start any of them again that ends now."""
+    states = {each.name: each.state for each in supervised_processes(stack.directory)}
+    return all(states[process.name] == "STOPPING" for process in processes)
 
 
 def _family(stack: RealStack, process: Process) -> list[psutil.Process]:
@@ -80,7 +102,7 @@ def _generate(stack: RealStack) -> list[int]:
     """A unary call, which takes as long as its whole completion."""
     with grpc.insecure_channel(stack.address) as channel:
         stub = InferenceServiceStub(channel)
-        answer = stub.Generate(REQUESTS["seeded"], timeout=WAIT_S)
+        answer = stub.Generate(_REQUESTS["seeded"], timeout=WAIT_S)
     return list(answer.completions[0].token_ids)
 
 
@@ -107,36 +129,39 @@ def _over_http(stack: RealStack) -> str:
 def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Transcript]) -> None:
     text = _over_http(stack)
     requests: dict[str, GenerateRequest] = {}
-    for number, (name, request) in enumerate(REQUESTS.items()):  # half of them on each engine
+    for number, (name, request) in enumerate(_REQUESTS.items()):  # half of them on each engine
         requests[name] = GenerateRequest()
         requests[name].CopyFrom(request)
         requests[name].engine = str(number % 2)
+    assert {requests[name].engine for name in _LONG} == {"1"}
+    short = {name: request for name, request in REQUESTS.items() if name not in _LONG}
     with ThreadPoolExecutor() as threads, open_streams(stack.address, requests) as streams:
         wholes = [threads.submit(_generate, stack) for _ in range(2)]
         texts = [threads.submit(_over_http, stack) for _ in range(2)]
-        streams.wait_for_tokens(5, *_ON_THE_LOST)
-        open_then = set(streams.open)
-        lost = LostEngine(stack, 1)
-        assert_undamaged(streams.wait_ended(), expected)
-        assert [each.result() for each in texts] == [text, text]
-        seeded = expected["seeded"].parts[0].token_ids
-        assert [each.result() for each in wholes] == [seeded, seeded]
-    assert set(_ON_THE_LOST) <= open_then
-    assert {requests[name].engine for name in _ON_THE_LOST} == {"1"}
-    # With one engine left, everything still runs.
-    assert_undamaged(undisturbed(stack.address, REQUESTS), expected)
-    lost.restore()
+        streams.wait_for_tokens(5, *_LONG)
+        with _lost_engine(stack, 1):
+            assert streams.open.issuperset(_LONG), streams.errors
+            assert_undamaged(streams.wait_ended(), expected)
+            assert [each.result() for each in texts] == [text, text]
+            seeded = expected["seeded"].parts[0].token_ids
+            assert [each.result() for each in wholes] == [seeded, seeded]
+            # With one engine left, everything still runs.
+            assert_undamaged(undisturbed(stack.address, short), expected)
     stack.wait_serving()
     assert_undamaged(undisturbed(stack.address, requests), expected)
 
 
+def _wait_for_more(streams: OpenStreams) -> None:
+    for name in _LONG:
+        streams.wait_for_tokens(streams.transcripts[name].num_tokens + 10, name)
+
+
 def test_both_in_turn(stack: RealStack, expected: dict[str, Transcript]) -> None:
     """Streams that have moved move on, also to where they were before."""
-    with open_streams(stack.address, REQUESTS) as streams:
+    with open_streams(stack.address, _REQUESTS) as streams:
         for number in (0, 1):
-            streams.wait_for_tokens(10 + 30 * number, "seeded", "greedy")
-            lost = LostEngine(stack, number)
-            streams.wait_for_tokens(20 + 30 * number, "seeded", "greedy")
-            lost.restore()
+            _wait_for_more(streams)
+            with _lost_engine(stack, number):
+                _wait_for_more(streams)
             stack.wait_serving()
         assert_undamaged(streams.wait_ended(), expected)
