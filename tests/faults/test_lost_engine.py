@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 
 import grpc
 import psutil
@@ -16,7 +17,6 @@ import pytest
 from deploy.ports import free_service_port
 from deploy.stack import Process
 from deploy.supervisor import start_process, stop_process, supervised_processes
-from shared.pb.frontend_pb2 import GenerateRequest
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.streams import (
     REQUESTS,
@@ -33,20 +33,11 @@ pytestmark = pytest.mark.timeout(900)
 
 _HTTP_TOKENS = 160
 
-_LONG = ("seeded", "filters")  # open while an engine is lost, and longer than one takes to start
-_LONG_TOKENS = 900
-
-
-def _longer(request: GenerateRequest) -> GenerateRequest:
-    longer = GenerateRequest()
-    longer.CopyFrom(request)
-    longer.sampling.max_tokens = _LONG_TOKENS
-    return longer
-
-
-_REQUESTS = {
-    name: _longer(request) if name in _LONG else request for name, request in REQUESTS.items()
-}
+# Open while an engine is lost, and longer than one takes to start.
+_LONG = ("seeded", "filters", "several")
+_REQUESTS = deepcopy(REQUESTS)
+for _name in _LONG:
+    _REQUESTS[_name].sampling.max_tokens = 900
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +119,10 @@ def _over_http(stack: RealStack) -> str:
 
 def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Transcript]) -> None:
     text = _over_http(stack)
-    requests: dict[str, GenerateRequest] = {}
-    for number, (name, request) in enumerate(_REQUESTS.items()):  # half of them on each engine
-        requests[name] = GenerateRequest()
-        requests[name].CopyFrom(request)
-        requests[name].engine = str(number % 2)
+    requests = deepcopy(_REQUESTS)
+    for number, request in enumerate(requests.values()):  # half of them on each engine
+        request.engine = str(number % 2)
     assert {requests[name].engine for name in _LONG} == {"1"}
-    short = {name: request for name, request in REQUESTS.items() if name not in _LONG}
     with ThreadPoolExecutor() as threads, open_streams(stack.address, requests) as streams:
         wholes = [threads.submit(_generate, stack) for _ in range(2)]
         texts = [threads.submit(_over_http, stack) for _ in range(2)]
@@ -146,7 +134,7 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
             seeded = expected["seeded"].parts[0].token_ids
             assert [each.result() for each in wholes] == [seeded, seeded]
             # With one engine left, everything still runs.
-            assert_undamaged(undisturbed(stack.address, short), expected)
+            assert_undamaged(undisturbed(stack.address, _REQUESTS), expected)
     stack.wait_serving()
     assert_undamaged(undisturbed(stack.address, requests), expected)
 
