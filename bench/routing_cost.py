@@ -4,6 +4,7 @@ and memory."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import time
 import tracemalloc
@@ -32,7 +33,7 @@ def stored(name: str, tokens: array[int]) -> pb.BlockEvents:
     return message
 
 
-def fill(index: PrefixIndex, engines: int, blocks: int) -> float:
+async def fill(index: PrefixIndex, engines: int, blocks: int) -> float:
     """Has each engine store so many blocks, in prompts of 512; returns the seconds per block."""
     rng = random.Random(0)
     spent_s, count = 0.0, blocks // _BLOCKS_AT_ONCE
@@ -41,17 +42,17 @@ def fill(index: PrefixIndex, engines: int, blocks: int) -> float:
             tokens = array("I", rng.randbytes(4 * _BLOCK * _BLOCKS_AT_ONCE))
             message = stored(f"{engine}-{number}", tokens)
             start = time.process_time()
-            index.apply(engine, message)
+            await index.apply(engine, message)
             spent_s += time.process_time() - start
     return spent_s / (engines * count * _BLOCKS_AT_ONCE)
 
 
-def choice_s(index: PrefixIndex, engines: int, prompt_tokens: int, repeats: int) -> float:
+async def choice_s(index: PrefixIndex, engines: int, prompt_tokens: int, repeats: int) -> float:
     """The seconds to name a prompt's blocks, look them up and choose. All engines hold it: the
     longest way."""
     prompt = array("I", range(prompt_tokens))
     for engine in range(engines):
-        index.apply(engine, stored(f"prompt-{prompt_tokens}", prompt))
+        await index.apply(engine, stored(f"prompt-{prompt_tokens}", prompt))
     loads = [EngineLoad(pb.GetLoadResponse(prompt_token_s=1e-4)) for _ in range(engines)]
     start = time.process_time()
     for _ in range(repeats):
@@ -60,26 +61,30 @@ def choice_s(index: PrefixIndex, engines: int, prompt_tokens: int, repeats: int)
     return (time.process_time() - start) / repeats
 
 
+async def measure(blocks: int, repeats: int) -> None:
+    console = Console()
+    table = Table("engines", "block told", "1,000 tokens", "8,000", "32,000")
+    for engines in (2, 4, 16, 64):
+        index = PrefixIndex(_BLOCK)
+        block_s = await fill(index, engines, blocks // engines)
+        times = [await choice_s(index, engines, n, repeats) for n in (1000, 8000, 32000)]
+        cells = (f"{1e6 * seconds:.0f} µs" for seconds in times)
+        table.add_row(str(engines), f"{1e6 * block_s:.1f} µs", *cells)
+    tracemalloc.start()
+    index = PrefixIndex(_BLOCK)
+    await fill(index, 1, blocks)
+    bytes_each = tracemalloc.get_traced_memory()[0] / blocks
+    console.print(f"{bytes_each:.0f} bytes per block")
+    console.print(table)
+    console.print(this_machine())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.routing_cost", description=__doc__)
     parser.add_argument("--blocks", type=int, default=65_536, help="of all engines, %(default)s")
     parser.add_argument("--repeats", type=int, default=200, help="%(default)s")
     options = parser.parse_args()
-    console = Console()
-    table = Table("engines", "block told", "1,000 tokens", "8,000", "32,000")
-    for engines in (2, 4, 16, 64):
-        index = PrefixIndex(_BLOCK)
-        block_s = fill(index, engines, options.blocks // engines)
-        times = [choice_s(index, engines, n, options.repeats) for n in (1000, 8000, 32000)]
-        cells = (f"{1e6 * seconds:.0f} µs" for seconds in times)
-        table.add_row(str(engines), f"{1e6 * block_s:.1f} µs", *cells)
-    tracemalloc.start()
-    index = PrefixIndex(_BLOCK)
-    fill(index, 1, options.blocks)
-    bytes_each = tracemalloc.get_traced_memory()[0] / options.blocks
-    console.print(f"{bytes_each:.0f} bytes per block")
-    console.print(table)
-    console.print(this_machine())
+    asyncio.run(measure(options.blocks, options.repeats))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+
+import structlog
 
 from frontend.engines.placement import EngineLoad
 from frontend.engines.prefix_index import Name, PrefixIndex
@@ -14,6 +15,8 @@ from frontend.scheduler_client import SchedulerClient
 from frontend.token_stream import TokenStream
 from shared.errors import ServiceError
 from shared.pb import scheduler_pb2 as pb
+
+log = structlog.get_logger(__name__)
 
 _WATCH_AGAIN_S = 0.5
 
@@ -109,11 +112,15 @@ class Engine:
         """Keeps the load and the index, which `index_of` has for a block size, up to date; until
         cancelled."""
         while True:
-            with contextlib.suppress(ServiceError):  # not connected, or fell behind: from the start
+            try:
                 index = index_of(self.client.engine_info.block_size)
                 async with aclosing(self.client.calls.watch_blocks()) as messages:
                     async for message in messages:
-                        self._take(message, index)
+                        await self._take(message, index)
+            except ServiceError:
+                pass  # not connected, or fell behind
+            except Exception:  # requests can be placed without the index
+                log.exception("watching an engine's cache failed; starting anew", engine=self.name)
             self.stop_watching()
             await asyncio.sleep(_WATCH_AGAIN_S)
 
@@ -123,9 +130,9 @@ class Engine:
             self.index.forget(self.number)
             self.index = None
 
-    def _take(self, message: pb.BlockEvents, index: PrefixIndex) -> None:
+    async def _take(self, message: pb.BlockEvents, index: PrefixIndex) -> None:
         self.current_load().tell(message.load)
-        index.apply(self.number, message)
+        await index.apply(self.number, message)
         self.index = index
 
 

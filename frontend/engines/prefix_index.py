@@ -9,6 +9,7 @@ engines look for themselves.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +17,38 @@ from collections.abc import Iterable
 from shared.pb import scheduler_pb2 as pb
 
 Name = int
+_ATTACHED_AT_ONCE = 512  # orphans, in one iteration of the event loop
+
+
+class _Orphans:
+    """Blocks whose parent an engine does not hold, by the parent's name and their own."""
+
+    def __init__(self) -> None:
+        self._of: dict[bytes, dict[bytes, pb.StoredBlock]] = {}
+        self._parents: dict[bytes, bytes] = {}
+
+    def add(self, block: pb.StoredBlock) -> None:
+        self._parents[block.name] = block.parent
+        self._of.setdefault(block.parent, {})[block.name] = block
+
+    def remove(self, name: bytes) -> None:
+        """Forgets the block of this name, if it is an orphan."""
+        parent = self._parents.pop(name, None)
+        if parent is not None:
+            siblings = self._of[parent]
+            del siblings[name]
+            if not siblings:
+                del self._of[parent]
+
+    def take(self, parent: bytes) -> Iterable[pb.StoredBlock]:
+        """Removes and returns the orphans of one parent."""
+        children = self._of.pop(parent, {})
+        for name in children:
+            del self._parents[name]
+        return children.values()
+
+    def names(self) -> Iterable[bytes]:
+        return self._parents.keys()
 
 
 class PrefixIndex:
@@ -27,16 +60,17 @@ class PrefixIndex:
         self._promised: dict[Name, Counter[int]] = {}
         # By engine: names here by those there.
         self._names: dict[int, dict[bytes, Name]] = {}
-        # Blocks without the one before them, by their names; nobody finds them until that is back.
-        self._orphans: dict[int, dict[bytes, pb.StoredBlock]] = {}
+        # By engine; no request finds these blocks until their parent is back.
+        self._orphans: dict[int, _Orphans] = {}
 
-    def apply(self, engine: int, message: pb.BlockEvents) -> None:
-        """Takes in an engine's next message, of which none may be left out."""
+    async def apply(self, engine: int, message: pb.BlockEvents) -> None:
+        """Takes in an engine's next message, of which none may be left out. Yields to the event
+        loop between parts of long work."""
         if message.HasField("snapshot") and message.snapshot.index == 0:
             self.forget(engine)
         for event in message.events:
             if event.HasField("stored"):
-                self._store(engine, event.stored)
+                await self._store(engine, event.stored)
             elif event.HasField("removed"):
                 self._remove(engine, event.removed)
             else:
@@ -91,22 +125,27 @@ class PrefixIndex:
                 if not promised:
                     del self._promised[name]
 
-    def _store(self, engine: int, block: pb.StoredBlock) -> None:
+    async def _store(self, engine: int, block: pb.StoredBlock) -> None:
         names = self._names.setdefault(engine, {})
-        before = names.get(block.parent) if block.parent else _root(block.cache_salt)
-        if before is None:
-            self._orphans.setdefault(engine, {})[block.name] = block
+        orphans = self._orphans.setdefault(engine, _Orphans())
+        if block.parent and block.parent not in names:
+            orphans.add(block)
             return
-        name = names[block.name] = hash((before, block.token_ids))
-        self._holders[name] = self._holders.get(name, 0) | 1 << engine
-        if orphans := self._orphans.get(engine):
-            for orphan in [each for each in orphans.values() if each.parent == block.name]:
-                del orphans[orphan.name]
-                self._store(engine, orphan)
+        attached = 0
+        found = [block]
+        while found:
+            block = found.pop()
+            before = names[block.parent] if block.parent else _root(block.cache_salt)
+            name = names[block.name] = hash((before, block.token_ids))
+            self._holders[name] = self._holders.get(name, 0) | 1 << engine
+            found += orphans.take(block.name)
+            attached += 1
+            if attached % _ATTACHED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _remove(self, engine: int, their_name: bytes) -> None:
         if orphans := self._orphans.get(engine):
-            orphans.pop(their_name, None)
+            orphans.remove(their_name)
         name = self._names.get(engine, {}).pop(their_name, None)
         if name is not None:
             self._release(name, engine)

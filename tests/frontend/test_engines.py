@@ -18,6 +18,7 @@ import pytest
 from deploy.ports import free_port
 from frontend.engines import pool
 from frontend.engines.pool import Engines
+from frontend.engines.prefix_index import PrefixIndex
 from frontend.request import Request, Sampling
 from frontend.tenants import Client
 from frontend.token_stream import FinishReason, TokenStream
@@ -471,6 +472,22 @@ async def test_a_request_goes_to_the_engine_that_has_its_prefix(
     await tell(scheduler, pb.BlockEvents(events=removed))
     await tell(cluster.schedulers[other], stored(LONG_PROMPT, name=b"z"))
     assert await taker(cluster, LONG_PROMPT) == other
+
+
+async def test_a_watch_that_fails_starts_anew(
+    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = two
+    await tell(a, stored(LONG_PROMPT, name=b"x"))
+    (engine,) = (each for each in cluster.engines._engines.values() if each.name == "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixIndex, "apply", lambda *_: 1 / 0)
+        a.block_events.put_nowait(stored(LONG_PROMPT, name=b"y"))
+        await cluster.until(lambda: engine.index is None)
+    await cluster.until(lambda: engine.index is not None)
+    assert not engine.index._names.get(engine.number)  # type: ignore[union-attr]
+    await tell(a, stored(LONG_PROMPT, name=b"z"))
+    assert await taker(cluster, LONG_PROMPT) == "a"
 
 
 async def test_requests_that_come_together_share_what_one_of_them_computes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from array import array
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def news(watch: BlockWatch) -> Iterator[pb.BlockEvents]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_index_finds_what_the_engines_find(seed: int) -> None:
+async def test_the_index_finds_what_the_engines_find(seed: int) -> None:
     rng = random.Random(seed)
     print("seed", seed)
     index = PrefixIndex(BLOCK_SIZE)
@@ -80,7 +81,7 @@ def test_the_index_finds_what_the_engines_find(seed: int) -> None:
                     continue  # what happens before it is watched is in the snapshot
                 watches[number] = stack.enter_context(caches[number].blocks.watched())
             for message in news(watches[number]):
-                index.apply(number, message)
+                await index.apply(number, message)
         for _ in range(100):
             prompt, salt = random_prompt(rng)
             found = index.matches(index.names_of(array("I", prompt), salt), range(3))
@@ -111,3 +112,53 @@ def test_the_last_token_is_never_expected_to_be_cached() -> None:
     index = PrefixIndex(BLOCK_SIZE)
     assert len(index.names_of(array("I", range(8)), "")) == 1
     assert index.names_of(array("I"), "") == []
+
+
+def chain(length: int) -> list[pb.StoredBlock]:
+    """A prompt's blocks, the first one first."""
+    blocks = [pb.StoredBlock(name=b"0", token_ids=array("I", range(BLOCK_SIZE)).tobytes())]
+    for number in range(1, length):
+        ids = array("I", range(number, number + BLOCK_SIZE)).tobytes()
+        name, parent = str(number).encode(), blocks[-1].name
+        blocks.append(pb.StoredBlock(name=name, parent=parent, token_ids=ids))
+    return blocks
+
+
+def told(*blocks: pb.StoredBlock) -> pb.BlockEvents:
+    return pb.BlockEvents(events=[pb.BlockEvent(stored=block) for block in blocks])
+
+
+async def test_a_long_chain_is_found_again_once_its_first_block_is_back() -> None:
+    head, *tail = chain(3001)
+    index, iterations = PrefixIndex(BLOCK_SIZE), 0
+
+    def iterate() -> None:
+        nonlocal iterations
+        iterations += 1
+        asyncio.get_running_loop().call_soon(iterate)
+
+    prompt = array("I")
+    for block in (head, *tail):
+        prompt.frombytes(block.token_ids)
+    prompt.append(0)
+    names = index.names_of(prompt, "")
+    await index.apply(0, told(*tail))
+    assert index.matches(names, [0]) == {0: 0}
+    iterate()
+    await index.apply(0, told(head))
+    assert index.matches(names, [0]) == {0: 3001}
+    assert iterations >= 5  # others had their turns meanwhile
+    index.forget(0)
+    assert not index._holders
+    assert not index._orphans
+
+
+async def test_an_orphan_that_was_evicted_does_not_come_back() -> None:
+    head, second, third = chain(3)
+    index = PrefixIndex(BLOCK_SIZE)
+    await index.apply(0, told(second, third))
+    await index.apply(0, pb.BlockEvents(events=[pb.BlockEvent(removed=second.name)]))
+    await index.apply(0, told(head))
+    assert set(index._names[0]) == {head.name}
+    await index.apply(0, told(second))
+    assert set(index._names[0]) == {head.name, second.name, third.name}

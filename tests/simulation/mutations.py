@@ -36,7 +36,9 @@ _UNIT = [
     )
 ]
 _UNIT += [f"{_TESTS}/forks/test_followers.py", f"{_TESTS}/edge/test_step_features.py"]
-_OF_CLUSTERS = [f"tests/frontend/test_{name}.py" for name in ("engines", "scheduler_client")]
+_OF_CLUSTERS = [
+    f"tests/frontend/test_{name}.py" for name in ("engines", "prefix_index", "scheduler_client")
+]
 _STATE_MACHINES = [f"{_TESTS}/test_state_machines.py"]
 _MAX_SECONDS = 600
 

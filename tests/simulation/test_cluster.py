@@ -22,6 +22,7 @@ REACHED = [
     "FailedPreconditionError",
     "InternalError",
     "QueueFullError",
+    "blocks without the one before them",
     "cached prompt tokens",
     "moves with tokens",
     "poisonings",

@@ -27,7 +27,7 @@ def _compute(blocks: BlockManager, seq: Sequence, tokens: list[int]) -> None:
     blocks.publish(seq)
 
 
-def test_an_index_has_exactly_what_an_engine_holds() -> None:
+async def test_an_index_has_exactly_what_an_engine_holds() -> None:
     """A block may outlive the one before it, which another sequence computed as well."""
     first = secrets.randbits(32)
     print(f"seeds from {first} on")
@@ -50,9 +50,9 @@ def test_an_index_has_exactly_what_an_engine_holds() -> None:
                     blocks.reset()
                     running.clear()
                 for message in event_messages(watch.take()):
-                    index.apply(0, message)
+                    await index.apply(0, message)
                 check_index(index, 0, blocks)
         with blocks.watched() as watch:
             for part in snapshot_parts(watch.snapshot):
-                index.apply(0, part)
+                await index.apply(0, part)
         check_index(index, 0, blocks)

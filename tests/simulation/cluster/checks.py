@@ -162,20 +162,22 @@ def _check_indexes(world: World, number: int) -> None:
         assert engine.client.connected, f"no connection to {host.name}"
         index = engine.index
         assert index is not None, f"frontend {number} does not know what {host.name} holds"
-        check_index(index, engine.number, host.process.scheduler.blocks)
+        orphans = check_index(index, engine.number, host.process.scheduler.blocks)
+        world.counts["blocks without the one before them"] += orphans
         for name in index._names.get(engine.number, {}).values():
             holders[name] |= 1 << engine.number
     for index in engines._indexes.values():
         assert index._holders == dict(holders), "holders of blocks"
 
 
-def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> None:
-    """Checks that an index has exactly what is held by the engine that has a number there."""
+def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> int:
+    """Checks that an index has exactly what is held by the engine that has a number there; returns
+    how many of these blocks are orphans."""
     names = index._names.get(number, {})
-    orphans = index._orphans.get(number, {})
+    orphans = set(index._orphans[number].names()) if number in index._orphans else set()
     assert names.keys().isdisjoint(orphans), "a block is named, and an orphan"
     held = blocks._contents
-    assert names.keys() | orphans.keys() == held.keys(), (
+    assert names.keys() | orphans == held.keys(), (
         f"knows {len(names)} + {len(orphans)} of {len(held)} blocks of engine {number}"
     )
     for name, block in held.items():
@@ -183,9 +185,10 @@ def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> None:
         while chain[-1].parent in held:
             chain.append(held[chain[-1].parent])
         if not chain[-1].parent:
-            assert name in names, "a block is an orphan, but what it follows is there"
+            assert name in names, "a block is an orphan, though its parent is there"
             ids = array("I")
             for each in reversed(chain):
                 ids.frombytes(each.token_ids)
             ids.append(0)
             assert names[name] == index.names_of(ids, block.cache_salt)[-1], "a wrong name"
+    return len(orphans)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
+from scheduler_svc.block_manager import BlockManager
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.world import World
 
@@ -14,7 +16,7 @@ _GONE_S = 5.0  # for which operators wait for frontends to leave an engine that 
 KINDS = (
     *("scheduler dies", "workers lost", "partition", "connections cut off", "cache flushed"),
     *("stopped while listed", "update", "other model", "scale up", "scale down", "lost for good"),
-    *("all replaced", "dies in a row"),
+    *("all replaced", "dies in a row", "first blocks evicted"),
 )
 CHANGE_MODELS = {"other model", "all replaced", "dies in a row"}
 
@@ -44,6 +46,7 @@ class Faults:
             "lost for good": self._lose,
             "all replaced": self._replace_all,
             "dies in a row": self._die_in_a_row,
+            "first blocks evicted": self._evict_first_blocks,
         }[kind]
         self._tasks.append(asyncio.ensure_future(self._at(at, kind, work())))
 
@@ -112,6 +115,16 @@ class Faults:
             for connection in host.process.servicer._connections.values():
                 connection.cut_off("too slow")
 
+    async def _evict_first_blocks(self) -> None:
+        """Cached prefixes lose their first blocks. Watchers fall behind, and learn of it from a
+        snapshot."""
+        for host in self._world.hosts:
+            if host.process is not None:
+                blocks = host.process.scheduler.blocks
+                _evict_first_blocks(blocks)
+                for watch in blocks._watches:
+                    watch.fell_behind = True
+
     async def _flush(self) -> None:
         host = self._any()
         if host.process is not None:
@@ -168,3 +181,16 @@ class Faults:
         patience_s = self._rng.choice([0.5, _GONE_S])
         if host.process is not None:
             await host.process.left(patience_s)
+
+
+def _evict_first_blocks(blocks: BlockManager) -> None:
+    names = [name for name, each in blocks._contents.items() if each.parent is None]
+    first = [blocks._block_of[name] for name in names]
+    cached = [block for block in first if block in blocks._cached]
+    for block in cached:
+        blocks._cached.move_to_end(block, last=False)
+    empty, blocks._free = blocks._free, deque()  # else these would be handed out
+    taken = [blocks._take() for _ in cached]
+    blocks._free = empty
+    for block in taken:
+        blocks._release(block)

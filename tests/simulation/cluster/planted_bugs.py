@@ -131,6 +131,12 @@ CLUSTER_BUGS = [
         "            raise\n",
     ),
     _frontend(
+        "blocks stay orphans when the one before them is back",
+        "engines/prefix_index.py",
+        "            found += orphans.take(block.name)\n",
+        "",
+    ),
+    _frontend(
         "everything goes to the first engine",
         "engines/placement.py",
         "        if load.num_sequences <= limit\n",
