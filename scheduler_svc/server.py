@@ -124,7 +124,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._ready = asyncio.Event()
         self._state = _State()
         self._connections: dict[int, Connection] = {}
-        # A message about the cache has up to 512 events: one is made per iteration of the loop.
+        # A message about the cache has up to 512 events: one is made per turn of the loop.
         self._watch_turns = Turns(1)
         self._numbers = itertools.count()
 
@@ -240,8 +240,9 @@ class SchedulerServicer(SchedulerServiceServicer):
 
         async def tell(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
             while True:
-                await self._watch_turns.take(caller)
-                if (message := next(messages, None)) is None:
+                async with self._watch_turns.half_the_time(caller):
+                    message = next(messages, None)
+                if message is None:
                     return
                 message.load.CopyFrom(self._load(engine))
                 await context.write(message)
