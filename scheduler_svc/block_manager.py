@@ -73,12 +73,16 @@ class BlockManager:
     @contextmanager
     def watched(self) -> Iterator[BlockWatch]:
         """Has a watch told what is published and what of it is evicted, as long as it is open."""
-        watch = BlockWatch(self._parents_first())
+        watch = BlockWatch(self._contents)
         self._watches.append(watch)
         try:
             yield watch
         finally:
             self._watches.remove(watch)
+
+    @property
+    def num_watches(self) -> int:
+        return len(self._watches)
 
     @property
     def num_free_blocks(self) -> int:
@@ -231,18 +235,6 @@ class BlockManager:
         self._contents[stored.name] = stored
         for watch in self._watches:
             watch.add(stored)
-
-    def _parents_first(self) -> list[StoredBlock]:
-        """All published blocks, each behind the one that it follows, if that is still there."""
-        ordered: dict[bytes, StoredBlock] = {}
-        for stored in self._contents.values():
-            chain: list[StoredBlock] = []
-            block: StoredBlock | None = stored
-            while block is not None and block.name not in ordered:
-                chain.append(block)
-                block = self._contents.get(block.parent) if block.parent else None
-            ordered.update((each.name, each) for each in reversed(chain))
-        return list(ordered.values())
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         full = seq.num_cacheable_tokens // self.block_size

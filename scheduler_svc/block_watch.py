@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 # Events that may wait to be read: a large cache that is filled twice.
 MAX_UNREAD = 1 << 18
+# Of one cache: frontends that choose among engines, or operators.
+MAX_WATCHES = 16
+_MAX_CHAIN = 512  # blocks that are looked at for the sake of one
 
 
 class StoredBlock(NamedTuple):
@@ -31,12 +34,33 @@ class Cleared(NamedTuple):
 BlockEvent = StoredBlock | Removed | Cleared
 
 
-class BlockWatch:
-    """Events that one watcher has yet to be told. A snapshot comes before them, taken by whoever
-    makes the watch."""
+class Snapshot:
+    """The stored blocks at one time. Iterating consumes them, a bounded amount of work per block:
+    whatever is stored or removed meanwhile changes nothing."""
 
-    def __init__(self, snapshot: Iterable[StoredBlock]) -> None:
-        self.snapshot = list(snapshot)
+    def __init__(self, contents: dict[bytes, StoredBlock]) -> None:
+        self._left = contents.copy()
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def __iter__(self) -> Iterator[StoredBlock]:
+        """Each block comes after its parent, if that is stored. The exception are longer chains
+        than `_MAX_CHAIN` of which each block was stored before its parent."""
+        for first in list(self._left):
+            name: bytes | None = first
+            chain: list[StoredBlock] = []
+            while name and name in self._left and len(chain) < _MAX_CHAIN:
+                chain.append(self._left.pop(name))
+                name = chain[-1].parent
+            yield from reversed(chain)
+
+
+class BlockWatch:
+    """Events that one watcher has yet to be told. They follow on the snapshot."""
+
+    def __init__(self, contents: dict[bytes, StoredBlock]) -> None:
+        self.snapshot = Snapshot(contents)
         self.fell_behind = False  # events were dropped, and none follow
         self._events: list[BlockEvent] = []
         self._news = asyncio.Event()

@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import structlog
 from grpc import aio
 
+from scheduler_svc.block_watch import MAX_WATCHES
 from scheduler_svc.edge.block_events import event_messages, snapshot_parts
 from scheduler_svc.edge.frontend_messages import read_sequence, step_output
 from scheduler_svc.edge.worker_client import WorkerClient
@@ -20,9 +21,16 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.sequence import SequenceKey
 from scheduler_svc.step import Output
 from scheduler_svc.trials import Trials
-from shared.errors import DataLossError, InternalError, UnavailableError
+from shared.errors import (
+    RETRY_AFTER_S,
+    DataLossError,
+    InternalError,
+    QueueFullError,
+    UnavailableError,
+)
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
+from shared.turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -116,6 +124,8 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._ready = asyncio.Event()
         self._state = _State()
         self._connections: dict[int, Connection] = {}
+        # A message about the cache has up to 512 events: one is made per turn of the loop.
+        self._watch_turns = Turns(1)
         self._numbers = itertools.count()
 
     async def run(
@@ -226,16 +236,26 @@ class SchedulerServicer(SchedulerServiceServicer):
         context: aio.ServicerContext[scheduler_pb2.WatchBlocksRequest, scheduler_pb2.BlockEvents],
     ) -> None:
         engine, _ = await self._started_engine()
-        with engine.scheduler.blocks.watched() as watch:
-            for part in snapshot_parts(watch.snapshot):
-                part.load.CopyFrom(self._load(engine))
-                await context.write(part)
-            watch.snapshot.clear()
+        caller, blocks = str(next(self._numbers)), engine.scheduler.blocks
+
+        async def tell(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
+            while True:
+                async with self._watch_turns.half_the_time(caller):
+                    message = next(messages, None)
+                if message is None:
+                    return
+                message.load.CopyFrom(self._load(engine))
+                await context.write(message)
+
+        await self._watch_turns.take(caller)
+        if blocks.num_watches >= MAX_WATCHES:
+            raise QueueFullError(
+                f"{MAX_WATCHES} callers watch the prefix cache, and no more may", RETRY_AFTER_S
+            )
+        with blocks.watched() as watch:
+            await tell(snapshot_parts(watch.snapshot))
             while not (watch.fell_behind or self._state.draining):
-                events = await watch.read(_LOAD_EVERY_S)
-                for message in event_messages(events):
-                    message.load.CopyFrom(self._load(engine))
-                    await context.write(message)
+                await tell(event_messages(await watch.read(_LOAD_EVERY_S)))
         if self._state.draining:
             raise UnavailableError("this scheduler is stopping", _AT_ONCE)
         raise DataLossError("too many events were not read: watch again")

@@ -28,6 +28,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 Metadata = tuple[tuple[str, str | bytes], ...]
+RETRY_AFTER_S = 1.0  # where nobody can tell when there will be room
 
 
 class ServiceError(Exception):
@@ -142,6 +143,8 @@ def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
         return FailedPreconditionError(details)
     if error.code() is grpc.StatusCode.DATA_LOSS:
         return DataLossError(details)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return QueueFullError(details, RETRY_AFTER_S)
     return otherwise
 
 

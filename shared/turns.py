@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 _Permits = deque["asyncio.Future[None]"]
 
@@ -29,6 +31,17 @@ class Turns:
         permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.request(caller, permit)
         await permit
+
+    @asynccontextmanager
+    async def half_the_time(self, caller: str) -> AsyncIterator[None]:
+        """Waits for a turn, in which work is done without awaiting anything; rests as long as that
+        took."""
+        await self.take(caller)
+        began = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self.rest(asyncio.get_running_loop().time() - began)
 
     def rest(self, seconds: float) -> None:
         """Permits nothing for so long from now on: work that took much has been done."""

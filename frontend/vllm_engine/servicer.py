@@ -35,6 +35,7 @@ from shared.errors import (
 )
 from shared.reading import let_go
 from shared.sampling_params import DEFAULTS, NUMBERS
+from shared.turns import Turns
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -67,6 +68,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._directory = directory
         self._began_at = time.monotonic()
         self._received_at = datetime.now(UTC)
+        self._event_turns = Turns(1)  # a snapshot has hundreds of blocks per message
         self._open: defaultdict[str, list[Generation]] = defaultdict(list)  # by request id
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
@@ -250,7 +252,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         stream = KvEventStream(info)
         async with aclosing(calls.watch_blocks()) as messages:
             async for message in messages:
-                yield stream.batch(message)
+                async with self._event_turns.half_the_time(str(id(stream))):
+                    batch = stream.batch(message)
+                yield batch
 
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Context

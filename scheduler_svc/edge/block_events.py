@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 
-from scheduler_svc.block_watch import BlockEvent, Removed, StoredBlock
+from scheduler_svc.block_watch import BlockEvent, Removed, Snapshot, StoredBlock
 from shared.pb import scheduler_pb2 as pb
 
 _EVENTS_AT_ONCE = 512  # of a message
 
 
-def snapshot_parts(blocks: Seq[StoredBlock]) -> Iterator[pb.BlockEvents]:
-    """The messages, at least one, that tell what there is."""
-    count = max(-(-len(blocks) // _EVENTS_AT_ONCE), 1)
+def snapshot_parts(snapshot: Snapshot) -> Iterator[pb.BlockEvents]:
+    """The messages, at least one, that tell what there is. Each is made when it is asked for."""
+    total, blocks = len(snapshot), iter(snapshot)
+    count = max(-(-total // _EVENTS_AT_ONCE), 1)
     for index in range(count):
-        part = blocks[index * _EVENTS_AT_ONCE : (index + 1) * _EVENTS_AT_ONCE]
         yield pb.BlockEvents(
-            events=map(_message, part),
-            snapshot=pb.SnapshotPart(index=index, count=count, blocks=len(blocks)),
+            events=map(_message, islice(blocks, _EVENTS_AT_ONCE)),
+            snapshot=pb.SnapshotPart(index=index, count=count, blocks=total),
         )
 
 

@@ -7,7 +7,6 @@ closes the socket, or dies, it ends.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -19,12 +18,12 @@ from typing import BinaryIO
 
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.compiler import Compilers, compile_grammar, is_out_of_memory
+from scheduler_svc.grammar.confinement import confine
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.limits import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, TOKEN_CPU_S
 from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
 from scheduler_svc.grammar.wire import Answer, Request
 
-_PR_SET_NO_NEW_PRIVS = 38
 _MAX_DESCRIPTORS = 16
 # Past so much processor time for a mask, others go first, of this process and every other.
 _HEAVY_CPU_S = 0.01
@@ -38,10 +37,12 @@ def serve(scheduler: socket.socket, compilers: Compilers) -> None:
     """Serves until the scheduler closes the socket."""
     _be_alone(scheduler.fileno())
     _set_limits()
+    sizes = os.open("/proc/self/smaps_rollup", os.O_RDONLY)
+    confine()
     requests = scheduler.makefile("rb")
     with suppress(BrokenPipeError, ConnectionResetError):
         try:
-            grammar = _compile(scheduler, requests, compilers)
+            grammar = _compile(scheduler, requests, compilers, sizes)
             if grammar is not None:
                 _compute_masks(scheduler, requests, grammar)
         except MemoryError:
@@ -73,7 +74,6 @@ def _set_limits() -> None:
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS)
     _limit(resource.RLIMIT_NPROC, 0)  # no process or thread of its own; root is exempt
-    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def _limit(what: int, value: int) -> None:
@@ -89,7 +89,7 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _compile(
-    scheduler: socket.socket, requests: BinaryIO, compilers: Compilers
+    scheduler: socket.socket, requests: BinaryIO, compilers: Compilers, sizes: int
 ) -> CompiledGrammar | None:
     _, contents = _read(requests)
     if not contents:
@@ -102,7 +102,7 @@ def _compile(
         scheduler.sendall(wire.frame(Answer.ERROR, error.reason.encode()))
         return None
     _limit_cpu(0)
-    scheduler.sendall(wire.compiled_answer(_private_bytes()))
+    scheduler.sendall(wire.compiled_answer(_private_bytes(sizes)))
     return grammar
 
 
@@ -168,8 +168,8 @@ def _read(requests: BinaryIO) -> tuple[int, bytes]:
     return kind, contents if len(contents) == size else b""
 
 
-def _private_bytes() -> int:
-    """The memory that no other process shares."""
-    with open("/proc/self/smaps_rollup") as file:
-        sizes = dict(line.split(":", 1) for line in file.read().splitlines()[1:])
-    return sum(int(sizes[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) << 10
+def _private_bytes(sizes: int) -> int:
+    """The memory that no other process shares, by what /proc/self/smaps_rollup says now."""
+    lines = os.pread(sizes, 4096, 0).decode().splitlines()[1:]
+    found = dict(line.split(":", 1) for line in lines)
+    return sum(int(found[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) << 10

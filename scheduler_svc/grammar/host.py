@@ -20,6 +20,7 @@ from pathlib import Path
 
 import structlog
 
+from scheduler_svc.grammar.confinement import log_gaps
 from scheduler_svc.grammar.errors import VocabularyError
 from scheduler_svc.grammar.host_link import (
     ENDED,
@@ -34,6 +35,8 @@ from scheduler_svc.grammar.host_link import (
 log = structlog.get_logger(__name__)
 
 _BEAT_S = 0.2
+# xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
 def run_host(link: HostLink, model: Path, beat: Callable[[], None] = lambda: None) -> None:
@@ -105,6 +108,7 @@ class _Host:
             from scheduler_svc.grammar.compiler import make_compilers
 
             self._serve = partial(serve, compilers=make_compilers(vocabulary))
+            log_gaps()
         finally:
             self._link.set_state(os.getpid(), loading=False)
         gc.collect()
@@ -123,7 +127,7 @@ class _Host:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, *_CRASHES):
                 signal.signal(number, signal.SIG_DFL)
             assert self._serve is not None
             self._serve(scheduler)

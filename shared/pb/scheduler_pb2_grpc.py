@@ -86,7 +86,7 @@ class SchedulerServiceServicer:
 
     def WatchBlocks(self, request, context):
         """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-        with DATA_LOSS if the caller falls behind.
+        with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

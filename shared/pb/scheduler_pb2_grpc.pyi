@@ -39,7 +39,7 @@ class SchedulerServiceStub:
     """Reports what the engine holds now and has done since its start."""
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]
     """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-    with DATA_LOSS if the caller falls behind.
+    with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
     """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
     """Empties the prefix cache, once no block of it is in use."""
@@ -58,7 +58,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Reports what the engine holds now and has done since its start."""
     WatchBlocks: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]  # type: ignore[assignment]
     """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-    with DATA_LOSS if the caller falls behind.
+    with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Empties the prefix cache, once no block of it is in use."""
@@ -92,7 +92,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.BlockEvents], _abc.AsyncIterator[_scheduler_pb2.BlockEvents]]:
         """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-        with DATA_LOSS if the caller falls behind.
+        with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
         """
 
     @_abc_1.abstractmethod

@@ -186,7 +186,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Door = Literal["grpc", "engine", "http", "page"]
+Door = Literal["grpc", "engine", "events", "http", "page"]
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,9 @@ class Attack:
 
     @property
     def anonymous(self) -> bool:
-        """Whether it needs a stack that asks for no tokens: only such a one serves HTTP."""
-        return self.door in ("http", "page")
+        """Whether it needs a stack that asks for no tokens: only such a one serves HTTP, and the
+        cache's events to all of the host."""
+        return self.door in ("events", "http", "page")
 
 
 ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks`

@@ -45,7 +45,7 @@ class Rig:
         match door:
             case "grpc":
                 return stack.address
-            case "engine":
+            case "engine" | "events":
                 return self.engine_address
             case "http":
                 return urlsplit(stack.url).netloc
@@ -65,7 +65,7 @@ class Rig:
 @contextmanager
 def running_rig(*, anonymous: bool) -> Iterator[Rig]:
     """Runs a stack and its honest clients, who know the right answers when this returns. If
-    anonymous, it serves HTTP and the page, too."""
+    anonymous, it serves HTTP, the page and the cache's events, too."""
     with tempfile.TemporaryDirectory(prefix="nano-abuse") as name:
         directory = Path(name)
         variables: dict[str, Any] = {"model": _long_model(directory), "dtype": "float32"}
@@ -74,8 +74,11 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
         else:
             variables["auth_tokens_file"] = _tokens_file(directory)
         engine_address = f"127.0.0.1:{free_service_port()}"
+        environment = {"NANO_ENGINE_ADDRESSES": engine_address}
+        if anonymous:
+            environment["NANO_ALLOW_LOCAL_KV_EVENTS"] = "1"
         with _few_descriptors():
-            starting = running_stack({"NANO_ENGINE_ADDRESSES": engine_address}, **variables)
+            starting = running_stack(environment, **variables)
             stack = starting.__enter__()
         try:
             options = ["--address", stack.address, "--scheduler", stack.stack.scheduler_address]

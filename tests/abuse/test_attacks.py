@@ -38,6 +38,7 @@ ENOUGH: dict[str, Callable[[Loot], bool]] = {
     "first-priority": lambda loot: loot.tokens > 100,
     "cancel-storm": lambda loot: loot.answers["cancelled"] > 200,
     "wrong-tokens": lambda loot: loot.answers["UNAUTHENTICATED"] > 100,
+    "cache-watchers": lambda loot: min(loot.answers[a] for a in ("OK", "RESOURCE_EXHAUSTED")) > 10,
     "engine-flood": lambda loot: loot.answers["OK"] > 200,
     "http-connections": lambda loot: loot.sent["connections"] == 1_500,
     "http-abandoned": lambda loot: loot.answers["200"] > 100,

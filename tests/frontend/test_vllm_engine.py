@@ -20,7 +20,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from frontend.settings import FrontendSettings
+from frontend.vllm_engine.kv_events import KvEventStream
 from shared.pb import frontend_pb2 as pb
+from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service, free_port
 from tests.frontend.fake_scheduler import (
     CACHED_PROMPT_TOKENS,
@@ -29,6 +31,7 @@ from tests.frontend.fake_scheduler import (
     echo_from_seed,
     logprob_row,
 )
+from tests.turns import counting_turns
 
 TEXT = "Once upon a time, 你好 👍🏽!"
 
@@ -270,6 +273,29 @@ async def test_events_may_be_for_the_whole_host_and_nothing_else_is(engine: Any)
     with pytest.raises(aio.AioRpcError) as caught:
         await engine.FlushCache(common.FlushCacheRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("settings", [{"allow_local_kv_events": True}], indirect=True)
+async def test_events_for_many_are_translated_one_batch_per_turn(
+    engine: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translate = KvEventStream.batch
+    with counting_turns() as turns:
+
+        def batch(self: KvEventStream, message: scheduler_pb2.BlockEvents) -> common.KvEventBatch:
+            turns.done(1)
+            return translate(self, message)
+
+        monkeypatch.setattr(KvEventStream, "batch", batch)
+        message = scheduler_pb2.BlockEvents(load=scheduler_pb2.GetLoadResponse(blocks=1))
+        for _ in range(400):
+            scheduler.block_events.put_nowait(message)
+        calls = [engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()) for _ in range(8)]
+        for call in calls:
+            await call.read()
+        await asyncio.wait_for(scheduler.block_events.join(), 20)
+    assert turns.total > len(calls)
+    assert turns.max == 1
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             else:
                 self.watched.clear()
         with self.blocks.watched() as another:
-            snapshot = another.snapshot
+            snapshot = list(another.snapshot)
         assert {each.name: each for each in snapshot} == self.watched
         places = {each.name: place for place, each in enumerate(snapshot)}
         for stored in snapshot:

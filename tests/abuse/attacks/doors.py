@@ -7,6 +7,8 @@ import itertools
 import json
 from typing import Any
 
+from grpc import aio
+from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from frontend.vllm_engine.servicer import SERVICE_NAME
@@ -110,6 +112,39 @@ async def page_polls(target: Target) -> None:
     requests = itertools.cycle([watch, chat])
     await target.begin()
     await target.flood(lambda: _ask(target, next(requests)), 64)
+
+
+@attack(door="events")
+async def cache_watchers(target: Target) -> None:
+    """A prefix cache of 20,000 tokens, watched and left after a whole snapshot, 64 at a time."""
+    path = f"/{SERVICE_NAME}/SubscribeKvEvents"
+    request = common.SubscribeKvEventsRequest().SerializeToString()
+    async with target.channel() as channel:
+        watch: Any = channel.unary_stream(
+            path, response_deserializer=common.KvEventBatch.FromString
+        )
+
+        async def read_snapshot() -> None:
+            call = watch(request)
+            target.loot.sent["calls"] += 1
+            try:
+                async for batch in call:
+                    target.loot.answers["parts"] += 1
+                    if batch.snapshot.index == batch.snapshot.count - 1:
+                        target.loot.answers["OK"] += 1
+                        return
+            except aio.AioRpcError as error:
+                target.loot.answers[error.code().name] += 1
+            finally:
+                call.cancel()
+
+        for number in range(10):
+            long = vllm.TokenizedInput(input_ids=[3 + number] * 2_000)
+            prompt = vllm.GenerateRequest(request_id=f"long {number}", tokenized=long)
+            prompt.sampling_params.max_tokens = 1
+            await target.ask(channel, f"/{SERVICE_NAME}/Generate", prompt.SerializeToString())
+        await target.begin()
+        await target.flood(read_snapshot, 64)
 
 
 @attack(door="engine")

@@ -13,6 +13,7 @@ import psutil
 
 from scheduler_svc.grammar import limits
 from scheduler_svc.grammar.host_link import HostLink
+from tests.scheduler_svc.grammar.attempts import attempting
 from tests.stack import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -91,6 +92,17 @@ if __name__ == "__main__":
     limits.MASK_CPU_S = 0.05
     limits.MEMORY_BYTES = 64 << 20
 
-    from scheduler_svc.grammar.host import main
+    from scheduler_svc.grammar import host
 
-    main(sys.argv[2:])
+    load = host._Host._load
+
+    def load_and_attempt(self: host._Host) -> None:
+        """Has a grammar whose text begins with ATTEMPTS make these, and be refused with what became
+        of them."""
+        load(self)
+        from scheduler_svc.grammar import child
+
+        child.compile_grammar = attempting(child.compile_grammar)
+
+    host._Host._load = load_and_attempt  # type: ignore[method-assign]
+    host.main(sys.argv[2:])

@@ -42,6 +42,7 @@ from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 from scheduler_svc.grammar.wire import Row, frame
 from scheduler_svc.sampling import GrammarKind
+from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
 from tests.stack import wait_for
 
@@ -164,6 +165,26 @@ async def test_a_complete_one_has_no_mask(grammars: Grammars) -> None:
     (mask,) = await grammars.masks([Completion(compiled).matcher])
     (a,) = allowed(mask)
     assert await grammars.masks([Completion(compiled, [a]).matcher]) == [None]
+
+
+async def test_a_process_that_is_taken_over_can_do_nothing(
+    grammars: Grammars, tmp_path: Path
+) -> None:
+    with surroundings(tmp_path) as given, pytest.raises(GrammarError) as caught:
+        await grammars.compile(REGEX, ATTEMPTS + json.dumps(given), ENDS)
+    outcomes = json.loads(caught.value.reason)
+    assert outcomes.pop("start a thread") == "can't start new thread"
+    assert {*outcomes.values()} == {"EPERM"}
+
+
+async def test_a_process_has_nothing_open_of_its_hosts(grammars: Grammars, host: TestHost) -> None:
+    await grammars.compile(REGEX, WORDS, ENDS)
+    (child,) = host.children()
+    directory = f"/proc/{child.pid}/fd/"
+    opened = [os.readlink(directory + number) for number in os.listdir(directory)]
+    (connection,) = (each for each in opened if each.startswith("socket:"))
+    sizes = f"/proc/{child.pid}/smaps_rollup"
+    assert sorted(opened) == sorted([os.devnull, os.devnull, os.devnull, connection, sizes])
 
 
 async def test_a_text_that_is_too_long_is_refused(grammars: Grammars) -> None:

@@ -1,0 +1,166 @@
+"""Watchers of the prefix cache, over real gRPC: how many, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from random import Random
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from scheduler_svc import __main__ as program
+from scheduler_svc import block_manager
+from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.block_watch import MAX_WATCHES, StoredBlock
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequence import Sequence
+from shared.errors import QueueFullError, UnavailableError, passed_on
+from shared.pb import scheduler_pb2 as pb
+from tests.fake_worker import FakeWorker
+from tests.scheduler_svc.test_service import Stack, stack_of
+from tests.turns import counting_turns
+
+BLOCK, AT_ONCE = 4, 512
+Call = aio.UnaryStreamCall[pb.WatchBlocksRequest, pb.BlockEvents]
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[BlockManager]:
+    """The caches of the schedulers that run in this process."""
+    made: list[BlockManager] = []
+
+    def make(num_blocks: int, block_size: int) -> BlockManager:
+        made.append(BlockManager(num_blocks, block_size))
+        return made[-1]
+
+    monkeypatch.setattr(program, "BlockManager", make)
+    return made
+
+
+def compute(blocks: BlockManager, prompt: list[int]) -> bytes:
+    """Has a prompt computed and ended; returns the last block's name."""
+    seq = Sequence((0, 0), prompt, SamplingParams(max_tokens=1))
+    assert blocks.allocate_prompt(seq)
+    seq.begin_at(len(prompt))
+    blocks.publish(seq)
+    blocks.free(seq)
+    return seq.block_hashes[-1]
+
+
+def fill(blocks: BlockManager) -> None:
+    for number in range(blocks.num_blocks // 32):
+        compute(blocks, [number] * BLOCK * 32)
+
+
+def watch(stack: Stack) -> Call:
+    return stack.stub.WatchBlocks(pb.WatchBlocksRequest(), wait_for_ready=True)
+
+
+async def test_one_watcher_too_many_is_refused_until_another_goes(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        watches = [watch(stack) for _ in range(MAX_WATCHES)]
+        for each in watches:
+            assert (await each.read()).HasField("snapshot")
+        with pytest.raises(aio.AioRpcError) as caught:
+            await watch(stack).read()
+        error = caught.value
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == f"{MAX_WATCHES} callers watch the prefix cache, and no more may"
+        to_an_operator = passed_on(error, UnavailableError("no engine is ready"))
+        assert isinstance(to_an_operator, QueueFullError)
+        assert str(to_an_operator) == error.details()
+        assert to_an_operator.retry_after_s == retry_after_s(error) > 0
+        watches[3].cancel()
+        while await is_refused(watch(stack)):
+            pass  # until the scheduler has noticed
+
+
+async def is_refused(call: Call) -> bool:
+    try:
+        await call.read()
+    except aio.AioRpcError as error:
+        return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return False
+
+
+def retry_after_s(error: aio.AioRpcError) -> float:
+    trailers = dict(error.trailing_metadata() or ())
+    (detail,) = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
+    retry = error_details_pb2.RetryInfo()
+    assert detail.Unpack(retry)
+    return retry.retry_delay.ToTimedelta().total_seconds()
+
+
+async def test_snapshots_for_many_take_little_of_each_turn(
+    tmp_path: Path, caches: list[BlockManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn makes one message, and puts the blocks of one in order."""
+    with counting_turns() as turns:
+
+        class Counted(StoredBlock):
+            @property
+            def parent(self) -> bytes | None:  # type: ignore[override]
+                turns.done(1)
+                return self[1]
+
+        monkeypatch.setattr(block_manager, "StoredBlock", Counted)
+        async with stack_of(tmp_path, FakeWorker(num_blocks=16 * AT_ONCE)) as stack:
+            await stack.load()
+            fill(caches[0])
+            watches = [watch(stack) for _ in range(4)]
+            for each in watches:
+                for _ in range(16):
+                    assert len((await each.read()).events) == AT_ONCE
+        assert turns.total == len(watches) * 2 * 16 * AT_ONCE
+        assert turns.max <= 3 * AT_ONCE
+
+
+async def test_a_watcher_knows_the_cache_though_it_changes_during_the_snapshot(
+    tmp_path: Path, caches: list[BlockManager]
+) -> None:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    rng = Random(seed)
+    known: dict[bytes, bytes] = {}  # contents by name
+    async with stack_of(tmp_path, FakeWorker(num_blocks=8 * AT_ONCE)) as stack:
+        await stack.load()
+        blocks = caches[0]
+        fill(blocks)
+        changing = asyncio.create_task(change(blocks, rng))
+        call, last = watch(stack), b""
+        while not (last and last in known):
+            message = await call.read()
+            told = message.snapshot
+            if message.HasField("snapshot"):
+                assert told.count == max(-(-told.blocks // AT_ONCE), 1)
+            for event in message.events:
+                take(known, event)
+            if not message.HasField("snapshot") and not changing.done() and rng.random() < 0.2:
+                changing.cancel()
+                last = compute(blocks, [-1] * BLOCK)
+        assert known == {name: each.token_ids for name, each in blocks._contents.items()}
+        assert blocks.num_evictions > 0
+
+
+async def change(blocks: BlockManager, rng: Random) -> None:
+    """Computes prompts that begin alike, one per turn of the loop, each in place of older ones."""
+    while True:
+        if rng.random() < 0.002:
+            blocks.reset()
+        shared = [rng.randrange(3)] * BLOCK * rng.randrange(64)
+        compute(blocks, shared + [rng.randrange(1000)] * BLOCK * rng.randrange(1, 64))
+        await asyncio.sleep(0)
+
+
+def take(known: dict[bytes, bytes], event: pb.BlockEvent) -> None:
+    if event.HasField("stored"):
+        assert event.stored.name not in known
+        known[event.stored.name] = event.stored.token_ids
+    elif event.HasField("removed"):
+        del known[event.removed]
+    else:
+        known.clear()
