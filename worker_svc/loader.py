@@ -98,14 +98,11 @@ class WeightLoader:
         self._reader.skip(name)
 
     def finish(self) -> None:
-        """Keeps what was packed for the next start.
-
+        """
         Raises:
             ModelError: the checkpoint has tensors that the model does not.
         """
         self._reader.check_all_read()
-        if self._cache:
-            self._cache.save()
 
     @property
     def _to_int8(self) -> Format | None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker_svc.quantization.quantize import VERSION
 from worker_svc.safetensors_file import NAMES
-from worker_svc.weights import contents_digest, model_fingerprint
+from worker_svc.user_cache import cache_folder
 
 log = structlog.get_logger(__name__)
 
@@ -31,22 +31,27 @@ _STALE_S = 3600
 
 
 def open_cache(
-    model_dir: Path, format: str, layout: str, dtype: torch.dtype, rank: int, ranks: int
+    model_dir: Path,
+    fingerprint: str,
+    format: str,
+    layout: str,
+    dtype: torch.dtype,
+    rank: int,
+    ranks: int,
 ) -> PackedCache | None:
-    """The weights of `model_dir` that this rank quantizes to `format` and packs in `layout` (see
-    `Ops`), in `nano-vllm-grpc/packed` in the user's cache directory; None if there is no home."""
+    """The weights of `model_dir`, whose `fingerprint` is given, that this rank quantizes to
+    `format` and packs in `layout` (see `Ops`), in `nano-vllm-grpc/packed` in the user's cache
+    directory; None if there is no home."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
+        folder = cache_folder("packed")
+    except OSError as error:
         log.warning("packed weights are not kept", reason=str(error))
         return None
     path = model_dir.resolve()
     name = re.sub(r"[^\w.-]", "_", path.name)
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    key = model_fingerprint(path), contents_digest(path), VERSION, layout, str(dtype)
-    return PackedCache(
-        base / "nano-vllm-grpc" / "packed" / f"{name}-{place}", f"{format}-{rank}-of-{ranks}", key
-    )
+    key = fingerprint, VERSION, layout, str(dtype)
+    return PackedCache(folder / f"{name}-{place}", f"{format}-{rank}-of-{ranks}", key)
 
 
 class PackedCache:

@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.quantization.exact import ExactWeight
 from tests.worker_svc.quantization.writers import SHAPE
+from worker_svc.fingerprint import ModelFiles
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.model_runner import ModelRunner
 from worker_svc.packed_cache import PackedCache
-from worker_svc.weights import contents_digest
 
 MAPPED, KEPT, BROKEN = (f"packed weights are {how}" for how in ("mapped", "kept", "broken"))
 NOT_KEPT = "packed weights are not kept"
@@ -52,7 +52,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def files(cache_home: Path) -> list[Path]:
-    return sorted(each for each in cache_home.rglob("*") if each.is_file())
+    packed = cache_home / "nano-vllm-grpc" / "packed"
+    return sorted(each for each in packed.rglob("*") if each.is_file())
 
 
 def address_ranges(path: Path) -> list[range]:
@@ -121,18 +122,18 @@ def test_weights_that_changed_are_quantized_again(model_dir: Path, cache_home: P
     assert said == [KEPT]
     assert not same(first, second)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert start(model_dir)[1] == [KEPT]
+    assert start(model_dir)[1] == [MAPPED]
 
 
 def test_digest_of_small_and_large_files(model_dir: Path) -> None:
-    digests = {contents_digest(model_dir)}
+    digests = {ModelFiles(model_dir).fingerprint}
     path = model_dir / "model.safetensors"
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    digests.add(contents_digest(model_dir))
+    digests.add(ModelFiles(model_dir).fingerprint)
     assert len(digests) == 2
 
 
