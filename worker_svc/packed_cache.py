@@ -9,6 +9,7 @@ import os
 import re
 import struct
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker_svc.quantization.quantize import VERSION
 from worker_svc.safetensors_file import NAMES
-from worker_svc.user_cache import cache_folder
+from worker_svc.user_cache import cache_folder, private_file, private_folder
 
 log = structlog.get_logger(__name__)
 
@@ -75,13 +76,21 @@ class PackedCache:
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._added: dict[str, dict[str, torch.Tensor]] = {}
 
-    def get(self, name: str) -> dict[str, torch.Tensor] | None:
-        """The state of weight `name`, mapped, if the file has it."""
+    def get(
+        self, name: str, expected: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """The state of weight `name`, mapped, if the file has it with the names, shapes and dtypes
+        of `expected`, and the numbers of those that are not on the meta device."""
         if self._file is None or name not in self._names:
             return None
-        self._found[name] = state = {
-            each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]
-        }
+        state = {each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]}
+        if not _alike(state, expected):
+            log.warning(
+                "packed weights are refused", path=str(self._path), reason=f"{name} differs"
+            )
+            self._file = None
+            return None
+        self._found[name] = state
         return state
 
     def add(self, name: str, state: dict[str, torch.Tensor]) -> None:
@@ -97,8 +106,8 @@ class PackedCache:
         tensors = {f"{name}:{k}": v for name, state in states.items() for k, v in state.items()}
         self._found, self._added, self._file = {}, {}, None
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._replace(tensors)
+            with private_folder(self._directory, create=True):
+                self._replace(tensors)
         except OSError as error:
             log.warning("packed weights are not kept", path=str(self._path), reason=str(error))
             return
@@ -119,18 +128,25 @@ class PackedCache:
 
     def _open(self) -> Any:
         try:
-            file: Any = safe_open(self._path, framework="pt")
-            keys = file.keys()
+            with (
+                private_folder(self._directory) as folder,
+                private_file(folder, self._path.name) as number,
+            ):
+                file: Any = safe_open(f"/dev/fd/{number}", framework="pt")
+                with suppress(OSError):
+                    os.utime(number)  # used last, dropped last
         except FileNotFoundError:
             return None
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             log.warning("packed weights are broken", path=str(self._path), reason=str(error))
             return None
+        except OSError as error:
+            log.warning("packed weights are refused", path=str(self._path), reason=str(error))
+            return None
+        keys: list[str] = file.keys()
         for key in keys:
             name, _, part = key.rpartition(":")
             self._names.setdefault(name, []).append(part)
-        with suppress(OSError):
-            os.utime(self._path)  # used last, dropped last
         return file
 
     def _drop_old(self, now: float) -> None:
@@ -144,6 +160,14 @@ class PackedCache:
         for path in self._directory.glob("*.tmp"):
             if now - path.stat().st_mtime > _STALE_S:
                 path.unlink(missing_ok=True)
+
+
+def _alike(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return state.keys() == expected.keys() and all(
+        (found.dtype, found.shape) == (other.dtype, other.shape)
+        and (other.is_meta or torch.equal(found, other))
+        for found, other in ((state[name], expected[name]) for name in expected)
+    )
 
 
 def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:

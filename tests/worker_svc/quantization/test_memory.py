@@ -53,7 +53,7 @@ def pack(weight, dtype):  # into a copy, as kernels do
         made = PlainWeight(weight.clone())
     else:
         made = exact.ExactWeight(replace(weight, codes=weight.codes.clone()))
-    packed += sum(tensor.nbytes for tensor in made.state().values())
+    packed += sum(tensor.nbytes for tensor in made.state().values() if not tensor.is_meta)
     return made
 
 def load(path, setting):
