@@ -102,7 +102,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     try:
         raw = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model: cannot read {path}: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"model: {path}: not a JSON object")

@@ -13,6 +13,7 @@ from worker_svc.packed_cache import PackedCache
 from worker_svc.quantization.choice import Choice
 from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.pieces import RowCollector, cut_columns
+from worker_svc.quantization.quantize import empty
 from worker_svc.weights import WeightReader
 
 # Numbers at a time of a matrix that is quantized or repacked: enough to be quick, little beside it.
@@ -98,14 +99,11 @@ class WeightLoader:
         self._reader.skip(name)
 
     def finish(self) -> None:
-        """Keeps what was packed for the next start.
-
+        """
         Raises:
             ModelError: the checkpoint has tensors that the model does not.
         """
         self._reader.check_all_read()
-        if self._cache:
-            self._cache.save()
 
     @property
     def _to_int8(self) -> Format | None:
@@ -136,12 +134,14 @@ class WeightLoader:
                 f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
                 f"{parts[plain.index(False)].name} is, and they are multiplied together"
             )
-        key = parts[0].name
-        if self._cache and (state := self._cache.get(key)) is not None:
-            for part in parts:
-                self._reader.skip(f"{part.name}.weight")
-            return self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
-        everything = range(in_features)
+        key, everything = parts[0].name, range(in_features)
+        if self._cache and quantize_to:
+            weight = empty(num_rows, in_features, quantize_to, torch.device("meta"))
+            expected = self._ops.pack(cut_columns(weight, columns or everything), self.dtype)
+            if (state := self._cache.get(key, expected.state())) is not None:
+                for part in parts:
+                    self._reader.skip(f"{part.name}.weight")
+                return self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
         packed = self._ops.pack(
             self._read_quantized(
                 parts,

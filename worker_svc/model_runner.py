@@ -15,6 +15,7 @@ from worker_svc.config import load_model_config
 from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
+from worker_svc.fingerprint import ModelFiles
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.loader import WeightLoader
@@ -32,7 +33,7 @@ from worker_svc.step.tensors import StepTensors, upload, upload_step
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
 from worker_svc.warm_up import plain_decodes, warm_up_steps
-from worker_svc.weights import WeightReader, model_fingerprint
+from worker_svc.weights import WeightReader
 
 _READING = 8  # multiply-adds that a CPU does in the time in which it reads a weight
 
@@ -85,16 +86,26 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tp = TensorParallel(settings.rank, settings.tp)
         self._backend = platform.attention_backend(settings, shape)
-        cache = None
+        files, cache = ModelFiles(model_dir), None
         if quantization.quantize_to:
-            layout, rank, ranks = platform.ops.layout, settings.rank, settings.tp
-            cache = open_cache(model_dir, quantization.name, layout, config.dtype, rank, ranks)
+            cache = open_cache(
+                model_dir,
+                files.fingerprint,
+                quantization.name,
+                platform.ops.layout,
+                config.dtype,
+                settings.rank,
+                settings.tp,
+            )
         copies = platform.weight_copies()
         with WeightReader(model_dir, config.dtype, platform.device, copies) as reader:
             loader = WeightLoader(reader, platform.ops, quantization, cache)
             self._model = Qwen3ForCausalLM(
                 loader, config, max_model_len, platform.ops, self._tp, self._backend
             )
+        files.check_unchanged()
+        if cache:
+            cache.save()
         self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
         self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
@@ -117,7 +128,7 @@ class ModelRunner:
         self.info = RunnerInfo(
             device=str(platform.device),
             dtype=str(config.dtype).removeprefix("torch."),
-            fingerprint=f"{model_fingerprint(model_dir)}-{quantization.name}",
+            fingerprint=f"{files.fingerprint}-{quantization.name}",
             attention_backend=self._backend.name,
             block_size=block_size,
             num_blocks=blocks_that_fit(

@@ -9,6 +9,7 @@ import os
 import re
 import struct
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker_svc.quantization.quantize import VERSION
 from worker_svc.safetensors_file import NAMES
-from worker_svc.weights import contents_digest, model_fingerprint
+from worker_svc.user_cache import cache_folder, private_file, private_folder
 
 log = structlog.get_logger(__name__)
 
@@ -31,22 +32,27 @@ _STALE_S = 3600
 
 
 def open_cache(
-    model_dir: Path, format: str, layout: str, dtype: torch.dtype, rank: int, ranks: int
+    model_dir: Path,
+    fingerprint: str,
+    format: str,
+    layout: str,
+    dtype: torch.dtype,
+    rank: int,
+    ranks: int,
 ) -> PackedCache | None:
-    """The weights of `model_dir` that this rank quantizes to `format` and packs in `layout` (see
-    `Ops`), in `nano-vllm-grpc/packed` in the user's cache directory; None if there is no home."""
+    """The weights of `model_dir`, whose `fingerprint` is given, that this rank quantizes to
+    `format` and packs in `layout` (see `Ops`), in `nano-vllm-grpc/packed` in the user's cache
+    directory; None if there is no home."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
+        folder = cache_folder("packed")
+    except OSError as error:
         log.warning("packed weights are not kept", reason=str(error))
         return None
     path = model_dir.resolve()
     name = re.sub(r"[^\w.-]", "_", path.name)
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    key = model_fingerprint(path), contents_digest(path), VERSION, layout, str(dtype)
-    return PackedCache(
-        base / "nano-vllm-grpc" / "packed" / f"{name}-{place}", f"{format}-{rank}-of-{ranks}", key
-    )
+    key = fingerprint, VERSION, layout, str(dtype)
+    return PackedCache(folder / f"{name}-{place}", f"{format}-{rank}-of-{ranks}", key)
 
 
 class PackedCache:
@@ -70,13 +76,21 @@ class PackedCache:
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._added: dict[str, dict[str, torch.Tensor]] = {}
 
-    def get(self, name: str) -> dict[str, torch.Tensor] | None:
-        """The state of weight `name`, mapped, if the file has it."""
+    def get(
+        self, name: str, expected: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """The state of weight `name`, mapped, if the file has it with the names, shapes and dtypes
+        of `expected`, and the numbers of those that are not on the meta device."""
         if self._file is None or name not in self._names:
             return None
-        self._found[name] = state = {
-            each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]
-        }
+        state = {each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]}
+        if not _alike(state, expected):
+            log.warning(
+                "packed weights are refused", path=str(self._path), reason=f"{name} differs"
+            )
+            self._file = None
+            return None
+        self._found[name] = state
         return state
 
     def add(self, name: str, state: dict[str, torch.Tensor]) -> None:
@@ -92,8 +106,8 @@ class PackedCache:
         tensors = {f"{name}:{k}": v for name, state in states.items() for k, v in state.items()}
         self._found, self._added, self._file = {}, {}, None
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._replace(tensors)
+            with private_folder(self._directory, create=True):
+                self._replace(tensors)
         except OSError as error:
             log.warning("packed weights are not kept", path=str(self._path), reason=str(error))
             return
@@ -114,18 +128,25 @@ class PackedCache:
 
     def _open(self) -> Any:
         try:
-            file: Any = safe_open(self._path, framework="pt")
-            keys = file.keys()
+            with (
+                private_folder(self._directory) as folder,
+                private_file(folder, self._path.name) as number,
+            ):
+                file: Any = safe_open(f"/dev/fd/{number}", framework="pt")
+                with suppress(OSError):
+                    os.utime(number)  # used last, dropped last
         except FileNotFoundError:
             return None
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             log.warning("packed weights are broken", path=str(self._path), reason=str(error))
             return None
+        except OSError as error:
+            log.warning("packed weights are refused", path=str(self._path), reason=str(error))
+            return None
+        keys: list[str] = file.keys()
         for key in keys:
             name, _, part = key.rpartition(":")
             self._names.setdefault(name, []).append(part)
-        with suppress(OSError):
-            os.utime(self._path)  # used last, dropped last
         return file
 
     def _drop_old(self, now: float) -> None:
@@ -139,6 +160,14 @@ class PackedCache:
         for path in self._directory.glob("*.tmp"):
             if now - path.stat().st_mtime > _STALE_S:
                 path.unlink(missing_ok=True)
+
+
+def _alike(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return state.keys() == expected.keys() and all(
+        (found.dtype, found.shape) == (other.dtype, other.shape)
+        and (other.is_meta or torch.equal(found, other))
+        for found, other in ((state[name], expected[name]) for name in expected)
+    )
 
 
 def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:

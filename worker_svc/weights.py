@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +13,12 @@ from tqdm import tqdm
 
 from shared.model_directory import is_plain_name, read_text
 from worker_svc.errors import ModelError
-from worker_svc.safetensors_file import NAMES, StoredTensor, read_header, read_tensors
+from worker_svc.safetensors_file import NAMES, StoredTensor, read_tensors
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Converted at a time: what was read is still in the cache.
 _BUFFER_BYTES = 4 << 20
-# Of each file, for `contents_digest`.
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-_TENSOR_BYTES = 32  # before the middle of each tensor, and behind it, in a fingerprint
 
 
 class WeightReader:
@@ -48,7 +43,9 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self._copy = copy
-        self._tensors = {k: v for path in _paths(model_dir) for k, v in read_tensors(path).items()}
+        self._tensors = {
+            k: v for path in weight_files(model_dir) for k, v in read_tensors(path).items()
+        }
         self._unread = set(self._tensors)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None: no bar unless stderr is a terminal.
@@ -173,38 +170,12 @@ class WeightReader:
             raise ModelError(f"{tensor.path.name}: cannot read {name}: {error}") from error
 
 
-def model_fingerprint(model_dir: Path) -> str:
-    """Hex digest of the configuration, of every weight file's name, size and header (names, shapes,
-    dtypes, offsets), and of some bytes from the middle of every tensor: cheap, equal on hosts with
-    the same files, and another for a model trained further."""
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for path in _paths(model_dir):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        digest.update(read_header(path))
-        with path.open("rb") as file:
-            for tensor in read_tensors(path).values():
-                size = tensor.dtype.itemsize * math.prod(tensor.shape)
-                file.seek(tensor.start + max(size // 2 - _TENSOR_BYTES, 0))
-                digest.update(file.read(min(2 * _TENSOR_BYTES, size)))
-    return digest.hexdigest()[:32]
+def weight_files(model_dir: Path) -> list[Path]:
+    """The weight files of a checkpoint with or without an index, by name.
 
-
-def contents_digest(model_dir: Path) -> str:
-    """Hex digest of every weight file's size, time of change and samples of its bytes: other than
-    `model_fingerprint`, it tells a model from one trained further."""
-    digest = hashlib.sha256()
-    for path in _paths(model_dir):
-        status = path.stat()
-        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(status.st_size * i // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
-
-
-def _paths(model_dir: Path) -> list[Path]:
-    """The weight files of a checkpoint with or without an index."""
+    Raises:
+        ModelError: there are none, or the index names other files.
+    """
     index = model_dir / INDEX
     if index.is_file():
         try:

@@ -196,8 +196,15 @@ def _pip(directory: Path, *args: str | Path) -> None:
 def _run(*command: str | Path, cwd: Path = ROOT) -> None:
     words = " ".join(map(str, command))
     print(f"+ {words}", file=sys.stderr)
+    # Not every line is UTF-8: llama-quantize prints parts of characters, as vocabularies have them.
     done = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     if done.returncode != 0:
         last = done.stdout.strip().splitlines()[-_REASON_LINES:]

@@ -97,8 +97,8 @@ def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def _version(binary: Path) -> str:
-    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    return (done.stderr or done.stdout).splitlines()[0]
+    done = subprocess.run([binary, "--version"], capture_output=True, check=True)
+    return (done.stderr or done.stdout).decode(errors="replace").splitlines()[0]
 
 
 def _free_port() -> int:

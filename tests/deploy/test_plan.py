@@ -18,7 +18,7 @@ from frontend.tokenizer import Tokenizer
 from shared.config import SettingsError
 from tests.certificates import Authority
 from worker_svc.config import load_model_config
-from worker_svc.weights import model_fingerprint
+from worker_svc.fingerprint import ModelFiles
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 DIRECTORY = Path(".run/50051")
@@ -270,7 +270,7 @@ def test_a_commit_pins_a_model_of_the_hub(cached: Path, capsys: pytest.CaptureFi
     model = Path(environment["NANO_MODEL"])
     assert load_model_config(model).vocab_size == read_model_facts(model).vocab_size
     Tokenizer(model, threads=1).close()
-    assert model_fingerprint(model) == model_fingerprint(Path(DEMO))
+    assert ModelFiles(model).fingerprint == ModelFiles(Path(DEMO)).fingerprint
 
 
 def test_a_branch_of_the_hub_says_which_commit_it_was(

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import save_model, worker_settings
 from worker_svc.errors import ModelError
+from worker_svc.fingerprint import ModelFiles
 from worker_svc.model_runner import ModelRunner
-from worker_svc.weights import INDEX, WeightReader, model_fingerprint
+from worker_svc.weights import INDEX, WeightReader
 
 CPU = torch.device("cpu")
 
@@ -94,13 +95,13 @@ def test_reads_only_the_slice(model_dir: Path) -> None:
 
 
 def test_fingerprint_tells_models_apart(model_dir: Path, tmp_path_factory: object) -> None:
-    first = model_fingerprint(model_dir)
-    assert model_fingerprint(model_dir) == first
+    first = ModelFiles(model_dir).fingerprint
+    assert ModelFiles(model_dir).fingerprint == first
     norm = load_file(model_dir / "model.safetensors")["model.norm.weight"]
     edit(model_dir, model__norm__weight=norm + 0.5)
-    trained_further = model_fingerprint(model_dir)
+    trained_further = ModelFiles(model_dir).fingerprint
     edit(model_dir, model__layers__3__extra=torch.zeros(2))
-    assert len({first, trained_further, model_fingerprint(model_dir)}) == 3
+    assert len({first, trained_further, ModelFiles(model_dir).fingerprint}) == 3
 
 
 MEASURE = """
@@ -172,20 +173,20 @@ def test_an_index_names_only_files_beside_it(name: object, model_dir: Path) -> N
     (model_dir / INDEX).write_text(json.dumps(index))
     named = f"weight_map: lm_head.weight: {name!r} is not the name of a file beside it"
     with pytest.raises(ModelError, match=re.escape(f"{INDEX}: {named}")):
-        model_fingerprint(model_dir)
+        ModelFiles(model_dir)
 
 
 def test_files_may_be_links(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """As in Hugging Face's cache."""
-    expected = model_fingerprint(model_dir)
+    expected = ModelFiles(model_dir).fingerprint
     blob = tmp_path_factory.mktemp("blobs") / "0123"
     (model_dir / "model.safetensors").rename(blob)
     (model_dir / "model.safetensors").symlink_to(blob)
-    assert model_fingerprint(model_dir) == expected
+    assert ModelFiles(model_dir).fingerprint == expected
 
 
 def test_an_index_that_is_too_large(model_dir: Path) -> None:
     with (model_dir / INDEX).open("wb") as file:
         file.truncate(MAX_JSON_BYTES + 1)
     with pytest.raises(ModelError, match=r"index\.json: cannot be read: .* the limit is 16777216"):
-        model_fingerprint(model_dir)
+        ModelFiles(model_dir)

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from worker_svc.quantization.checkpoint import from_unsigned, require, require_shape, unpack_columns
+from worker_svc.quantization.checkpoint import (
+    from_unsigned,
+    require,
+    require_shape,
+    require_size,
+    unpack_columns,
+)
 from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.pieces import per_group
 from worker_svc.weights import WeightReader
@@ -32,7 +38,7 @@ class Awq:
         """
         require(config, "bits", 4)
         require(config, "version", None, "gemm", "GEMM")
-        self._group_size = int(config.get("group_size", -1))
+        self._group_size = require_size({"group_size": -1, **config}, "group_size", -1)
 
     def holds(self, reader: WeightReader, name: str) -> bool:
         return reader.has(f"{name}.qweight")

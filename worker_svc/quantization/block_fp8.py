@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.checkpoint import require, require_shape
+from worker_svc.quantization.checkpoint import require, require_block, require_shape
 from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.pieces import per_group
 from worker_svc.weights import WeightReader
@@ -27,13 +26,7 @@ class BlockFp8:
         """
         require(config, "fmt", None, "e4m3")
         require(config, "activation_scheme", None, "dynamic")
-        block = config.get("weight_block_size")
-        if not isinstance(block, list) or len(block) != 2:
-            raise ModelError(
-                f"quantization_config: weight_block_size: {json.dumps(block)} is not implemented; "
-                "implemented: two numbers"
-            )
-        self._block = int(block[0]), int(block[1])
+        self._block = require_block(config, "weight_block_size")
 
     def holds(self, reader: WeightReader, name: str) -> bool:
         return reader.has(f"{name}.weight_scale_inv")

@@ -13,6 +13,9 @@ from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.pieces import pack_int4
 from worker_svc.weights import WeightReader
 
+MAX_SIZE = 2**31 - 1  # inputs or outputs that share a scale
+MAX_SHOWN = 200  # characters of a value, in an error
+
 
 class Checkpoint(Protocol):
     """Reads a checkpoint of one format, whose details its `quantization_config` tells.
@@ -44,20 +47,71 @@ def require(config: Mapping[str, Any], name: str, *implemented: Any) -> Any:
     Raises:
         ModelError: it is not.
     """
-    value: Any = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    if value not in implemented:
-        choice = ", ".join(map(_in_json, implemented))
-        raise ModelError(
-            f"quantization_config: {name}: {_in_json(value)} is not implemented; "
-            f"implemented: {choice}"
-        )
+    value = _field(config, name)
+    if not any(type(value) is type(each) and value == each for each in implemented):
+        raise _refused(name, value, ", ".join(map(_in_json, implemented)))
     return value
 
 
+def require_size(config: Mapping[str, Any], name: str, *implemented: int) -> int:
+    """The field `name`, as `require` finds it, if it is a positive int32 or an implemented number.
+
+    Raises:
+        ModelError: it is not.
+    """
+    return _size(name, _field(config, name), *implemented)
+
+
+def require_block(config: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """The height and width in the field `name`.
+
+    Raises:
+        ModelError: it is no list of two sizes.
+    """
+    value = _field(config, name)
+    if not isinstance(value, list) or len(value) != 2:
+        raise _refused(name, value, "two numbers")
+    return _size(f"{name}[0]", value[0]), _size(f"{name}[1]", value[1])
+
+
+def require_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in the field `name`.
+
+    Raises:
+        ModelError: it is none.
+    """
+    value = _field(config, name)
+    if not isinstance(value, Mapping):
+        raise _refused(name, value, "an object")
+    return value
+
+
+def _field(config: Mapping[str, Any], name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _size(name: str, value: Any, *implemented: int) -> int:
+    if type(value) is not int or not (value in implemented or 0 < value <= MAX_SIZE):
+        raise _refused(name, value, ", ".join(map(str, [*implemented, f"1 to {MAX_SIZE}"])))
+    return value
+
+
+def _refused(name: str, value: Any, implemented: str) -> ModelError:
+    return ModelError(
+        f"quantization_config: {name}: {_in_json(value)} is not implemented; "
+        f"implemented: {implemented}"
+    )
+
+
 def _in_json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+    except RecursionError:
+        text = "a value nested too deeply"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def require_shape(reader: WeightReader, name: str, *shape: int) -> None:

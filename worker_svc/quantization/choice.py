@@ -9,7 +9,7 @@ from typing import Any
 from worker_svc.errors import ModelError
 from worker_svc.quantization.awq import Awq
 from worker_svc.quantization.block_fp8 import BlockFp8
-from worker_svc.quantization.checkpoint import Checkpoint
+from worker_svc.quantization.checkpoint import Checkpoint, require
 from worker_svc.quantization.compressed_tensors import CompressedTensors
 from worker_svc.quantization.formats import Format
 from worker_svc.quantization.gptq import Gptq
@@ -47,12 +47,7 @@ def choose_quantization(setting: str, config: Mapping[str, Any] | None) -> Choic
     if not config:
         formats: dict[str, Format] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         return Choice(quantize_to=formats.get(setting))
-    method = str(config.get("quant_method"))
-    if method not in CHECKPOINTS:
-        raise ModelError(
-            f"quantization_config: quant_method: {method} is not implemented; implemented: "
-            + ", ".join(CHECKPOINTS)
-        )
+    method = require(config, "quant_method", *CHECKPOINTS)
     choice = Choice(CHECKPOINTS[method](config))
     if setting not in ("auto", choice.name):
         raise ModelError(f"quantization: {setting}, but the checkpoint is {choice.name} ({method})")

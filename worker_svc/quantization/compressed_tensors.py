@@ -12,7 +12,10 @@ from worker_svc.errors import ModelError
 from worker_svc.quantization.checkpoint import (
     from_unsigned,
     require,
+    require_block,
+    require_object,
     require_shape,
+    require_size,
     unpack_bits,
     unpack_columns,
 )
@@ -36,15 +39,18 @@ class CompressedTensors:
         require(config, "kv_cache_scheme", None)
         require(config, "transform_config", None, {})
         require(config, "sparsity_config", None, {})
-        groups = list(config.get("config_groups", {}).values())
-        if len(groups) != 1 or not isinstance(groups[0], Mapping):
+        groups = require_object(config, "config_groups")
+        if len(groups) != 1:
             raise ModelError(
                 f"quantization_config: config_groups: {len(groups)} groups are not implemented; "
                 "implemented: 1, with its weights"
             )
-        scheme = {"format": config.get("format")} | {k: v for k, v in groups[0].items() if v}
+        (group,) = groups.values()
+        group = require_object({"config_groups": group}, "config_groups")
+        scheme = {"format": config.get("format")} | {k: v for k, v in group.items() if v}
         formats = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
         self._packed = require(scheme, "format", *formats) == "pack-quantized"
+        require_object(scheme, "weights")
         self.format, self._bits = _number_format(scheme, self._packed)
         require(scheme, "output_activations", None)
         if "input_activations" in scheme:
@@ -52,13 +58,14 @@ class CompressedTensors:
             require(scheme, "input_activations.dynamic", True)
         self._symmetric = require(scheme, "weights.symmetric", True, False)
         require(scheme, "weights.actorder", None, False, "weight", "static")
-        weights = scheme["weights"]
         strategies = (
             ("channel", "group") if self._packed else ("tensor", "channel", "group", "block")
         )
         self._strategy = require(scheme, "weights.strategy", *strategies)
-        self._group_size = int(weights.get("group_size") or 0)
-        self._block_structure = tuple(weights.get("block_structure") or ())
+        if self._strategy == "group":
+            self._block_size = 1, require_size(scheme, "weights.group_size")
+        if self._strategy == "block":
+            self._block_size = require_block(scheme, "weights.block_structure")
 
     def holds(self, reader: WeightReader, name: str) -> bool:
         return reader.has(f"{name}.weight_scale")
@@ -90,11 +97,8 @@ class CompressedTensors:
 
     def _block(self, in_features: int) -> tuple[int, int]:
         """The rows and columns that share a scale."""
-        if self._strategy == "group":
-            return 1, self._group_size
-        if self._strategy == "block":
-            height, width = self._block_structure
-            return height, width
+        if self._strategy in ("group", "block"):
+            return self._block_size
         return 1 if self._strategy == "channel" else sys.maxsize, in_features
 
     def _zeros(

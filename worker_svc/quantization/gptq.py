@@ -12,6 +12,7 @@ from worker_svc.quantization.checkpoint import (
     from_unsigned,
     require,
     require_shape,
+    require_size,
     unpack_bits,
     unpack_columns,
 )
@@ -39,7 +40,7 @@ class Gptq:
         require(config, "is_marlin_format", None, False)
         require(config, "dynamic", None, {})  # other bits for some layers
         require(config, "pack_dtype", None, "int32")
-        self._group_size = int(config.get("group_size", -1))
+        self._group_size = require_size({"group_size": -1, **config}, "group_size", -1)
 
     def holds(self, reader: WeightReader, name: str) -> bool:
         return reader.has(f"{name}.qweight")

@@ -29,9 +29,18 @@ def per_group(
 
     A group that a boundary cuts, of a block or of `columns`, becomes two or more, and all others as
     small: every input keeps its scale, however many ranks there are.
+
+    Raises:
+        ModelError: there are fewer of them.
     """
     device = per_block.device
     height, width = block
+    needed = [-(-rows.stop // height), -(-columns.stop // width)]
+    if any(a < b for a, b in zip(per_block.shape, needed, strict=True)):
+        raise ModelError(
+            f"quantization_config: blocks of {height} by {width} need scales or zeros of at least "
+            f"{needed}, the checkpoint has {list(per_block.shape)}"
+        )
     row_index = torch.arange(rows.start, rows.stop, device=device) // height
     if per_block.shape[1] == 1:
         return per_block[row_index]

@@ -34,6 +34,24 @@ def group_size(in_features: int) -> int:
     raise ModelError(f"quantization: int4 needs a multiple of 32 inputs, a layer has {in_features}")
 
 
+def empty(
+    out: int, columns: int, format: Format, device: torch.device | None = None
+) -> QuantizedWeight:
+    """W [out, in] as `quantize` returns it, its numbers not set.
+
+    Raises:
+        ModelError: as `group_size`.
+    """
+    groups = columns // group_size(columns) if format == "int4" else 1
+    dtype, width = {
+        "int8": (torch.int8, columns),
+        "int4": (torch.uint8, columns // 2),
+        "fp8": (torch.float8_e4m3fn, columns),
+    }[format]
+    codes = torch.empty(out, width, dtype=dtype, device=device)
+    return QuantizedWeight(format, codes, torch.empty(out, groups, device=device))
+
+
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     """W [out, in] float32 -> its codes and scales, row by row: the same whichever rows come along.
 
@@ -41,14 +59,9 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
         ModelError: as `group_size`.
     """
     out, columns = weight.shape
-    groups = columns // group_size(columns) if format == "int4" else 1
-    dtype, width = {
-        "int8": (torch.int8, columns),
-        "int4": (torch.uint8, columns // 2),
-        "fp8": (torch.float8_e4m3fn, columns),
-    }[format]
-    codes = torch.empty(out, width, dtype=dtype, device=weight.device)
-    scales = torch.empty(out, groups, device=weight.device)
+    quantized = empty(out, columns, format, weight.device)
+    codes, scales = quantized.codes, quantized.scales
+    groups = scales.shape[1]
     for rows in _pieces(out, columns):
         part = weight[rows]
         if format == "int4":
@@ -59,8 +72,8 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
             127 if format == "int8" else _FP8_MAX
         )
         values = part * _inverse(scales[rows])
-        codes[rows] = (values.round_() if format == "int8" else values).to(dtype)
-    return QuantizedWeight(format, codes, scales)
+        codes[rows] = (values.round_() if format == "int8" else values).to(codes.dtype)
+    return quantized
 
 
 def _pieces(out: int, columns: int) -> Iterator[slice]:

@@ -212,6 +212,14 @@ def test_a_command_that_fails_says_why(home: Path, monkeypatch: pytest.MonkeyPat
     assert sys.executable == str(install.python("nano"))
 
 
+def test_a_command_may_print_bytes_that_are_not_utf_8() -> None:
+    """As llama-quantize does, whose vocabulary has parts of characters."""
+    prints = "import os, sys; os.write(1, b'token \\xe2\\x96'); sys.exit(int(sys.argv[1]))"
+    install._run(sys.executable, "-c", prints, "0")
+    with pytest.raises(BenchError, match=r"status 3 of .*\ntoken \uFFFD"):
+        install._run(sys.executable, "-c", prints, "3")
+
+
 def test_the_machine_has_a_speed() -> None:
     speed = calibrate()
     assert min(speed.read_gb_per_s, speed.float32_gflop_per_s, speed.int8_gop_per_s) > 0

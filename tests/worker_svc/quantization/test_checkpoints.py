@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,44 @@ def test_refuses_by_name(config: dict[str, Any], reason: str) -> None:
         choose_quantization("auto", config)
     assert str(error.value).startswith(f"quantization_config: {reason}")
     assert "implemented" in str(error.value)
+
+
+# JSON whose nesting a parser takes, but an encoder a few calls deeper may not.
+DEEP: list[Any] = []
+for _ in range(950):
+    DEEP = [DEEP]
+NUMBERS: tuple[Any, ...] = -1, 0, 1, 1.5, 4.0, 2**31, 2**70, float("nan"), True, False
+LISTS: tuple[Any, ...] = [], ["x"], [1], [0, 0], [1, 1], [1.5, None], [[], {}], DEEP
+VALUES = *NUMBERS, *LISTS, None, "", "x", "\ud800", {}, {"x": None}, {"x": {}}
+
+
+def broken(config: Any) -> Iterator[Any]:
+    """`config` with each field, of its parts as well, removed or replaced."""
+    yield from VALUES
+    if isinstance(config, dict):
+        for name, part in config.items():
+            others = {key: each for key, each in config.items() if key != name}
+            yield others
+            yield from (others | {name: each} for each in broken(part))
+    elif isinstance(config, list):
+        for i, part in enumerate(config):
+            yield from ([*config[:i], each, *config[i + 1 :]] for each in broken(part))
+
+
+@formats
+def test_a_broken_configuration_is_refused(tmp_path: Path, format: Format) -> None:
+    """Unless the tensors can be read by it nevertheless."""
+    save_layer(tmp_path, format)
+    configs, refused = list(broken(format.config)), []
+    with WeightReader(tmp_path, torch.float32, CPU) as reader:
+        for config in configs:
+            try:
+                choice = choose_quantization("auto", config)
+                WeightLoader(reader, cpu_ops, choice).matrix([Rows("x", 0, OUT)], IN)
+            except ModelError as error:
+                refused.append(str(error))
+    assert 20 < len(refused) < len(configs)
+    assert max(map(len, refused)) < 500
 
 
 @pytest.mark.parametrize(("name", "setting"), [("W4A16", "int4"), ("W8A8", "int8"), ("FP8", "fp8")])

@@ -53,17 +53,22 @@ def pack(weight, dtype):  # into a copy, as kernels do
         made = PlainWeight(weight.clone())
     else:
         made = exact.ExactWeight(replace(weight, codes=weight.codes.clone()))
-    packed += sum(tensor.nbytes for tensor in made.state().values())
+    packed += sum(tensor.nbytes for tensor in made.state().values() if not tensor.is_meta)
     return made
 
 def load(path, setting):
     config, cpu = load_model_config(path), torch.device("cpu")
     choice = choose_quantization(setting, config.quantization)
     backend = TorchBackend(attention_shape(config, 1, cpu), 16)
-    cache = open_cache(path, setting, "copy", config.dtype, 0, 1) if choice.quantize_to else None
+    cache = None
+    if choice.quantize_to:
+        cache = open_cache(path, "fingerprint", setting, "copy", config.dtype, 0, 1)
     with WeightReader(path, config.dtype, cpu) as reader:
         loader = WeightLoader(reader, ops, choice, cache)
-        return Qwen3ForCausalLM(loader, config, 64, ops, TensorParallel(), backend)
+        model = Qwen3ForCausalLM(loader, config, 64, ops, TensorParallel(), backend)
+    if cache:
+        cache.save()
+    return model
 
 ops.pack = pack
 torch.set_num_threads(1)

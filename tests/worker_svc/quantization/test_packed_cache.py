@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from structlog.testing import capture_logs
 from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.quantization.exact import ExactWeight
 from tests.worker_svc.quantization.writers import SHAPE
+from worker_svc.fingerprint import ModelFiles
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.model_runner import ModelRunner
 from worker_svc.packed_cache import PackedCache
-from worker_svc.weights import contents_digest
+from worker_svc.quantization.quantize import empty, quantize
 
-MAPPED, KEPT, BROKEN = (f"packed weights are {how}" for how in ("mapped", "kept", "broken"))
-NOT_KEPT = "packed weights are not kept"
+MAPPED, KEPT, NOT_KEPT, BROKEN, REFUSED = (
+    f"packed weights are {how}" for how in ("mapped", "kept", "not kept", "broken", "refused")
+)
+PACK, UNPACK = cpu_ops.pack, cpu_ops.unpack  # as they are without `exact_weights`
 
 
 @pytest.fixture
@@ -52,7 +57,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def files(cache_home: Path) -> list[Path]:
-    return sorted(each for each in cache_home.rglob("*") if each.is_file())
+    packed = cache_home / "nano-vllm-grpc" / "packed"
+    return sorted(each for each in packed.rglob("*") if each.is_file())
 
 
 def address_ranges(path: Path) -> list[range]:
@@ -121,18 +127,18 @@ def test_weights_that_changed_are_quantized_again(model_dir: Path, cache_home: P
     assert said == [KEPT]
     assert not same(first, second)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert start(model_dir)[1] == [KEPT]
+    assert start(model_dir)[1] == [MAPPED]
 
 
 def test_digest_of_small_and_large_files(model_dir: Path) -> None:
-    digests = {contents_digest(model_dir)}
+    digests = {ModelFiles(model_dir).fingerprint}
     path = model_dir / "model.safetensors"
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    digests.add(contents_digest(model_dir))
+    digests.add(ModelFiles(model_dir).fingerprint)
     assert len(digests) == 2
 
 
@@ -160,6 +166,117 @@ def test_file_that_lacks_a_weight_is_completed(model_dir: Path, cache_home: Path
     assert said == [KEPT]
     assert same(first, second)
     assert set(header(path)) == {name.replace("DOWN", "down") for name in header(path)}
+
+
+def foreign(path: Path) -> None:
+    os.chown(path, 12345, -1)
+
+
+def writable(path: Path) -> None:
+    path.chmod(path.stat().st_mode | stat.S_IWGRP)
+
+
+def linked(path: Path) -> None:
+    elsewhere = path.with_name("elsewhere")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+by_others = pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(
+            foreign, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root alone gives away")
+        ),
+        writable,
+        linked,
+    ],
+)
+
+
+@by_others
+def test_a_file_that_others_may_have_written_is_replaced(
+    model_dir: Path, cache_home: Path, change: Callable[[Path], None]
+) -> None:
+    first, _ = start(model_dir)
+    (path,) = files(cache_home)
+    change(path)
+    second, said = start(model_dir)
+    assert said == [REFUSED, KEPT]
+    assert same(first, second)
+    status = path.lstat()
+    assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.geteuid(), 0o600)
+    assert start(model_dir)[1] == [MAPPED]
+
+
+@by_others
+def test_a_folder_that_others_may_have_written_is_not_used(
+    model_dir: Path, cache_home: Path, change: Callable[[Path], None]
+) -> None:
+    first, _ = start(model_dir)
+    change(files(cache_home)[0].parent)
+    second, said = start(model_dir)
+    assert said == [REFUSED, NOT_KEPT]
+    assert same(first, second)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpu_packs_as_expected(
+    model_dir: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch, format: str, ranks: int
+) -> None:
+    """What its kernels are given for a weight without numbers has the shapes of one with them."""
+    monkeypatch.setattr(cpu_ops, "pack", PACK)
+    monkeypatch.setattr(cpu_ops, "unpack", UNPACK)
+    addresses = tuple(f"127.0.0.1:{rank + 1}" for rank in range(ranks))
+    settings = worker_settings(
+        model_dir, quantization=format, tp=ranks, rank=ranks - 1, worker_addresses=addresses
+    )
+    for said in (KEPT, MAPPED):
+        with capture_logs() as logs:
+            ModelRunner(settings)
+        assert [each["event"] for each in logs if "packed" in each["event"]] == [said]
+
+
+@pytest.mark.parametrize("part", ["codes", "scales", "zeros", "shape"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.clone()[..., :-1].contiguous(),
+        lambda tensor: tensor.to(torch.float64),
+        lambda tensor: tensor.unsqueeze(0),
+        lambda tensor: None,
+    ],
+    ids=["short", "dtype", "dimensions", "missing"],
+)
+def test_tensors_that_are_not_as_packed_are_refused(
+    tmp_path: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    state = PACK(quantize(torch.randn(40, 64), "int4"), torch.float32).state()
+    expected = PACK(empty(40, 64, "int4", torch.device("meta")), torch.float32).state()
+    changed = {name: tensor for name, tensor in state.items() if name != part}
+    if (tensor := change(state[part])) is not None:
+        changed[part] = tensor
+    for name, each in (("x", state), ("y", changed)):
+        cache = PackedCache(tmp_path, name, ())
+        cache.add("weight", each)
+        cache.save()
+    found = PackedCache(tmp_path, "x", ()).get("weight", expected)
+    assert found is not None
+    assert found.keys() == state.keys()
+    with capture_logs() as logs:
+        assert PackedCache(tmp_path, "y", ()).get("weight", expected) is None
+    assert [each["event"] for each in logs] == [REFUSED]
+
+
+def test_a_shape_of_other_numbers_is_refused(tmp_path: Path) -> None:
+    """Loops count by it."""
+    state = PACK(quantize(torch.randn(40, 64), "int8"), torch.float32).state()
+    expected = PACK(empty(40, 64, "int8", torch.device("meta")), torch.float32).state()
+    cache = PackedCache(tmp_path, "x", ())
+    cache.add("weight", state | {"shape": torch.tensor([4000, 64])})
+    cache.save()
+    assert PackedCache(tmp_path, "x", ()).get("weight", expected) is None
 
 
 def header(path: Path) -> list[str]:
@@ -199,10 +316,13 @@ def test_no_home(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(model_dir)[1] == [NOT_KEPT]
 
 
+STATE = {"weight": torch.zeros(3)}
+
+
 def keep(directory: Path, variant: str, key: str) -> None:
     cache = PackedCache(directory, variant, (key,))
-    if cache.get("x") is None:
-        cache.add("x", {"weight": torch.zeros(3)})
+    if cache.get("x", STATE) is None:
+        cache.add("x", STATE)
     cache.save()
 
 
@@ -223,8 +343,8 @@ def test_old_files_go(tmp_path: Path) -> None:
     keep_at_next_second("int8-0-of-1", "c")
     variants = sorted(path.name[:11] for path in tmp_path.iterdir())
     assert variants == ["int4-0-of-1", "int8-0-of-1", "int8-0-of-1"]
-    assert PackedCache(tmp_path, "int8-0-of-1", ("a",)).get("x") is not None
-    assert PackedCache(tmp_path, "int8-0-of-1", ("b",)).get("x") is None
+    assert PackedCache(tmp_path, "int8-0-of-1", ("a",)).get("x", STATE) is not None
+    assert PackedCache(tmp_path, "int8-0-of-1", ("b",)).get("x", STATE) is None
 
 
 def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:

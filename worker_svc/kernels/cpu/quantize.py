@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from worker_svc.kernels.cpu.simd import F32, I64, constant, function, larger, loop, splat
 from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.quantize import DIVISORS, group_size
+from worker_svc.quantization.quantize import DIVISORS, empty
 from worker_svc.quantization.quantize import quantize as quantize_in_torch
 
 _LOWEST, _HIGHEST = np.float32(-8), np.float32(7)
@@ -31,15 +31,13 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     if format == "fp8":
         return quantize_in_torch(weight, format)
     out, columns = weight.shape
+    quantized = empty(out, columns, format)
+    codes, scales = quantized.codes.numpy(), quantized.scales.numpy()
     if format == "int8":
-        codes, scales = torch.empty(out, columns, dtype=torch.int8), torch.empty(out, 1)
-        _quantize_int8(weight.numpy(), scales.numpy(), codes.numpy())
+        _quantize_int8(weight.numpy(), scales, codes)
     else:
-        codes = torch.empty(out, columns // 2, dtype=torch.uint8)
-        scales = torch.empty(out, columns // group_size(columns))
-        divisors = np.array(DIVISORS, np.float32)
-        _quantize_int4(weight.numpy(), divisors, scales.numpy(), codes.numpy())
-    return QuantizedWeight(format, codes, scales)
+        _quantize_int4(weight.numpy(), np.array(DIVISORS, np.float32), scales, codes)
+    return quantized
 
 
 @intrinsic

@@ -28,6 +28,8 @@ class PanelWeight:
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
+        if state["codes"].is_meta:
+            return  # it has only a state
         self._out_features, self._in_features = state["shape"].tolist()
         self._codes, self._scales, self._zeros = (
             state[name].numpy() for name in ("codes", "scales", "zeros")

@@ -180,6 +180,8 @@ def _width(group: int, groups: int, name: str = "") -> int:
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
     """Scales in 16 bits if they lose nothing, as those of most checkpoints do."""
+    if scales.is_meta:
+        return scales
     for dtype in (torch.float16, torch.bfloat16):
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales):

@@ -1,0 +1,172 @@
+"""Names a model by all bytes of its files. Each weight file is hashed once per host: its digest is
+remembered in the user's cache directory."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+import xxhash
+
+from worker_svc.errors import ModelError
+from worker_svc.user_cache import cache_folder, private_file, private_folder
+from worker_svc.weights import weight_files
+
+log = structlog.get_logger(__name__)
+
+_PIECE_BYTES = 1 << 20
+_HEX_DIGITS = 32
+# A file that has just changed may change again without a new time: the clocks of file systems tick
+# every few milliseconds, some every two seconds.
+_SETTLED_NS = 2_000_000_000
+_KEPT = 1024  # digests, of a hundred bytes each
+
+
+class ModelFiles:
+    """config.json and the weight files of a model as they are when this is made.
+
+    `fingerprint` is a hex digest of config.json and of the name and all bytes of every weight file:
+    hosts and ranks with the same files have the same one.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        """Raises:
+        ModelError: as `weight_files`, or a file cannot be read.
+        """
+        self._model_dir = model_dir
+        self._states = self._read_states()
+        self.fingerprint = self._read_fingerprint()
+
+    def check_unchanged(self) -> None:
+        """Checks that files read since are those that the fingerprint names.
+
+        Raises:
+            ModelError: they may be others.
+        """
+        if self._read_states() != self._states and self._read_fingerprint() != self.fingerprint:
+            raise ModelError(f"model: {self._model_dir} changed while it was loaded; start again")
+
+    def _read_states(self) -> list[tuple[str, str]]:
+        paths = [self._model_dir / "config.json", *weight_files(self._model_dir)]
+        return [(path.name, _state(path.stat())) for path in paths]
+
+    def _read_fingerprint(self) -> str:
+        digest = hashlib.sha256((self._model_dir / "config.json").read_bytes())
+        with _kept_digests() as folder:
+            for path in weight_files(self._model_dir):
+                digest.update(os.fsencode(f"{path.name} {_file_digest(path, folder)} "))
+        return digest.hexdigest()[:_HEX_DIGITS]
+
+
+def _file_digest(path: Path, folder: int | None) -> str:
+    """XXH3-128 of a file's bytes. `folder` remembers it by the file's place and state."""
+    place = path.resolve()
+    try:
+        with place.open("rb", buffering=0) as file, _kept_digest(place, folder) as kept:
+            status = os.fstat(file.fileno())
+            state = os.fsencode(f" {_state(status)} {place}\n")
+            if kept is not None and (known := _recall(kept, state)):
+                return known
+            settled = kept is not None and _now(kept) - status.st_ctime_ns > _SETTLED_NS
+            began = time.perf_counter()
+            digest = _hash(file)
+            taken = round(time.perf_counter() - began, 3)
+            log.info("weights hashed", path=str(path), bytes=status.st_size, seconds=taken)
+            if kept is not None and settled and _state(os.fstat(file.fileno())) == _state(status):
+                _remember(kept, digest.encode() + state)
+            return digest
+    except OSError as error:
+        raise ModelError(f"{path.name}: cannot be read: {error}") from error
+
+
+def _state(status: os.stat_result) -> str:
+    """Changes whenever a file is written to or replaced, as far as its file system tells."""
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {times}"
+
+
+def _hash(file: BinaryIO) -> str:
+    """Reads rather than maps, at 5 instead of 20 GB/s: a mapped file that is cut short ends the
+    process. Both calls release the interpreter's lock."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+    while size := file.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(buffer[:size])
+    return digest.hexdigest()
+
+
+@contextmanager
+def _kept_digests() -> Iterator[int | None]:
+    """The folder of digests, if it can be used."""
+    with ExitStack() as stack:
+        folder = None
+        try:
+            path = cache_folder("digests")
+            folder = stack.enter_context(private_folder(path, create=True))
+        except OSError as error:
+            log.warning("digests of weights are not kept", reason=str(error))
+        yield folder
+
+
+@contextmanager
+def _kept_digest(place: Path, folder: int | None) -> Iterator[int | None]:
+    """The file in `folder` for the digest of the one at `place`, if it can be used; locked, so that
+    other ranks wait for the first to hash."""
+    if folder is None:
+        yield None
+        return
+    name = hashlib.sha256(os.fsencode(place)).hexdigest()[:_HEX_DIGITS]
+    with ExitStack() as stack:
+        try:
+            file = private_file(folder, name, os.O_RDWR | os.O_CREAT)
+            kept = stack.enter_context(file)
+            fcntl.flock(kept, fcntl.LOCK_EX)
+            _drop_old(folder)
+        except OSError as error:
+            log.warning("a digest of weights is not kept", reason=str(error))
+            yield None
+            return
+        try:
+            yield kept
+        finally:
+            if not os.fstat(kept).st_size:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+
+
+def _recall(kept: int, state: bytes) -> str | None:
+    try:
+        text = os.pread(kept, _HEX_DIGITS + len(state) + 1, 0)
+        os.utime(kept)  # used last, dropped last
+    except OSError as error:
+        log.warning("a digest of weights cannot be read", reason=str(error))
+        return None
+    return text[:_HEX_DIGITS].decode("ascii", "replace") if text[_HEX_DIGITS:] == state else None
+
+
+def _now(kept: int) -> int:
+    """Nanoseconds on the clock of a file system."""
+    os.utime(kept)
+    return os.fstat(kept).st_mtime_ns
+
+
+def _remember(kept: int, text: bytes) -> None:
+    try:
+        os.ftruncate(kept, 0)
+        os.pwrite(kept, text, 0)
+    except OSError as error:
+        log.warning("a digest of weights is not kept", reason=str(error))
+
+
+def _drop_old(folder: int) -> None:
+    names = os.listdir(folder)
+    if len(names) > _KEPT:
+        names.sort(key=lambda name: os.stat(name, dir_fd=folder).st_mtime)
+        for name in names[:-_KEPT]:
+            os.unlink(name, dir_fd=folder)
