@@ -122,8 +122,8 @@ test: $(STAMP)  ## run the tests, on all cores (ARGS: for pytest; tests named th
 simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
 
-chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, OUT)
-	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED OUT)
+chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, ENGINES, OUT; ARGS=--help lists more)
+	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED ENGINES OUT) $(ARGS)
 
 abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)

@@ -110,24 +110,27 @@ class RealStack:
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.describe()}") from None
 
-    def load(self) -> GetLoadResponse:
-        """The load as the scheduler reports it; waits if the scheduler is starting."""
-        address, tls = self.stack.scheduler_address, self.stack.internal_tls
+    def load(self, engine: int = 0) -> GetLoadResponse:
+        """The load as an engine's scheduler reports it; waits if the scheduler is starting."""
+        address, tls = self.stack.scheduler_address_of(engine), self.stack.internal_tls
         with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as one:
             stub = SchedulerServiceStub(one)
             return stub.GetLoad(GetLoadRequest(), timeout=WAIT_S, wait_for_ready=True)
 
     def wait_idle(self) -> GetLoadResponse:
-        """Returns the load once nothing is waiting or running and no block is used."""
+        """Returns the first engine's load once nothing is waiting or running and no block is used
+        in any engine."""
 
         def idle() -> GetLoadResponse | None:
-            load = self.load()
-            return None if load.waiting or load.running or load.blocks_used else load
+            loads = [self.load(engine) for engine in range(self.stack.engines)]
+            busy = any(load.waiting or load.running or load.blocks_used for load in loads)
+            return None if busy else loads[0]
 
         try:
-            return wait_for(idle, "the scheduler to be idle")
+            return wait_for(idle, "the schedulers to be idle")
         except TimeoutError as error:
-            raise TimeoutError(f"{error}: {self.load()}") from None
+            loads = [self.load(engine) for engine in range(self.stack.engines)]
+            raise TimeoutError(f"{error}: {loads}") from None
 
     def wait_load(self, reached: Callable[[GetLoadResponse], bool]) -> GetLoadResponse:
         """Returns the first load for which `reached` is true."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -21,7 +21,7 @@ from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 
 _REQUESTS = 44  # distinct ones
-_CLIENTS = 24
+CLIENTS = 24
 _FRONTENDS = 2
 # The share of faults after which the next one hits before the stack has recovered.
 _AT_ONCE = 0.15
@@ -35,16 +35,28 @@ _LIMITS: dict[str, Any] = {
 }
 
 
-def run_campaign(seed: int, faults: int, tp: int, report_fault: Callable[[str], None]) -> Report:
-    """Starts a stack of `tp` ranks, harms it `faults` times, and stops it.
+def run_campaign(
+    seed: int,
+    faults: int,
+    tp: int,
+    report_fault: Callable[[str], None],
+    *,
+    kinds: Sequence[str] = (),
+    clients: int = CLIENTS,
+    **variables: object,
+) -> Report:
+    """Starts a stack of `tp` ranks per engine, harms it `faults` times, and stops it.
 
     Args:
         report_fault: told of each fault before it happens.
+        kinds: names in `FAULTS`; empty: all of them.
+        variables: those of `make up`, in lower case.
     """
     rng = random.Random(f"{seed} {tp}")
-    poison = faulty_environment("exit")
-    with running_stack(environment=poison, tp=tp, frontends=_FRONTENDS, **_LIMITS) as stack:
-        return asyncio.run(_Campaign(stack, seed, rng, report_fault).run(faults))
+    variables = {**_LIMITS, "tp": tp, "frontends": _FRONTENDS, **variables}
+    with running_stack(environment=faulty_environment("exit"), **variables) as stack:
+        campaign = _Campaign(stack, seed, rng, report_fault)
+        return asyncio.run(campaign.run(faults, kinds, clients))
 
 
 class _Campaign:
@@ -56,15 +68,15 @@ class _Campaign:
         self._report_fault = report_fault
         self._report = Report(seed)
 
-    async def run(self, faults: int) -> Report:
+    async def run(self, faults: int, kinds: Sequence[str], clients: int) -> Report:
         report, started = self._report, time.monotonic()
         requests = draw_requests(self._rng, _REQUESTS)
         expected = await undisturbed(self._stack.address, requests)
         start = await self._rest()
         load = Load(self._stack.address, requests, expected)
-        load.start(_CLIENTS, self._report.seed)
+        load.start(clients, self._report.seed)
         target = Target(self._stack, requests, self._rng)
-        for kind in draw_faults(self._rng, faults):
+        for kind in draw_faults(self._rng, faults, kinds):
             await self._harm(target, load, kind)
         await load.stop()
         await asyncio.to_thread(self._stack.wait_serving)

@@ -7,7 +7,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 import grpc
@@ -131,9 +131,10 @@ FAULTS: dict[str, tuple[int, Fault]] = {
 }
 
 
-def draw_faults(rng: random.Random, count: int) -> list[str]:
-    """Draws names of faults. Every kind comes once before any comes twice, if `count` allows."""
-    names = list(FAULTS)
+def draw_faults(rng: random.Random, count: int, kinds: Sequence[str] = ()) -> list[str]:
+    """Draws names of faults, of these kinds or of all. Every kind comes once before any comes
+    twice, if `count` allows."""
+    names = list(kinds or FAULTS)
     drawn = rng.sample(names, len(names))
-    drawn += rng.choices(names, [weight for weight, _ in FAULTS.values()], k=count)
+    drawn += rng.choices(names, [FAULTS[name][0] for name in names], k=count)
     return drawn[:count]
