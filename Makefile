@@ -27,6 +27,17 @@ quote = '$(subst ','\'',$(1))'
 flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z-) $(call quote,$($(name)))))
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
+KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE DRAIN_TIMEOUT_S ENGINE_ADDRESSES IN OUT MODE \
+	GPU_PYTHON BUILDER BASE SEEDS SEED FAULTS ATTACK CHECK \
+	MEMORY_LIMIT WORKER_MEMORY_LIMIT TMP_SIZE SHM_SIZE
+# A word of a value may look like a variable, but make has none of that name.
+UNKNOWN := $(strip $(foreach word,$(filter-out $(addsuffix =%,$(KNOWN)),$(MAKEOVERRIDES)),$(foreach \
+	name,$(firstword $(subst =, ,$(subst :,,$(word)))),$(if $(findstring command line,$(origin $(name))),$(name)))))
+ifneq ($(UNKNOWN),)
+$(error $(UNKNOWN): unknown variable$(addprefix ; did you mean ,$(shell $(PYTHON) -c "import difflib, sys; \
+	print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))" $(firstword $(UNKNOWN)) $(KNOWN))))
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
 	images test check lock clean check-style check-types check-imports check-protos check-stubs

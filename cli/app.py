@@ -110,7 +110,7 @@ def scale(
     if runtime == "ray":
         return _on_ray("scale", _environment(port), engines)
     if runtime == "docker":
-        raise CommandError("ENGINES: RUNTIME=docker has one engine")
+        raise CommandError("ENGINES: RUNTIME=docker cannot scale; run make down, then make up")
     return scale_stack(_directory(port), engines)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from deploy.errors import LaunchError, StartError
@@ -104,8 +105,19 @@ def down(directory: Path) -> int:
     if stack_members(directory):
         print(f"stopping the stack on port {directory.name}", flush=True)
     count = stop_stack(directory, _grace_s(directory), print)
+    _remove_if_empty(directory)
     print(f"stopped {count} processes" if count else f"nothing runs on port {directory.name}")
     return 0
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Removes a stopped stack's directory unless it has files, such as logs. The lock is no file
+    worth keeping, unless another command holds it."""
+    if not directory.exists():
+        return
+    with suppress(LaunchError), locked(directory):
+        if all(path.is_dir() or path.name == "lock" for path in directory.rglob("*")):
+            shutil.rmtree(directory)
 
 
 def ps(directory: Path) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,6 +215,23 @@ def make_directory(directory: Path) -> None:
     """Makes a stack's directory, open to this user only: its sockets lead to the engine."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory at a path that other users could take first.
+
+    Raises:
+        LaunchError: another user could have made it, or could change it.
+    """
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise LaunchError(f"{directory} is not a directory; remove it")
+    if found.st_uid != os.geteuid():
+        raise LaunchError(f"{directory} belongs to user {found.st_uid}; remove it")
+    if found.st_mode & 0o077:
+        raise LaunchError(f"{directory} is open to other users; remove it, or chmod 700 it")
 
 
 def replace_file(path: Path, text: str) -> None:

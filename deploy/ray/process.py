@@ -30,7 +30,7 @@ from deploy.ports import free_service_port
 from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.ray.peers import Peers
-from deploy.stack import MODULES, Process, bracket_host
+from deploy.stack import MODULES, Process, bracket_host, make_private
 from deploy.status import ProcessStatus
 from frontend.tenants import read_clients
 from shared.config import PREFIX
@@ -215,12 +215,10 @@ def _directory(port: int) -> Path:
     """The directory of this node's processes of the stack on `port`, open to this user only.
 
     Raises:
-        LaunchError: another user has made it.
+        LaunchError: another user could have made or changed it.
     """
     base = Path(tempfile.gettempdir(), f"nano-vllm-grpc-{os.geteuid()}")
-    base.mkdir(mode=0o700, exist_ok=True)
-    if base.lstat().st_uid != os.geteuid():
-        raise LaunchError(f"{base} is another user's")
+    make_private(base)
     # Ray's nodes may share a host.
     directory = base / f"{port}-{ray.get_runtime_context().get_node_id()[:12]}"
     directory.mkdir(exist_ok=True)

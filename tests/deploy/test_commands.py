@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.commands import down
 from deploy.health import SERVING, UNREACHABLE, check_health
 from deploy.ports import free_port
 from deploy.stack import run_directory
@@ -221,3 +222,16 @@ def test_run_that_fails_says_why(launcher: Launcher) -> None:
     assert run.stderr
     assert run.stderr.read() == "run: worker-0 cannot start: no weights in this model\n"
     assert run.wait() == 1
+
+
+def test_down_removes_a_directory_without_files(tmp_path: Path) -> None:
+    directory = tmp_path / "6000"
+    (directory / "models").mkdir(parents=True)
+    (directory / "lock").touch()
+    log = directory / "worker-0.log"
+    log.touch()
+    down(directory)
+    assert log.exists()
+    log.unlink()
+    down(directory)
+    assert not directory.exists()

@@ -150,7 +150,11 @@ def test_images_do_not_run_as_root(image: str) -> None:
 def test_containers_may_write_only_to_tmp_and_have_no_privileges(name: str) -> None:
     service = services()[name]
     assert service["read_only"] is True
-    assert service["tmpfs"] == ["/tmp"]
+    assert service["tmpfs"] == ["/tmp:size=${TMP_SIZE:-1g}"]
+    assert service["pids_limit"] == 4096
+    variable = "WORKER_MEMORY_LIMIT" if name in ("cpu", "gpu") else "MEMORY_LIMIT"
+    assert service["mem_limit"] == f"${{{variable}:-0}}"
+    assert not {"ipc", "pid", "network_mode"} & service.keys()
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"cap_add", "privileged", "user"} & service.keys()
@@ -254,6 +258,17 @@ def test_only_frontends_and_gateway_are_published_and_on_loopback() -> None:
         assert ("ports" in service) == (name in ("frontend", "gateway"))
         for ports in service.get("ports", ()):
             assert ports.startswith("${HOST:-127.0.0.1}:")
+
+
+def test_only_published_services_leave_the_internal_network() -> None:
+    composed = load("compose.yaml")
+    assert composed["networks"] == {"default": {"internal": True}, "published": {}}
+    for name, service in composed["services"].items():
+        assert ("published" in service.get("networks", ())) == (name in ("frontend", "gateway"))
+
+
+def test_gpu_ranks_have_bounded_shared_memory_of_their_own() -> None:
+    assert services()["gpu"]["shm_size"] == "${SHM_SIZE:-1g}"
 
 
 def test_the_gateway_finds_the_frontends() -> None:

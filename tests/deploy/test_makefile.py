@@ -57,6 +57,15 @@ def test_out_must_be_given_to_make(tmp_path: Path) -> None:
         assert last_command(target, "OUT=a b", OUT=str(tmp_path))[-2:] == ["--out", "a b"]
 
 
+def test_unknown_variables_are_refused() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        make("--dry-run", "up", "MAX_NUM_SEQ=64")
+    assert "MAX_NUM_SEQ: unknown variable" in refused.value.stderr
+    assert "MAX_NUM_SEQS" in refused.value.stderr
+    # Words of values are no variables.
+    assert last_command("test", "ARGS=-k a NAME=b ATTACKS=c")[-3:] == ["a", "NAME=b", "ATTACKS=c"]
+
+
 def test_gpu_check() -> None:
     words = last_command("gpu-check", "OUT=results", "ARGS=prove --seed 7")
     assert words[1:] == ["-m", "bench.gpu", "--out", "results", "prove", "--seed", "7"]

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from deploy.errors import LaunchError
 from deploy.logs import last_lines
 from deploy.plan import StackSettings
 from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
+from deploy.stack import make_private
 from tests.stack import wait_for
 
 from .conftest import Launcher
@@ -84,6 +86,23 @@ def test_frontends_start_without_any_scheduler(index: int) -> None:
 )
 def test_where_a_frontend_is_reached(host: str, address: str) -> None:
     assert stack(host=host).address(Member("frontend", 0), "10.0.0.1", 2000) == address
+
+
+def test_a_directory_that_others_may_have_made_is_refused(tmp_path: Path) -> None:
+    private, link = tmp_path / "private", tmp_path / "link"
+    make_private(private)
+    assert private.stat().st_mode & 0o777 == 0o700
+    make_private(private)
+    link.symlink_to(private)
+    with pytest.raises(LaunchError, match="link is not a directory"):
+        make_private(link)
+    private.chmod(0o755)
+    with pytest.raises(LaunchError, match="open to other users"):
+        make_private(private)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(LaunchError, match="belongs to user"):
+            make_private(private)
 
 
 @pytest.fixture

@@ -42,10 +42,13 @@ def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
         assert common["seccompProfile"] == {"type": "RuntimeDefault"}
         for volume in pod.spec["volumes"]:
             assert not {"hostPath"} & volume.keys()
+            assert "emptyDir" not in volume or volume["emptyDir"]["sizeLimit"]
             # Group-readable, and no more.
             assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
         for container in pod.containers:
             own = container["securityContext"]
+            if container["name"] == "frontend":
+                assert container["resources"]["limits"]["memory"] == "8Gi"
             assert own["allowPrivilegeEscalation"] is False
             assert own["readOnlyRootFilesystem"] is True
             assert own["capabilities"] == {"drop": ["ALL"]}
