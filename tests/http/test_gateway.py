@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -13,8 +16,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from deploy.health import SERVING, http_health
+from deploy.ports import free_port, free_service_port
 from deploy.supervisor import stop_process
-from tests.stack import RealStack, running_stack
+from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack, wait_for
 
 PROMPT = "Once upon a time"
 NAME = "acme/fox-1.5"
@@ -24,8 +29,15 @@ pytestmark = pytest.mark.xdist_group("http")
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[RealStack]:
-    with running_stack(http_port="auto", served_model_name=NAME) as running:
+def door() -> str:
+    """Where the frontend serves the engine protocol."""
+    return f"127.0.0.1:{free_service_port()}"
+
+
+@pytest.fixture(scope="module")
+def stack(door: str) -> Iterator[RealStack]:
+    given = {"NANO_ENGINE_ADDRESSES": door}
+    with running_stack(given, http_port="auto", served_model_name=NAME) as running:
         yield running
 
 
@@ -58,6 +70,13 @@ def complete(stack: RealStack, **options: Any) -> str:
     with urlopen(request, timeout=100) as response:
         text: str = json.load(response)["choices"][0]["text"]
     return text
+
+
+def post(stack: RealStack, path: str, value: object) -> dict[str, Any]:
+    request = Request(stack.stack.url + path, json.dumps(value).encode(), HEADERS)
+    with urlopen(request, timeout=100) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def status(stack: RealStack, method: str, path: str, data: str | None = None) -> int:
@@ -174,6 +193,24 @@ def test_nobody_controls_the_gateway_over_http(stack: RealStack, method: str, pa
     assert status(stack, method, path, "{}" if method == "POST" else None) == 401
 
 
+def test_the_gateway_keeps_nothing_that_callers_send(stack: RealStack) -> None:
+    conversation = f"/v1/conversations/{post(stack, '/v1/conversations', {})['id']}"
+    items = {"items": [{"type": "message", "role": "user", "content": "Hello!"}]}
+    assert status(stack, "POST", f"{conversation}/items", json.dumps(items)) == 404
+    asked = {"model": NAME, "input": "Hello!", "max_output_tokens": 3, "store": True}
+    response = post(stack, "/v1/responses", asked)["id"]
+    assert status(stack, "GET", f"/v1/responses/{response}") == 404
+    follows = json.dumps(asked | {"previous_response_id": response})
+    assert status(stack, "POST", "/v1/responses", follows) == 400
+
+
+def test_no_work_outlives_its_connection(stack: RealStack) -> None:
+    asked = {"model": NAME, "input": "Hello!", "max_output_tokens": 3, "background": True}
+    answer = post(stack, "/v1/responses", asked)
+    assert not answer["background"]
+    assert answer["output"]
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -200,6 +237,50 @@ def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
+
+
+SMALL_GATEWAY = """
+import sys
+import deploy.gateway
+deploy.gateway._MAX_REQUESTS = 2
+deploy.gateway._BODY_S = 1
+sys.exit(deploy.gateway.main())
+"""
+
+
+@pytest.fixture
+def small_gateway(stack: RealStack, door: str) -> Iterator[str]:
+    """The address of a gateway that has two requests at a time, and a second for a body."""
+    port = free_port()
+    flags = [f"--http-port={port}", f"--engine-addresses={door}", f"--model={DEMO_MODEL}"]
+    process = subprocess.Popen([sys.executable, "-c", SMALL_GATEWAY, *flags], cwd=ROOT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: http_health(url) == SERVING, "the gateway")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def half_sent(address: str) -> socket.socket:
+    """A request whose body never comes."""
+    host, _, port = address.partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=100)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: 1000\r\n"
+    connection.sendall(f"{head}content-type: application/json\r\n\r\n{{".encode())
+    return connection
+
+
+def test_bodies_that_never_come_lose_their_places(small_gateway: str) -> None:
+    with ExitStack() as connections:
+        stalled = [connections.enter_context(half_sent(small_gateway)) for _ in range(4)]
+        data = body(max_tokens=1).encode()
+        request = Request(f"http://{small_gateway}/v1/completions", data, HEADERS)
+        with urlopen(request, timeout=100) as response:
+            assert response.status == 200
+        for connection in stalled:
+            assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_full_queue_is_429_and_no_engine_503() -> None:
