@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import h11
 import uvicorn
 from pydantic import Field
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deploy.page.app import make_app
 from deploy.page.observer import Observer
@@ -37,6 +39,19 @@ class PageSettings(ServiceSettings):
     program: ClassVar[str] = "python -m deploy.page"
 
     ui_port: int = Field(8080, gt=0, le=65535)
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, which sends one answer to a request whose body turns out to be none."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # what it has yet to say, nobody hears
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the answer has begun
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -71,7 +86,7 @@ async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
     async with AsyncLLM(stack.address, tls=stack.public_tls) as llm:
         config = uvicorn.Config(
             make_app(stack, observer, llm),
-            http="h11",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
