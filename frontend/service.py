@@ -80,7 +80,7 @@ async def serve(
     directory = Path(settings.model)
     facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
-    door = Server(settings, ENGINE_NAME, beside=server)
+    door = Server(settings, ENGINE_NAME, reuse_port=True, beside=server)
     opened = False
 
     async def set_serving(serving: bool) -> None:

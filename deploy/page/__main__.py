@@ -29,6 +29,7 @@ from frontend.client import AsyncLLM
 from shared.config import ServiceSettings, settings_or_exit
 from shared.process import Ready, run_service
 
+_HOST = "127.0.0.1"
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 << 10
 
@@ -81,7 +82,7 @@ async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
     Raises:
         OSError: its port is in use.
     """
-    listener = socket.create_server(("127.0.0.1", settings.ui_port))
+    listener = socket.create_server((_HOST, settings.ui_port), reuse_port=True)
     observer = Observer(stack)
     async with AsyncLLM(stack.address, tls=stack.public_tls) as llm:
         config = uvicorn.Config(
@@ -109,7 +110,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=PageSettings.program)
     parser.add_argument("directory", type=Path)
     stack = Stack.load(parser.parse_args().directory)
-    return run_service("page", settings_or_exit(PageSettings, []), partial(serve, stack))
+    settings = settings_or_exit(PageSettings, [])
+    return run_service(
+        "page", settings, partial(serve, stack), alone=[f"{_HOST}:{settings.ui_port}"]
+    )
 
 
 if __name__ == "__main__":
