@@ -107,6 +107,7 @@ async def serve(
         directory,
         Tokens(path) if path else None,
         open_events=settings.allow_local_kv_events,
+        report_cached_tokens=settings.report_cached_tokens,
     )
     add_VllmEngineServicer_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")
