@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -16,29 +13,15 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from deploy.health import SERVING, http_health
-from deploy.ports import free_port, free_service_port
 from deploy.supervisor import stop_process
-from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack, wait_for
+from tests.http.conftest import NAME
+from tests.http.small import half_sent, small_gateway
+from tests.stack import RealStack, running_stack
 
 PROMPT = "Once upon a time"
-NAME = "acme/fox-1.5"
 NUM_TOKENS = 1500
 
 pytestmark = pytest.mark.xdist_group("http")
-
-
-@pytest.fixture(scope="module")
-def door() -> str:
-    """Where the frontend serves the engine protocol."""
-    return f"127.0.0.1:{free_service_port()}"
-
-
-@pytest.fixture(scope="module")
-def stack(door: str) -> Iterator[RealStack]:
-    given = {"NANO_ENGINE_ADDRESSES": door}
-    with running_stack(given, http_port="auto", served_model_name=NAME) as running:
-        yield running
 
 
 @contextmanager
@@ -239,44 +222,18 @@ def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
     connection.close()
 
 
-SMALL_GATEWAY = """
-import sys
-import deploy.gateway
-deploy.gateway._MAX_REQUESTS = 2
-deploy.gateway._BODY_S = 1
-sys.exit(deploy.gateway.main())
-"""
-
-
 @pytest.fixture
-def small_gateway(stack: RealStack, door: str) -> Iterator[str]:
-    """The address of a gateway that has two requests at a time, and a second for a body."""
-    port = free_port()
-    flags = [f"--http-port={port}", f"--engine-addresses={door}", f"--model={DEMO_MODEL}"]
-    process = subprocess.Popen([sys.executable, "-c", SMALL_GATEWAY, *flags], cwd=ROOT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: http_health(url) == SERVING, "the gateway")
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+def brief_gateway(stack: RealStack, door: str) -> Iterator[str]:
+    """Gives a body a second."""
+    with small_gateway(door, body_s=1) as address:
+        yield address
 
 
-def half_sent(address: str) -> socket.socket:
-    """A request whose body never comes."""
-    host, _, port = address.partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=100)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: 1000\r\n"
-    connection.sendall(f"{head}content-type: application/json\r\n\r\n{{".encode())
-    return connection
-
-
-def test_bodies_that_never_come_lose_their_places(small_gateway: str) -> None:
+def test_bodies_that_never_come_lose_their_places(brief_gateway: str) -> None:
     with ExitStack() as connections:
-        stalled = [connections.enter_context(half_sent(small_gateway)) for _ in range(4)]
+        stalled = [connections.enter_context(half_sent(brief_gateway)) for _ in range(4)]
         data = body(max_tokens=1).encode()
-        request = Request(f"http://{small_gateway}/v1/completions", data, HEADERS)
+        request = Request(f"http://{brief_gateway}/v1/completions", data, HEADERS)
         with urlopen(request, timeout=100) as response:
             assert response.status == 200
         for connection in stalled:
