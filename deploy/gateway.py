@@ -36,6 +36,9 @@ _HEALTH_S = 5  # between the gateway's looks at a frontend
 _RETRIES, _FIRST_RETRY_MS, _LAST_RETRY_MS = 8, 100, 2000
 # One tenant's requests beyond what the frontends take of one.
 _MAX_REQUESTS = 4096
+# A request has a place among these before its body is there: the time for all of the body, and for
+# its next bytes. The first ends no generation.
+_BODY_S, _STALL_S = 30, 10
 
 
 class GatewaySettings(ServiceSettings):
@@ -87,6 +90,11 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
         retry_max_backoff_ms=_LAST_RETRY_MS,
         max_payload_size=settings.max_message_bytes,
         max_concurrent_requests=_MAX_REQUESTS,
+        request_timeout_secs=_BODY_S,
+        stream_body_stall_timeout_secs=_STALL_S,
+        # Callers could fill its memory, and have work done that nobody waits for.
+        history_backend="none",
+        max_background_responses=0,
         shutdown_grace_period_secs=max(round(settings.drain_timeout_s), 1),
         reasoning_parser="qwen3",
         tool_call_parser="qwen",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploy.errors import LaunchError
+from shared.ports import bound_socket
 
 _USUAL_PORT = 50051
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -29,8 +30,8 @@ def reserve_port(host: str, port: int) -> socket.socket:
     try:
         if port:
             # As servers do: connections that a stopped stack left in TIME_WAIT do not count.
-            _bind(host, port, socket.SO_REUSEADDR).close()
-        return _bind(host, port, socket.SO_REUSEPORT)
+            bound_socket(host, port, socket.SO_REUSEADDR).close()
+        return bound_socket(host, port, socket.SO_REUSEPORT)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise LaunchError(f"PORT: cannot listen on {host}:{port}: {reason}") from error
@@ -38,7 +39,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Returns a TCP port that was free a moment ago."""
-    with _bind(host, 0, socket.SO_REUSEADDR) as bound:
+    with bound_socket(host, 0, socket.SO_REUSEADDR) as bound:
         return int(bound.getsockname()[1])
 
 
@@ -74,21 +75,7 @@ def choose_port(
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen on `host:port`."""
     try:
-        _bind(host, port, socket.SO_REUSEADDR).close()
+        bound_socket(host, port, socket.SO_REUSEADDR).close()
     except OSError:
         return False
     return True
-
-
-def _bind(host: str, port: int, option: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, option, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound

@@ -33,6 +33,8 @@ def main() -> int:
         EventLoop,
         metrics=metrics,
         index=settings.index,
+        alone=[settings.engine_address] if settings.engine_address else [],
+        together=[f"{settings.host}:{settings.port}"],
     )
 
 

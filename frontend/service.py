@@ -80,7 +80,7 @@ async def serve(
     directory = Path(settings.model)
     facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
-    door = Server(settings, ENGINE_NAME, beside=server)
+    door = Server(settings, ENGINE_NAME, reuse_port=True, beside=server)
     opened = False
 
     async def set_serving(serving: bool) -> None:
@@ -107,6 +107,7 @@ async def serve(
         directory,
         Tokens(path) if path else None,
         open_events=settings.allow_local_kv_events,
+        report_cached_tokens=settings.report_cached_tokens,
     )
     add_VllmEngineServicer_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")

@@ -86,6 +86,9 @@ class FrontendSettings(PublicSettings):
     allow_local_kv_events: bool = Field(
         False, description="whoever reaches engine_addresses, on loopback, may watch the cache"
     )
+    report_cached_tokens: bool = Field(
+        False, description="tell callers of engine_addresses how much of a prompt was cached"
+    )
 
     _split = field_validator("engine_addresses", "scheduler_addresses", mode="before")(split_commas)
 

@@ -12,7 +12,8 @@ import asyncio
 import gc
 import resource
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import structlog
@@ -25,6 +26,7 @@ from shared.logging import configure_logging
 from shared.metrics import ServiceMetrics
 from shared.metrics_endpoint import open_endpoint
 from shared.parent import end_with_parent
+from shared.ports import held_ports
 from shared.tracing import preload
 
 _COLLECTIONS_EVERY_S = 10.0  # of old objects
@@ -47,6 +49,8 @@ def run_service(
     metrics: ServiceMetrics | None = None,
     index: int = 0,
     labels: Mapping[str, str] | None = None,
+    alone: Sequence[str] = (),
+    together: Sequence[str] = (),
     **bound: object,
 ) -> int:
     """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
@@ -61,6 +65,7 @@ def run_service(
         metrics: served to Prometheus if the settings say where.
         index: which of the service's processes this is.
         labels: that Prometheus is to give to the metrics, besides service and index.
+        alone, together: where `serve` listens with SO_REUSEPORT, see `held_ports`.
 
     Returns:
         The exit status, see `Keeper.run`.
@@ -71,9 +76,11 @@ def run_service(
     if settings.exit_with_parent:
         end_with_parent()
     expected: tuple[type[Exception], ...] = (OSError, *start_errors)
+    held = ExitStack()
     try:
-        # Before there are forks, so that all of them have the same address.
+        # Before there are forks, so that all of them have the same addresses.
         endpoint = metrics and open_endpoint(settings, name, index, metrics, **labels or {})
+        held.enter_context(held_ports(alone, together))
     except OSError as error:
         log.error("cannot start", reason=str(error))
         return CANNOT_START
@@ -94,7 +101,8 @@ def run_service(
         assert companion is not None
         companion(heartbeat.beat)
 
-    return Keeper(run, settings.hang_timeout_s, accompany if companion else None).run()
+    with held:
+        return Keeper(run, settings.hang_timeout_s, accompany if companion else None).run()
 
 
 async def _serve_and_beat(

@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import h11
 import uvicorn
 from pydantic import Field
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deploy.page.app import make_app
 from deploy.page.observer import Observer
@@ -27,6 +29,7 @@ from frontend.client import AsyncLLM
 from shared.config import ServiceSettings, settings_or_exit
 from shared.process import Ready, run_service
 
+_HOST = "127.0.0.1"
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 << 10
 
@@ -37,6 +40,19 @@ class PageSettings(ServiceSettings):
     program: ClassVar[str] = "python -m deploy.page"
 
     ui_port: int = Field(8080, gt=0, le=65535)
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, which sends one answer to a request whose body turns out to be none."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # what it has yet to say, nobody hears
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the answer has begun
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -66,12 +82,12 @@ async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
     Raises:
         OSError: its port is in use.
     """
-    listener = socket.create_server(("127.0.0.1", settings.ui_port))
+    listener = socket.create_server((_HOST, settings.ui_port), reuse_port=True)
     observer = Observer(stack)
     async with AsyncLLM(stack.address, tls=stack.public_tls) as llm:
         config = uvicorn.Config(
             make_app(stack, observer, llm),
-            http="h11",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -94,7 +110,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=PageSettings.program)
     parser.add_argument("directory", type=Path)
     stack = Stack.load(parser.parse_args().directory)
-    return run_service("page", settings_or_exit(PageSettings, []), partial(serve, stack))
+    settings = settings_or_exit(PageSettings, [])
+    return run_service(
+        "page", settings, partial(serve, stack), alone=[f"{_HOST}:{settings.ui_port}"]
+    )
 
 
 if __name__ == "__main__":

@@ -20,13 +20,15 @@ from shared.pb import scheduler_pb2
 _ROWS_AT_ONCE = 32
 
 
-def chunk(generation: Generation, completion: CompletionReader, delta: Delta) -> bytes:
+def chunk(
+    generation: Generation, completion: CompletionReader, delta: Delta, cached_tokens: int
+) -> bytes:
     """The tokens of one delta."""
     message = vllm.GenerateStreamChunk(
         token_ids=delta.token_ids,
         prompt_tokens=len(generation.request.prompt_ids),
         completion_tokens=len(delta.token_ids),
-        cached_tokens=generation.start.cached_prompt_tokens,
+        cached_tokens=cached_tokens,
         index=completion.index,
     )
     if delta.logprobs:
@@ -48,7 +50,9 @@ class Complete:
             part = vllm.GenerateComplete(output_logprobs=_output_logprobs(delta.logprobs))
             self._logprobs.append(vllm.GenerateResponse(complete=part).SerializeToString())
 
-    def end(self, generation: Generation, completion: CompletionReader) -> bytes:
+    def end(
+        self, generation: Generation, completion: CompletionReader, cached_tokens: int
+    ) -> bytes:
         """Returns the message, once the completion has ended."""
         ending = completion.ending
         assert ending is not None
@@ -57,7 +61,7 @@ class Complete:
             finish_reason=VLLM_REASONS[ending.reason],
             prompt_tokens=len(generation.request.prompt_ids),
             completion_tokens=len(self._token_ids),
-            cached_tokens=generation.start.cached_prompt_tokens,
+            cached_tokens=cached_tokens,
             index=completion.index,
         )
         if isinstance(ending.stop_reason, int):

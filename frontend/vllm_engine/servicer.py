@@ -59,9 +59,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         operators: Tokens | None,
         *,
         open_events: bool = False,
+        report_cached_tokens: bool = False,
     ) -> None:
         """`directory`: the model's; `operators`: who may call `OPERATORS_METHODS`; `open_events`:
-        whether whoever can connect may subscribe to the cache's events."""
+        whether whoever can connect may subscribe to the cache's events; `report_cached_tokens`:
+        whether callers learn how much of a prompt was cached."""
+        self._report_cached_tokens = report_cached_tokens
         self._operators = operators
         self._open_events = open_events
         self._generations = generations
@@ -91,7 +94,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         wholes = [responses.Complete() for _ in range(count)]
         prompt = b""
         while not generation.ended:
-            for completion, delta in await generation.next_deltas():
+            deltas = await generation.next_deltas()
+            cached = generation.start.cached_prompt_tokens if self._report_cached_tokens else 0
+            for completion, delta in deltas:
                 whole = wholes[completion.index]
                 whole.add(delta, logprobs=not streamed)
                 if delta.logprobs:
@@ -100,10 +105,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     prompt = await self._input_logprobs(generation, delta.prompt_logprobs, streamed)
                     delta.prompt_logprobs = ()
                 if streamed and (delta.token_ids or prompt):
-                    await context.write(responses.chunk(generation, completion, delta) + prompt)
+                    chunk = responses.chunk(generation, completion, delta, cached)
+                    await context.write(chunk + prompt)
                     prompt = b""
                 if completion.ending is not None:
-                    await context.write(whole.end(generation, completion) + prompt)
+                    await context.write(whole.end(generation, completion, cached) + prompt)
                     prompt = b""
 
     async def _input_logprobs(self, generation: Generation, rows: Any, streamed: bool) -> bytes:

@@ -177,7 +177,7 @@ def _memory(rounds: list[Round]) -> str:
     lines = []
     for name in names:
         peak = max(each.memory_peak_mb.get(name, 0.0) for each in rounds)
-        if not name.startswith("deploy"):
+        if not name.startswith("deploy") or name == "deploy.gateway":
             lines.append(f"{name} {_figures(before.get(name, 0.0), peak, after.get(name, 0.0))}")
     return "\n".join(lines)
 

@@ -41,6 +41,7 @@ ENOUGH: dict[str, Callable[[Loot], bool]] = {
     "cache-watchers": lambda loot: min(loot.answers[a] for a in ("OK", "RESOURCE_EXHAUSTED")) > 10,
     "engine-flood": lambda loot: loot.answers["OK"] > 200,
     "http-connections": lambda loot: loot.sent["connections"] == 1_500,
+    "http-kept-items": lambda loot: loot.answers["404"] > 8,
     "http-abandoned": lambda loot: loot.answers["200"] > 100,
     "page-polls": lambda loot: loot.answers["200"] > 50 and loot.answers["503"] > 0,
 }

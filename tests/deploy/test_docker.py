@@ -278,6 +278,10 @@ def test_the_gateway_finds_the_frontends() -> None:
     assert frontend["NANO_ENGINE_ADDRESSES"] == f"0.0.0.0:{port}"
 
 
+def test_the_gateway_cannot_take_the_hosts_memory() -> None:
+    assert services()["gateway"]["mem_limit"] == "2g"
+
+
 @pytest.mark.parametrize(("status", "health"), [(200, "SERVING"), (503, "NOT_SERVING")])
 def test_the_probe_asks_http_too(status: int, health: str) -> None:
     class Handler(BaseHTTPRequestHandler):

@@ -4,11 +4,14 @@ what answers there, answers only to those it is for."""
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from errno import EADDRINUSE
 from pathlib import Path
 
 import grpc
@@ -23,9 +26,10 @@ from shared.pb.scheduler_pb2 import GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from shared.ports import bound_socket
 from shared.tls import ClientTls
 from tests.certificates import Authority
-from tests.stack import ROOT, RealStack, running_stack
+from tests.stack import ROOT, RealStack, running_stack, wait_for
 
 TIMEOUT_S = 120
 ROLE = "URI:urn:nano-vllm-grpc:role:"
@@ -167,6 +171,58 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
     sockets = [each for each in directory.iterdir() if each.is_socket()]
     assert len(sockets) == 4
     assert not any(each.stat().st_mode & 0o077 for each in sockets)
+
+
+def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
+    """But for the gateway's, which docs/security.md says."""
+    stack = opened.stack
+    names = [("frontend", 0), ("frontend", 1), ("page", 0)]
+    pids = [stack.pid(*name) for name in names]
+    ports = {
+        connection.laddr.port
+        for pid, (service, _) in zip(pids, names, strict=True)
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {stack.stack.port, stack.stack.ui_port} < ports
+    assert len(ports) == (6 if stack.stack.http_port else 4)  # each frontend's metrics, its door
+    keepers = [psutil.Process(pid).parent() for pid in pids]
+    with ExitStack() as resumed:
+        for keeper in filter(None, keepers):
+            keeper.suspend()
+            resumed.callback(keeper.resume)
+        for pid in pids:
+            fork = psutil.Process(pid)
+            fork.kill()
+            wait_for(lambda fork=fork: fork.status() == psutil.STATUS_ZOMBIE, "its end")
+        for port in ports:
+            assert os.waitstatus_to_exitcode(_in_child(_bind_as_another_user, port)) == EADDRINUSE
+    stack.wait_serving()
+
+
+def _bind_as_another_user(port: int) -> int:
+    """The error of binding a port with each option, as another user if this one is root."""
+    kinds = [socket.SO_REUSEADDR]
+    if os.getuid() == 0:
+        os.setuid(65534)
+        kinds.append(socket.SO_REUSEPORT)
+    for option in kinds:
+        for host in ("127.0.0.1", "0.0.0.0"):
+            try:
+                bound_socket(host, port, option)
+            except OSError as error:
+                if error.errno != EADDRINUSE:
+                    return error.errno
+            else:
+                return 0
+    return EADDRINUSE
+
+
+def _in_child(function: Callable[[int], int], port: int) -> int:
+    """The wait status of a fork that ends with what the function returns."""
+    if not (pid := os.fork()):
+        os._exit(function(port))
+    return os.waitpid(pid, 0)[1]
 
 
 DENIED, STALE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION

@@ -103,7 +103,6 @@ async def test_both_doors_answer_alike(
         assert list(complete.output_ids) == list(completion.token_ids)
         assert complete.completion_tokens == len(completion.token_ids)
         assert complete.prompt_tokens == whole.usage.prompt_tokens
-        assert complete.cached_tokens == CACHED_PROMPT_TOKENS
         reasons = {pb.FINISH_REASON_LENGTH: "length"}
         assert complete.finish_reason == reasons.get(completion.finish_reason, "stop")
         kind = complete.WhichOneof("matched_stop")
@@ -111,6 +110,21 @@ async def test_both_doors_answer_alike(
         assert kind != "matched_stop_str" or "stop" in theirs
         told = tokens_of(chunks, completion.index)
         assert told == (list(completion.token_ids) if stream else [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({}, 0), ({"report_cached_tokens": True}, CACHED_PROMPT_TOKENS)],
+    indirect=["settings"],
+    ids=["hidden", "reported"],
+)
+async def test_only_an_operator_has_callers_told_what_was_cached(
+    engine: Any, told: int, stream: bool
+) -> None:
+    """Callers over HTTP share one cache: the number shows what others asked."""
+    chunks, completes = await collect(engine.Generate(request(stream=stream)))
+    assert {message.cached_tokens for message in (*chunks, *completes.values())} == {told}
 
 
 async def test_tokenized_prompts_are_taken_as_they_are(service: Service, engine: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -14,19 +14,14 @@ from urllib.request import Request, urlopen
 import pytest
 
 from deploy.supervisor import stop_process
+from tests.http.conftest import NAME
+from tests.http.small import half_sent, small_gateway
 from tests.stack import RealStack, running_stack
 
 PROMPT = "Once upon a time"
-NAME = "acme/fox-1.5"
 NUM_TOKENS = 1500
 
 pytestmark = pytest.mark.xdist_group("http")
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[RealStack]:
-    with running_stack(http_port="auto", served_model_name=NAME) as running:
-        yield running
 
 
 @contextmanager
@@ -58,6 +53,13 @@ def complete(stack: RealStack, **options: Any) -> str:
     with urlopen(request, timeout=100) as response:
         text: str = json.load(response)["choices"][0]["text"]
     return text
+
+
+def post(stack: RealStack, path: str, value: object) -> dict[str, Any]:
+    request = Request(stack.stack.url + path, json.dumps(value).encode(), HEADERS)
+    with urlopen(request, timeout=100) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def status(stack: RealStack, method: str, path: str, data: str | None = None) -> int:
@@ -174,6 +176,24 @@ def test_nobody_controls_the_gateway_over_http(stack: RealStack, method: str, pa
     assert status(stack, method, path, "{}" if method == "POST" else None) == 401
 
 
+def test_the_gateway_keeps_nothing_that_callers_send(stack: RealStack) -> None:
+    conversation = f"/v1/conversations/{post(stack, '/v1/conversations', {})['id']}"
+    items = {"items": [{"type": "message", "role": "user", "content": "Hello!"}]}
+    assert status(stack, "POST", f"{conversation}/items", json.dumps(items)) == 404
+    asked = {"model": NAME, "input": "Hello!", "max_output_tokens": 3, "store": True}
+    response = post(stack, "/v1/responses", asked)["id"]
+    assert status(stack, "GET", f"/v1/responses/{response}") == 404
+    follows = json.dumps(asked | {"previous_response_id": response})
+    assert status(stack, "POST", "/v1/responses", follows) == 400
+
+
+def test_no_work_outlives_its_connection(stack: RealStack) -> None:
+    asked = {"model": NAME, "input": "Hello!", "max_output_tokens": 3, "background": True}
+    answer = post(stack, "/v1/responses", asked)
+    assert not answer["background"]
+    assert answer["output"]
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -200,6 +220,24 @@ def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
+
+
+@pytest.fixture
+def brief_gateway(stack: RealStack, door: str) -> Iterator[str]:
+    """Gives a body a second."""
+    with small_gateway(door, body_s=1) as address:
+        yield address
+
+
+def test_bodies_that_never_come_lose_their_places(brief_gateway: str) -> None:
+    with ExitStack() as connections:
+        stalled = [connections.enter_context(half_sent(brief_gateway)) for _ in range(4)]
+        data = body(max_tokens=1).encode()
+        request = Request(f"http://{brief_gateway}/v1/completions", data, HEADERS)
+        with urlopen(request, timeout=100) as response:
+            assert response.status == 200
+        for connection in stalled:
+            assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_full_queue_is_429_and_no_engine_503() -> None:

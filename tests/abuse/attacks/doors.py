@@ -30,9 +30,9 @@ def _post(target: Target, path: str, body: object, length: int | None = None) ->
     return f"POST {path} HTTP/1.1\r\n{headers}".encode() + data
 
 
-async def _ask(target: Target, request: bytes, until: bytes = b"") -> None:
+async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
     """Sends a request, counts its status, and reads until `until` is there, or to the end of the
-    first piece."""
+    first piece. Returns what it has read."""
     host, _, port = target.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -43,6 +43,7 @@ async def _ask(target: Target, request: bytes, until: bytes = b"") -> None:
         target.loot.answers[answer[9:12].decode() or "closed"] += 1
         while until not in answer and (more := await reader.read(1 << 16)):
             answer += more
+        return answer
     finally:
         writer.transport.abort()
 
@@ -102,6 +103,30 @@ async def http_large_bodies(target: Target) -> None:
     requests = itertools.cycle([_post(target, "/v1/chat/completions", body) for body in bodies])
     await target.begin()
     await target.flood(lambda: _ask(target, next(requests)), 4)
+
+
+@attack(door="http")
+async def http_kept_items(target: Target) -> None:
+    """Conversations over HTTP, each with an item of 4 MiB for the gateway to keep; 4 at once."""
+    text = {"type": "message", "role": "user", "content": "word " * (_LIMIT // 5 - 100)}
+    new = _post(target, "/v1/conversations", {})
+
+    async def keep() -> None:
+        answer = await _ask(target, new)
+        name = json.loads(answer.rpartition(b"\r\n\r\n")[2])["id"]
+        await _ask(target, _post(target, f"/v1/conversations/{name}/items", {"items": [text]}))
+
+    await target.begin()
+    await target.flood(keep, 4)
+
+
+@attack(door="http")
+async def http_stalled_bodies(target: Target) -> None:
+    """4,200 requests over HTTP whose bodies never come, more than the gateway has places for, each
+    sent again when it is refused."""
+    request = _post(target, "/v1/completions", _LONG, 1 << 20)
+    await target.begin()
+    await target.flood(lambda: _ask(target, request), 4_200)
 
 
 @attack(door="page")

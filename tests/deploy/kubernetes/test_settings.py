@@ -135,6 +135,11 @@ def test_the_gateway_is_set_up_as_the_launcher_does(manifests: list[Manifest]) -
     }
 
 
+def test_the_gateway_cannot_take_its_nodes_memory(manifests: list[Manifest]) -> None:
+    (gateway,) = named(manifests, "Deployment")["http"]["spec"]["template"]["spec"]["containers"]
+    assert gateway["resources"]["limits"] == {"memory": "2Gi"}
+
+
 def test_autoscaling_asks_for_metrics_that_there_are(manifests: list[Manifest]) -> None:
     metrics = EngineMetrics()
     metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -157,3 +158,22 @@ def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
             state = json.loads(events.readline().removeprefix(b"data: "))
         assert state["chat_obstacle"] == reason
         assert not page.frontend.service.requests
+
+
+def test_a_request_that_breaks_off_is_logged_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running_page(tmp_path, model="demo") as page:
+        host, _, port = page.host.partition(":")
+        for path, begins in (("/readiness", b""), ("/events", b"data: ")):
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                head = f"GET {path} HTTP/1.1\r\nhost: {page.host}\r\n"
+                connection.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+                answer = b""
+                while begins not in answer:
+                    answer += connection.recv(4096)
+                connection.sendall(b"no chunk\r\n")
+                while part := connection.recv(4096):
+                    answer += part
+            assert answer.startswith(b"HTTP/1.1 200 " if begins else b"HTTP/1.1 400 ")
+    assert "Traceback" not in "".join(capfd.readouterr())

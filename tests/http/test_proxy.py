@@ -1,0 +1,96 @@
+"""nginx in front of the gateway, with the configuration in docs/http.md."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from deploy.ports import free_port
+from tests.http.conftest import NAME
+from tests.http.small import half_sent, small_gateway
+from tests.stack import ROOT, RealStack, wait_for
+
+HOST = "llm.example"
+PATIENCE_S = 300  # of the gateway, with bodies: longer than requests wait for a place
+BODY = json.dumps({"model": NAME, "prompt": "Once", "max_tokens": 1})
+
+pytestmark = [
+    pytest.mark.xdist_group("http"),
+    pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def gateway(stack: RealStack, door: str) -> Iterator[str]:
+    with small_gateway(door, PATIENCE_S) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def proxy(gateway: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of nginx."""
+    directory, address = tmp_path_factory.mktemp("nginx"), f"127.0.0.1:{free_port()}"
+    text = (ROOT / "docs" / "http.md").read_text()
+    (configuration,) = re.findall(r"```nginx\n(.*?)```", text, re.S)
+    for documented, here in (("listen 8443", f"listen {address}"), ("127.0.0.1:8000", gateway)):
+        assert documented in configuration
+        configuration = configuration.replace(documented, here)
+    # Where a user other than root may write.
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    paths = "".join(f"{kind}_temp_path {directory / kind}; " for kind in kinds)
+    file = directory / "nginx.conf"
+    file.write_text(configuration.replace("http {", f"http {{ access_log off; {paths}", 1))
+    own = f"daemon off; pid {directory / 'pid'}; {'user root;' if os.getuid() == 0 else ''}"
+    command = ["nginx", "-e", "stderr", "-c", str(file), "-g", own]
+    process = subprocess.Popen(command)
+    try:
+        wait_for(Path(directory / "pid").exists, "nginx")
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def status(address: str, **headers: str) -> int:
+    connection = http.client.HTTPConnection(address, timeout=100)
+    given = {"content-type": "application/json"} | headers
+    connection.request("POST", "/v1/completions", BODY, given)
+    code = connection.getresponse().status
+    connection.close()
+    return code
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": HOST}, 200),
+        ({"host": HOST, "origin": f"https://{HOST}"}, 200),
+        ({"host": HOST, "origin": "https://evil.example"}, 403),
+        ({"host": HOST, "origin": "null"}, 403),
+        ({"host": "evil.example"}, 421),  # whose name has been pointed here
+        ({"host": "evil.example", "origin": "http://evil.example"}, 421),
+        ({}, 421),
+    ],
+)
+def test_only_the_gateways_own_name_is_served(
+    proxy: str, headers: dict[str, str], code: int
+) -> None:
+    assert status(proxy, **headers) == code
+
+
+def test_half_sent_bodies_take_no_place_of_the_gateway(proxy: str, gateway: str) -> None:
+    with ExitStack() as connections:
+        for _ in range(64):  # as many as an address may have
+            connections.enter_context(half_sent(proxy, HOST))
+        assert status(gateway) == 200
+        assert status(proxy, host=HOST) == 429
+    wait_for(lambda: status(proxy, host=HOST) == 200, "the places of closed connections")
