@@ -229,8 +229,8 @@ def test_flash_attn(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(small_dir: Path, dtype: str) -> None:
-    """Another test shows how exact it is; this shows that no dtypes are mixed, nothing overflows, and
-    nothing is read that was not written."""
+    """Another test shows how exact it is; this shows that no dtypes are mixed, nothing overflows,
+    and nothing is read that was not written."""
     runner, batch = make_runner(small_dir, captures=False, block_size=16, dtype=dtype)
     poison(runner)
     tokens = np.concatenate(decode(runner, batch))
