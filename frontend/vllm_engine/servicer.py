@@ -37,7 +37,9 @@ from shared.reading import let_go
 from shared.sampling_params import DEFAULTS, NUMBERS
 
 Context = aio.ServicerContext[Any, Any]
+PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 # What is not for every client: it slows everybody, or shows what others ask.
 OPERATORS_METHODS = tuple(
     f"/{SERVICE_NAME}/{name}"
