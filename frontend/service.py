@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
-
 from frontend.audit import Audit
 from frontend.auth import ClientInterceptor, Tokens
 from frontend.engines.pool import Engines
@@ -19,8 +16,6 @@ from frontend.server import SERVICE_NAME, InferenceServicer
 from frontend.settings import FrontendSettings
 from frontend.tokenizer import Tokenizer
 from frontend.usage import Usage
-from frontend.vllm_engine.servicer import OPERATORS_METHODS, VllmEngineServicer
-from frontend.vllm_engine.servicer import SERVICE_NAME as ENGINE_NAME
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared.server import Server
@@ -44,10 +39,13 @@ def public_server(
     """
     path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
     tokens = Tokens(path) if path else None
-    services = (
-        pb.DESCRIPTOR.services_by_name["InferenceService"],
-        vllm.DESCRIPTOR.services_by_name["VllmEngine"],
-    )
+    services = [pb.DESCRIPTOR.services_by_name["InferenceService"]]
+    operators_methods: tuple[str, ...] = ()
+    if settings.engine_address:
+        from frontend.vllm_engine import servicer as engine  # its packages are for gateways alone
+
+        services.append(engine.PROTOCOL)
+        operators_methods = engine.OPERATORS_METHODS
     paths = {
         f"/{service.full_name}/{name}": name
         for service in services
@@ -61,7 +59,7 @@ def public_server(
         settings,
         SERVICE_NAME,
         interceptors=[
-            ClientInterceptor(tokens, max_requests, Audit(usage), paths, OPERATORS_METHODS, tracing)
+            ClientInterceptor(tokens, max_requests, Audit(usage), paths, operators_methods, tracing)
         ],
         reuse_port=True,
         ready=ready,
@@ -80,16 +78,17 @@ async def serve(
     directory = Path(settings.model)
     facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
-    door = Server(settings, ENGINE_NAME, reuse_port=True, beside=server)
+    door: Server | None = None
     opened = False
 
     async def set_serving(serving: bool) -> None:
         nonlocal opened
-        if serving and not opened and settings.engine_address:
-            # Not before: gateways ask once, when they can connect, what the model is.
-            opened = True
-            await door.start(settings.engine_address)
-        await door.set_serving(serving)
+        if door:
+            if serving and not opened:
+                # Not before: gateways ask once, when they can connect, what the model is.
+                opened = True
+                await door.start(settings.engine_address)
+            await door.set_serving(serving)
         await server.set_serving(serving)
 
     engines = Engines(
@@ -101,20 +100,24 @@ async def serve(
     )
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
-    path = settings.operator_tokens_file
-    servicer = VllmEngineServicer(
-        generations,
-        directory,
-        Tokens(path) if path else None,
-        open_events=settings.allow_local_kv_events,
-        report_cached_tokens=settings.report_cached_tokens,
-    )
-    add_VllmEngineServicer_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
+    if settings.engine_address:
+        from frontend.vllm_engine import servicer as engine
+
+        door = Server(settings, engine.SERVICE_NAME, reuse_port=True, beside=server)
+        path = settings.operator_tokens_file
+        servicer = engine.VllmEngineServicer(
+            generations,
+            directory,
+            Tokens(path) if path else None,
+            open_events=settings.allow_local_kv_events,
+            report_cached_tokens=settings.report_cached_tokens,
+        )
+        engine.add_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")
     try:
         async with asyncio.TaskGroup() as tasks:
             connection = tasks.create_task(engines.run())
-            await asyncio.gather(server.wait(), door.wait())
+            await asyncio.gather(*(each.wait() for each in (server, door) if each))
             connection.cancel()
     except* OSError as errors:
         raise errors.exceptions[0] from None  # the door's address

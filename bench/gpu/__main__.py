@@ -1,4 +1,5 @@
 """`make gpu-check`: proves the worker's GPU path against references, then measures it.
+`smoke` does a little of both in two minutes.
 
 The exit status is 0 if everything passed, 1 if something failed, 2 if nothing was run for want of a
 GPU or a package. See docs/gpu-check.md.
@@ -24,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import preflight
-from bench.gpu.modules import MODEL_SHAPE, MODULES, ROOT, Module
+from bench.gpu.modules import MODEL_SHAPE, MODULES, ROOT, SMOKE, Module
 from bench.gpu.phase import COMPILE_LIMIT_S, Phase, Stopped
 from bench.gpu.records import COMPILING
 from bench.gpu.requirements import requirements
 from bench.gpu.runner import TEST_LIMIT_S, Plan
 from bench.gpu.summary import summary
 
-PHASES = ("prove", "measure")
+PHASES = ("prove", "measure")  # the default
+SMOKE_PHASE = "smoke"
 DEFAULT_PEER = Path(".peers/nano-vllm")
 TEST_DEVICE = "TEST_DEVICE"  # for tests that otherwise run on a CPU
 # Either makes the references' float32 products less exact.
@@ -45,12 +47,13 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("phases", nargs="*", metavar="PHASE", help="prove, measure (default: both)")
+    parser.add_argument(
+        "phases", nargs="*", metavar="PHASE", help="smoke, prove, measure (default: the last two)"
+    )
     parser.add_argument(
         "--out",
-        type=Path,
-        default=Path("gpu-check"),
-        help="directory for the results, or a .json file in it (default: %(default)s)",
+        type=_directory,
+        help="directory for the results, or a .json file in it (default but for smoke: gpu-check)",
     )
     parser.add_argument("--only", metavar="NAME,...", help="only these modules")
     parser.add_argument("--seed", type=int, help="for the random inputs (default: random)")
@@ -62,8 +65,13 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
         "--rehearse", action="store_true", help="on the CPU with small sizes; figures mean nothing"
     )
     options = parser.parse_args(args)
-    if unknown := set(options.phases) - set(PHASES):
-        parser.error(f"no phase {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
+    if unknown := set(options.phases) - {SMOKE_PHASE, *PHASES}:
+        there = ", ".join((SMOKE_PHASE, *PHASES))
+        parser.error(f"no phase {', '.join(sorted(unknown))}; there are {there}")
+    if options.out is None:
+        if SMOKE_PHASE in options.phases:
+            parser.error("smoke: --out is missing: give a directory for the results")
+        options.out = Path("gpu-check")
     try:
         options.modules = choose(options.phases, options.only)
     except ValueError as error:
@@ -77,6 +85,12 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the directory for the results has no name")
+    return Path(text)
+
+
 def choose(phases: Sequence[str], only: str | None) -> dict[str, list[Module]]:
     """The modules to run, by phase, without phases that have none.
 
@@ -84,7 +98,9 @@ def choose(phases: Sequence[str], only: str | None) -> dict[str, list[Module]]:
         ValueError: there is no such module.
     """
     chosen = {
-        phase: [module for module in MODULES if module.measures == (phase == "measure")]
+        phase: list(SMOKE)
+        if phase == SMOKE_PHASE
+        else [module for module in MODULES if module.measures == (phase == "measure")]
         for phase in phases or PHASES
     }
     if only is None:
@@ -115,6 +131,7 @@ def make_plan(
             "seed": options.seed,
             "rehearse": options.rehearse,
             "compile_only": compile_only,
+            "smoke": module.smoke,
         }
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "bench/gpu/pytest.ini")]
     command += [f"--rootdir={ROOT}", f"--confcutdir={ROOT}", "-p", "bench.gpu.plugin"]
@@ -188,6 +205,10 @@ def run(
         phase = Phase(name, options.out, {"phase": name, **about}, plan, stop)
         phase.say(f"{name}: {about['gpu']['name']}, seed {options.seed}")
         phase.write()
+        if name == SMOKE_PHASE:
+            phase.tell_each()
+            if about["problems"]:
+                phase.fail("preflight", "\n".join(about["problems"]))
         try:
             if name == "prove":
                 phase.prove(modules, min(SIDE_BY_SIDE, os.cpu_count() or 1))
@@ -207,11 +228,12 @@ def run(
 
 
 def check(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Describes the machine for the JSON; if anything is missing, says what and returns None."""
+    """Describes the machine for the JSON; if anything is missing, says what and returns None. The
+    smoke begins nevertheless, since most of it may run."""
     needed = requirements()
     found = preflight.facts(needed, options.out)
     wrong = preflight.problems(found, needed, gpu=not options.rehearse)
-    if wrong:
+    if wrong and options.phases != [SMOKE_PHASE]:
         print("gpu-check: nothing was run, since", file=sys.stderr)
         print("\n".join(f"  {line}" for line in wrong), file=sys.stderr)
         return None
@@ -221,6 +243,7 @@ def check(options: argparse.Namespace) -> dict[str, Any] | None:
     here = this_machine()
     return {
         "rehearsal": options.rehearse,
+        "problems": wrong,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": options.seed,
         "gpu": preflight.machine(found),

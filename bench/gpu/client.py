@@ -1,26 +1,30 @@
-"""`python -m bench.gpu.client JSON`: the reference workload's client, in a process of its own.
+"""`python -m bench.gpu.client JSON`: the reference workload's clients, each in its own process.
 
-It prints a line of JSON for each round, and one for the lone streams, with the CPU time that each
-service used meanwhile. The services are descendants of the process that started this one.
+It prints a line of JSON for each round, and one for the lone streams, with the CPU time that the
+clients and each service used meanwhile. The services are descendants of the process that started
+this one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 
 from bench.engine_stats import stats_reader
 from bench.gpu.peer import round_of
+from bench.metrics import summarize
 from bench.single_stream import measure_single_stream
-from bench.stack import run_stack
+from bench.stack import run_request
 from bench.workload import Shape, reference_workload, warm_up_request
 from frontend.client import AsyncLLM
 
@@ -32,45 +36,74 @@ class Orders:
     address: str
     scheduler_address: str
     shape: dict[str, int]  # `Shape`
+    clients: int  # processes: one would be slower than the stack
     rounds: int
     stream_repeats: int
 
 
 async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
-    shape = Shape(**orders.shape)
+    read_stats = stats_reader(orders.address, orders.scheduler_address)
+    clients = [_start(orders, number) for number in range(orders.clients)]
+    for client in clients:
+        client.recv()  # it is ready
+    for number in range(orders.rounds):
+        before, stats_before = cpu_seconds(), await read_stats()
+        for client in clients:
+            client.send(number)
+        traces = [trace for client in clients for trace in client.recv()]
+        stats = await read_stats()
+        assert stats
+        assert stats_before
+        found = asdict(summarize(traces)) | asdict(stats.since(stats_before))
+        tell({"round": number, **found, "cpu_s": cpu_since(before)})
+    for process in multiprocessing.active_children():
+        process.join()  # its CPU time no longer counts
     async with AsyncLLM(orders.address) as llm:
-        model = await llm.get_model()
-        warm_up = warm_up_request(shape, model.vocab_size)
-        requests = reference_workload(shape, model.vocab_size)
-        for number in range(orders.rounds):
-            before = cpu_seconds()
-            run = await run_stack(
-                llm,
-                warm_up,
-                round_of(requests, number, model.vocab_size),
-                stats_reader(orders.address, orders.scheduler_address),
-                lambda tokens: None,
-            )
-            stats = asdict(run.stats) if run.stats else {}
-            found = {"round": number, **asdict(run.metrics), **stats}
-            tell(found | {"cpu_s": cpu_since(before)})
         before = cpu_seconds()
-        single = await measure_single_stream(llm, model, orders.stream_repeats)
+        single = await measure_single_stream(llm, await llm.get_model(), orders.stream_repeats)
         tell(asdict(single) | {"cpu_s": cpu_since(before)})
 
 
+def _start(orders: Orders, number: int) -> Connection:
+    """Starts a client -> a pipe, which yields None once it is ready, then the traces of each round
+    whose number it is sent. It ends with an EOFError if the client fails."""
+    context = multiprocessing.get_context("spawn")  # gRPC must not be forked
+    ours, theirs = context.Pipe()
+    context.Process(target=_client, args=(orders, number, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def _client(orders: Orders, number: int, pipe: Connection) -> None:
+    asyncio.run(_serve_rounds(orders, number, pipe))
+
+
+async def _serve_rounds(orders: Orders, number: int, pipe: Connection) -> None:
+    """Runs every `orders.clients`th request of a round, from `number` on."""
+    shape = Shape(**orders.shape)
+    async with AsyncLLM(orders.address) as llm:
+        vocab_size = (await llm.get_model()).vocab_size
+        await run_request(llm, warm_up_request(shape, vocab_size))
+        requests = reference_workload(shape, vocab_size)[number :: orders.clients]
+        pipe.send(None)
+        for _ in range(orders.rounds):
+            these = round_of(requests, pipe.recv(), vocab_size)
+            pipe.send(await asyncio.gather(*(run_request(llm, each) for each in these)))
+
+
 def cpu_seconds() -> dict[str, float]:
-    """The CPU time used so far by each service and by this process."""
-    times = os.times()
-    found = defaultdict(float, client=times.user + times.system)
+    """The CPU time used so far by each service and by the clients."""
+    found: dict[str, float] = defaultdict(float)
+    own = psutil.Process()
+    clients = {own.pid, *(child.pid for child in own.children())}
     for process in psutil.Process(os.getppid()).children(recursive=True):
         try:
             command, used = process.cmdline(), process.cpu_times()
         except psutil.Error:  # it has just ended
             continue
-        for service in SERVICES:
-            if service in command:
-                found[service] += used.user + used.system
+        names = ["client"] if process.pid in clients else [s for s in SERVICES if s in command]
+        for name in names:
+            found[name] += used.user + used.system
     return found
 
 

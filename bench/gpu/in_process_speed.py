@@ -117,9 +117,9 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
         if any(rates.values()) and began - started + round_s > share_s and not setup.rehearse:
             break
         serving = variables(setup, budget) | served
-        run = _round(setup, log, serving)
+        run = run_round(setup, log, serving)
         rates[budget].append(run.metrics.output_tokens_per_s)
-        case = _case(name, budget)
+        case = case_name(name, budget)
         kinds = {"kinds": log.kinds()}
         report.detail(f"{case}, round {len(rates[budget])}", figures(run) | kinds)
         report.detail(f"serving, {case}", serving)
@@ -127,7 +127,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
     for budget, found in rates.items():
         if found:
             rate = statistics.median(found)
-            report.figure(f"{FIGURE}, {_case(name, budget)}", rate, "tokens/s")
+            report.figure(f"{FIGURE}, {case_name(name, budget)}", rate, "tokens/s")
         else:
             report.note(f"{budget} prompt tokens: no time left")
 
@@ -147,16 +147,16 @@ def measure_best(setup: Setup, report: Report) -> None:
 
 def best_case(setup: Setup, report: Report) -> str | None:
     """The measured backend and budget that served fastest."""
-    cases = [_case(name, budget) for name in BACKENDS for budget in setup.sizes.prefill_budgets]
+    cases = [case_name(name, budget) for name in BACKENDS for budget in setup.sizes.prefill_budgets]
     rates = {case: rate for case in cases if (rate := report.value(f"{FIGURE}, {case}"))}
     return max(rates, key=lambda case: rates[case]) if rates else None
 
 
-def _case(name: str, budget: int) -> str:
+def case_name(name: str, budget: int) -> str:
     return f"{name}, {budget} prompt tokens"
 
 
-def _round(setup: Setup, log: StepLog, serving: dict[str, Any]) -> Run:
+def run_round(setup: Setup, log: StepLog, serving: dict[str, Any]) -> Run:
     """Runs the workload once, starting with an empty prefix cache."""
     vocab_size = log.runner.info.vocab_size
     shape = setup.sizes.workload

@@ -18,6 +18,7 @@ class Module:
     measures: bool = False  # alone on the GPU; the others prove, and run side by side
     needs_model: bool = False  # the shape above with random weights, or --model
     compiles: bool = True  # kernels of its own: run once beforehand, with the other measurements
+    smoke: bool = False  # little of it
 
     @property
     def name(self) -> str:
@@ -61,4 +62,13 @@ MODULES = (
     Module("bench/gpu/features_speed.py", 45, measures=True),
     Module("bench/gpu/decode_sweeps_speed.py", 75, measures=True),
     Module("bench/gpu/prompt_sweeps_speed.py", 45, measures=True),
+)
+
+_SMOKE = {"measures": True, "compiles": False, "smoke": True}
+
+# In this order, one by one: first what is needed to understand why a later one fails.
+SMOKE = (
+    Module("bench/gpu/smoke_device_speed.py", 60, **_SMOKE),
+    Module("bench/gpu/smoke_model_speed.py", 200, needs_model=True, **_SMOKE),
+    Module("bench/gpu/stack_speed.py", 120, needs_model=True, **_SMOKE),
 )

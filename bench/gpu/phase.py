@@ -14,9 +14,9 @@ from typing import Any
 from bench.gpu.modules import Module
 from bench.gpu.records import COMPILING, Journal, Records, as_json
 from bench.gpu.runner import ModuleRun, Plan
-from bench.gpu.summary import compiled_json, module_json, verdict
+from bench.gpu.summary import compiled_json, details, module_json, verdict
 
-LIMIT_S = 530.0
+LIMIT_S = 470.0
 COMPILE_LIMIT_S = 120.0
 POLL_S = 0.05
 
@@ -58,6 +58,7 @@ class Phase:
         self._journal_file = _open(directory / f"{name}.jsonl")
         self._journal = Journal(self._journal_file)
         self._names: list[str] = []  # as in the journal, in the order of the table
+        self._told: set[tuple[str, str]] | None = None  # tests by module, if each is told
         self._unwritten = ""  # why
 
     @property
@@ -74,12 +75,22 @@ class Phase:
         """Whether nothing failed; missing a target is not a failure."""
         return not any(records.failed for records in self.results.values())
 
+    def fail(self, name: str, reason: str) -> None:
+        """Records the failure of something that is no module."""
+        self._names.append(name)
+        self._journal.end(name, name, "failed", reason, 0.0)
+        self.say(f"{name}: failed: {reason}")
+
+    def tell_each(self) -> None:
+        """From now on, prints and writes each test's result as soon as it ends."""
+        self._told = set()
+
     def prove(self, modules: Sequence[Module], side_by_side: int) -> None:
         """
         Raises:
             Stopped: as it was told to; all processes have ended.
         """
-        self._names = [module.name for module in modules]
+        self._names += [module.name for module in modules]
         longest_first = sorted(modules, key=lambda module: -module.limit_s)
         plans = [self._make_plan(module, self._journal_file, False) for module in longest_first]
         self._run(plans, side_by_side, self._deadline)
@@ -96,7 +107,7 @@ class Phase:
         Raises:
             Stopped: as it was told to; all processes have ended.
         """
-        self._names = [module.name for module in modules]
+        self._names += [module.name for module in modules]
         deadline = min(self._deadline, time.monotonic() + COMPILE_LIMIT_S)
         compiled = [module for module in modules if module.compiles]
         plans = [self._make_plan(module, self._journal_file, True) for module in compiled]
@@ -104,11 +115,10 @@ class Phase:
         self._run(
             plans, side_by_side, deadline, lambda p: p.name not in waiting or model() is not None
         )
-        needed = any(module.needs_model for module in modules)
-        while needed and model() is None and time.monotonic() < deadline:
-            self._wait()
-        obstacle = model() if model() is not None else "the model was not written in time"
         for module in modules:
+            while module.needs_model and model() is None and time.monotonic() < deadline:
+                self._wait()
+            obstacle = model() if model() is not None else "the model was not written in time"
             if module.needs_model and obstacle:
                 self._journal.end(module.name, "model", "failed", obstacle, 0.0)
                 self._tell(module.name, 0.0)
@@ -162,7 +172,9 @@ class Phase:
                         waiting.remove(plan)
                         running.append(ModuleRun(plan, self._journal, self._log, deadline))
                 for run in list(running):
-                    if run.poll():
+                    ended = run.poll()
+                    self._tell_tests(run.plan.name)
+                    if ended:
                         running.remove(run)
                         self._tell(run.plan.name, time.monotonic() - run.started)
                 if time.monotonic() > deadline:
@@ -179,6 +191,15 @@ class Phase:
     def _wait(self) -> None:
         if self._stop.wait(POLL_S):
             raise Stopped
+
+    def _tell_tests(self, module: str) -> None:
+        if self._told is None:
+            return
+        for name, test in self._journal.of(module).tests.items():
+            if test.outcome != "running" and (module, name) not in self._told:
+                self._told.add((module, name))
+                self.say("\n           ".join(details(test)))
+                self.write()
 
     def _tell(self, name: str, seconds: float) -> None:
         self.say(f"{name}: {verdict(self._journal.of(name))} ({seconds:.1f} s)")

@@ -12,8 +12,20 @@ from bench.gpu.modules import ROOT
 PROJECT = "nano-vllm-grpc"
 EXTRAS = ("worker", "frontend", "scheduler", "stack")
 TESTS = ("pytest", "packaging")  # the first is in the extra for development
-# Packages that the check does not import: for grammars, plots, the chat, and a worker on a CPU.
-UNUSED = ("xgrammar", "matplotlib", "prompt-toolkit", "numba")
+# Packages that the check does not import: for grammars, plots, the chat, HTTP, the dashboard,
+# traces, and a worker on a CPU.
+UNUSED = (
+    "matplotlib",
+    "numba",
+    "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry-sdk",
+    "prompt-toolkit",
+    "smg",
+    "smg-grpc-proto",
+    "starlette",
+    "uvicorn",
+    "xgrammar",
+)
 
 
 def requirements() -> dict[str, list[str]]:

@@ -73,6 +73,7 @@ class Sizes:
     prompt_steps: tuple[tuple[int, int], ...] = ((2, 1024), (8, 1024))  # sequences, tokens
     max_model_len: int = 4096
     repeats: int = 30
+    greedy_tokens: int = 16
     few: int = 3  # steps to warm up, and to look at with a profiler
     # The reference workload.
     workload: Shape = field(default_factory=Shape)
@@ -81,6 +82,7 @@ class Sizes:
     swept: int = 16  # constants of each kind, at most
     in_process_s: float = 130.0  # for all backends and budgets together
     rounds: int = 3  # at most
+    clients: int = 4  # processes, and frontends
     stream_repeats: int = 5
 
     def layers(self, size: int) -> int:
@@ -119,6 +121,7 @@ REHEARSAL = Sizes(
     prompt_steps=((1, 6),),
     max_model_len=1100,
     repeats=1,
+    greedy_tokens=3,
     few=1,
     workload=_SHORT,
     cache_tokens=2048,
@@ -126,8 +129,10 @@ REHEARSAL = Sizes(
     swept=1,
     in_process_s=0.0,
     rounds=2,
+    clients=2,
     stream_repeats=1,
 )
+SMOKE = replace(Sizes(), rounds=1, stream_repeats=2)
 
 
 @dataclass(frozen=True)
@@ -194,11 +199,13 @@ def make_setup(
     trace: str | None = None,
     rehearse: bool = False,
     compile_only: bool = False,
+    smoke: bool = False,
 ) -> Setup:
     """
     Args:
         rehearse: run on a CPU, in Triton's interpreter.
         compile_only: run everything once, in small sizes where they compile the same kernels.
+        smoke: repeat little.
     """
     if rehearse:
         import tests.conftest  # noqa: F401 - repairs Triton's interpreter
@@ -206,9 +213,7 @@ def make_setup(
 
         platform: Callable[[WorkerSettings], Platform] = InterpretedPlatform
     else:
-        from worker_svc.platforms.cuda import CudaPlatform
-
-        platform = CudaPlatform
+        platform = _cuda_platform
     return Setup(
         device=torch.device("cpu") if rehearse else torch.device("cuda", 0),
         dtype=torch.float32 if rehearse else torch.bfloat16,
@@ -218,6 +223,12 @@ def make_setup(
         peer=Path(peer) if peer else None,
         trace=Path(trace) if trace and not compile_only else None,
         seed=seed,
-        sizes=REHEARSAL if rehearse else COMPILING if compile_only else Sizes(),
+        sizes=REHEARSAL if rehearse else COMPILING if compile_only else SMOKE if smoke else Sizes(),
         rehearse=rehearse,
     )
+
+
+def _cuda_platform(settings: WorkerSettings) -> Platform:
+    from worker_svc.platforms.cuda import CudaPlatform
+
+    return CudaPlatform(settings)

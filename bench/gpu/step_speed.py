@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -16,13 +15,12 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from bench.gpu.bounds import model_size
 from bench.gpu.ceilings import bandwidth, matmul_rate
-from bench.gpu.heads import Heads
-from bench.gpu.prompt_speed import attention_flops
 from bench.gpu.records import Report
+from bench.gpu.serving import cache_blocks
 from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
-from tools.make_model import tensor_shapes
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
 
@@ -34,7 +32,7 @@ Lengths = tuple[list[int], list[int]]  # queries and contexts of a step's sequen
 
 
 class Loaded:
-    """The model, with a cache for the largest step."""
+    """The model, with a cache for the largest step and for the reference workload."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -45,11 +43,11 @@ class Loaded:
             max_model_len=sizes.max_model_len,
         )
         self.runner = ModelRunner(settings, setup.platform(settings))
-        self.config: dict[str, Any] = json.loads((setup.model / "config.json").read_text())
         self.cases = dict(self._cases())
         size = self.runner.info.block_size
-        blocks = max(blocks_needed(contexts, size) for _, contexts in self.cases.values())
-        self.runner.configure(1, blocks)
+        needed = [blocks_needed(contexts, size) for _, contexts in self.cases.values()]
+        self.num_blocks = max(*needed, cache_blocks(setup, self.runner.info))
+        self.runner.configure(1, self.num_blocks)
         for cache in self.runner._caches:  # products of zeros take less power, and are faster
             cache.normal_(generator=setup.generator("caches"))
 
@@ -59,20 +57,10 @@ class Loaded:
 
     def min_ms(self, case: str, report: Report) -> float:
         """The step's least time, at the memory's bandwidth and the matrix product's rate."""
-        config, itemsize = self.config, self.setup.dtype.itemsize
-        layers: int = config["num_hidden_layers"]
-        kv_heads: int = config["num_key_value_heads"]
-        heads = Heads(config["num_attention_heads"], kv_heads, config["head_dim"])
-        shapes = tensor_shapes(config)
-        head = math.prod(shapes.pop("model.embed_tokens.weight"))
-        shapes.pop("lm_head.weight", None)  # as large
-        body = sum(map(math.prod, shapes.values()))
-        queries, contexts = self.cases[case]
-        per_token = 2 * layers * kv_heads * heads.head_dim * itemsize
-        moved = (body + head) * itemsize + sum(contexts) * per_token
-        flops = 2.0 * (body * sum(queries) + head * len(queries))
-        flops += layers * sum(map(attention_flops, [heads] * len(queries), queries, contexts))
+        size, (queries, contexts) = model_size(self.setup), self.cases[case]
+        moved = size.weight_bytes + sum(contexts) * size.token_bytes
         by_bytes = moved / bandwidth(self.setup, report) / 1e6
+        flops = size.flops(queries, contexts)
         return max(by_bytes, flops / matmul_rate(self.setup, report) / 1e9)
 
     def _cases(self) -> Sequence[tuple[str, Lengths]]:

@@ -58,6 +58,14 @@ def summary(results: Mapping[str, Records], end: str) -> list[str]:
     return [line[:LINE_LENGTH] for line in [*lines, end]]
 
 
+def details(test: Result) -> Iterator[str]:
+    """A line with the outcome, then one for each figure, note and line of the failure."""
+    yield f"{test.name.rpartition('::')[2]}: {test.outcome} ({test.seconds:.1f} s)"
+    yield from map(_figure, test.figures)
+    yield from test.notes
+    yield from test.message.splitlines()
+
+
 def _tests(results: Mapping[str, Records]) -> Iterator[tuple[str, Result]]:
     for name, records in results.items():
         for test in records.tests.values():

@@ -38,7 +38,9 @@ from shared.sampling_params import DEFAULTS, NUMBERS
 from shared.turns import Turns
 
 Context = aio.ServicerContext[Any, Any]
+PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 # What is not for every client: it slows everybody, or shows what others ask.
 OPERATORS_METHODS = tuple(
     f"/{SERVICE_NAME}/{name}"

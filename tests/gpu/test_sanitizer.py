@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -14,11 +16,26 @@ from tests.worker_svc.device import gpu_only
 
 LIMIT_S = 200
 FOUND = 99
-# Prompts and decodes on the smallest model, with Triton's kernels. Every tensor is an allocation of
-# its own: otherwise an access beyond one tensor's bounds would hit another and go unnoticed. CUDA
-# cannot capture such allocations, so there are no graphs.
-TEST = "tests/worker_svc/gpu_path/test_model.py::test_half_precision"
+# Prompts and decodes in bfloat16 on the smallest model, with Triton's kernels. Every tensor is an
+# allocation of its own: otherwise an access beyond one tensor's bounds would hit another and go
+# unnoticed. CUDA cannot capture such allocations, so there are no graphs.
+TEST = "tests/worker_svc/gpu_path/test_model.py::test_half_precision[bfloat16]"
 OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    assert re.search(r"^1 passed", done.stdout, re.MULTILINE), "no kernel ran: " + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("result", "right"), [("1 passed in 9s", True), ("1 skipped in 9s", False), ("", False)]
+)
+def test_a_run_without_kernels_does_not_pass(result: str, right: bool) -> None:
+    output = f"=== COMPUTE-SANITIZER\n.\n{result}\n=== ERROR SUMMARY: 0 errors\n"
+    with nullcontext() if right else pytest.raises(AssertionError, match="no kernel ran"):
+        check(subprocess.CompletedProcess([], 0, output))
 
 
 @gpu_only
@@ -43,5 +60,4 @@ def test_no_access_is_out_of_bounds() -> None:
     # It may refuse the device, as in some virtual machines, and then checks nothing.
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    check(done)

@@ -32,8 +32,8 @@ class FlashMetadata3(PagedMetadata):
     page_table: torch.Tensor  # [S, blocks] int32
     schedule: torch.Tensor
     max_query_len: int
-    max_context_len: int
-    max_splits: int  # 0: left to FlashAttention
+    max_key_len: int  # of a full page table
+    max_splits: int
 
 
 class FlashAttention3(PagedBackend[FlashMetadata3]):
@@ -49,15 +49,18 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata3:
         shape = self.shape
         max_query_len = int(step.query_lens.max())
-        # A CUDA graph needs the maximum number of splits: FlashAttention would size its buffers by
-        # what it sees while capturing, and split by what it sees later.
-        max_splits = 0
+        # FlashAttention must not choose the splits: `fwd` and the schedule could differ, their
+        # buffers are not measured, and a CUDA graph keeps those of its capture.
+        max_splits = 1
         if step.decodes_only:
             max_splits = choose_splits(step.num_seqs, shape.num_kv_heads, self._num_sms)
+        # `fwd` takes the keys' maximum length from the page table's width.
+        max_blocks = -(-max_context_len // self.block_size)
+        max_key_len = max_blocks * self.block_size
         schedule = torch.ops.flash_attn_3.get_scheduler_metadata(
             batch_size=step.num_seqs,
             max_seqlen_q=max_query_len,
-            max_seqlen_k=max_context_len,
+            max_seqlen_k=max_key_len,
             num_heads=shape.num_heads,
             num_heads_k=shape.num_kv_heads,
             headdim=shape.head_dim,
@@ -71,10 +74,10 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
         )
         return FlashMetadata3(
             tensors,
-            page_table=dense_block_table(tensors, -(-max_context_len // self.block_size)),
+            page_table=dense_block_table(tensors, max_blocks),
             schedule=schedule,
             max_query_len=max_query_len,
-            max_context_len=max_context_len,
+            max_key_len=max_key_len,
             max_splits=max_splits,
         )
 
@@ -88,7 +91,7 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
             cu_seqlens_q=metadata.tensors.query_starts,
             seqused_k=metadata.tensors.context_lens,
             max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_context_len,
+            max_seqlen_k=metadata.max_key_len,
             page_table=metadata.page_table,
             softmax_scale=self.shape.scale,
             is_causal=True,

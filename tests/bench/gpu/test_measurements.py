@@ -10,6 +10,7 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 
 from bench.gpu import __main__ as program
 from bench.gpu import decode_speed, prompt_speed, stack_speed
-from bench.gpu.heads import Heads
+from bench.gpu.bounds import ModelSize, bound
+from bench.gpu.heads import QWEN_0_6B, Heads
 from bench.gpu.modules import MODULES, ROOT
 from bench.gpu.records import Journal, Report
+from bench.gpu.requirements import UNUSED
 from bench.gpu.runner import ModuleRun
 from bench.gpu.setup import REHEARSAL, Setup, make_setup
 from bench.gpu.steps import snapshot
@@ -96,6 +99,15 @@ def test_rates_are_of_the_bytes_and_operations(tiny_model: Path) -> None:
     assert prompt_speed.attention_flops(heads, 3, 9) == 2 * 2 * 4 * 16 * pairs
 
 
+def test_the_bound_of_the_workload() -> None:
+    """As worked out by hand for an H200 and Qwen3-0.6B: 13.9 TB of keys and values, 1.2 GB of
+    weights a step, and 145,000 prompt tokens."""
+    size = ModelSize(28, QWEN_0_6B, body=440_467_456, head=151_936 * 1024, itemsize=2)
+    assert size.token_bytes == 114_688
+    assert bound(size, Shape(), 4300, 790) == pytest.approx(35_600, rel=0.03)
+    assert bound(size, Shape(), 8600, 1580) == pytest.approx(2 * bound(size, Shape(), 4300, 790))
+
+
 def test_the_workload_halfway() -> None:
     contexts = snapshot(Shape())
     assert contexts == snapshot(Shape())
@@ -107,25 +119,45 @@ def test_the_workload_halfway() -> None:
     assert 750 < sum(contexts) / len(contexts) < 950
 
 
-def test_the_stack_is_measured(tmp_path: Path) -> None:
-    """Runs the program itself on a real stack."""
+def test_the_smoke_runs_without_what_it_does_not_need(tmp_path: Path) -> None:
+    """Runs the program itself, with a real stack at the end. Packages that a GPU machine need not
+    have cannot be imported, except the one that a worker on a CPU needs."""
+    unused = {*UNUSED} - {"numba"}
+    for module, distributions in packages_distributions().items():
+        if unused & {*distributions}:
+            (tmp_path / f"{module}.py").write_text("raise ModuleNotFoundError(__name__)")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "bench.gpu", "measure", "--rehearse", "--only", "stack"),
+            *(sys.executable, "-m", "bench.gpu", "smoke", "--rehearse"),
             *("--out", tmp_path / "out" / "gpu.json"),
         ],
-        env=os.environ | {"NANO_THREADS": "1"},
+        env=os.environ | {"NANO_THREADS": "1", "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-4:]
-    assert last[0] == "1 passed, 1 skipped"
-    assert [line[:10] for line in last[1:3]] == ["stack     ", "one stream"]
+    last = done.stdout.splitlines()[-5:]
+    assert last[0] == "14 passed, 4 skipped", done.stdout
+    assert [line[:10] for line in last[1:4]] == ["stack     ", "stack / in", "one stream"]
     assert "a rehearsal: no figure means anything" in last[-1]
-    content = json.loads((tmp_path / "out" / "measure.json").read_text())
+    content = json.loads((tmp_path / "out" / "smoke.json").read_text())
     assert content["rehearsal"] is True
+    parts = [test for module in content["modules"].values() for test in module["tests"].values()]
+    skipped = [test["message"] for test in parts if test["outcome"] == "skipped"]
+    assert all(skipped)
+    printed = done.stdout.splitlines()
+    for test in parts:
+        name, outcome = test["name"].rpartition("::")[2], test["outcome"]
+        assert any(f"] {name}: {outcome} (" in line for line in printed)
+    for name in ("graphs against eager", "against transformers"):
+        (figure,) = (
+            figure
+            for test in parts
+            for figure in test.get("figures", ())
+            if figure["name"] == f"{name}: equal tokens"
+        )
+        assert figure["ratio"] == 1
     tests = content["modules"]["stack"]["tests"]
     stack, peer = tests.values()
     assert peer["message"] == "no checkout of nano-vLLM, see --peer"

@@ -216,6 +216,44 @@ def test_the_json_is_there_after_each_module(
     ]
 
 
+def test_each_result_is_told_before_the_next_test_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the smoke. The second test waits until the first one's result is in the JSON."""
+    result = tmp_path / "smoke.json"
+    text = f"""
+import time
+from pathlib import Path
+def measure_first(report):
+    report.figure("speed", 90.0, "GB/s")
+    raise ValueError("no such thing")
+def measure_second():
+    while "ValueError: no such thing" not in Path({str(result)!r}).read_text():
+        time.sleep(0.01)
+"""
+    module = replace(write_module(tmp_path, "a_speed.py", text), measures=True, compiles=False)
+    phase = Phase("smoke", tmp_path, {}, make_plan, threading.Event())
+    phase.tell_each()
+    phase.fail("preflight", "grpcio is not installed")
+    phase.write()
+    phase.measure([module], 1, lambda: "")
+    assert not phase.passed
+    assert outcomes(phase.results["a"]) == {"measure_first": "failed", "measure_second": "passed"}
+    printed = capsys.readouterr().out.splitlines()
+    told = [
+        next(n for n, line in enumerate(printed) if part in line)
+        for part in (
+            "preflight: failed: grpcio is not installed",
+            "] measure_first: failed (",
+            "speed   ",
+            "ValueError: no such thing",
+            "] measure_second: passed (",
+            "] a: 1 passed, 1 failed (",
+        )
+    ]
+    assert told == sorted(told)
+
+
 def processes_of(text: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

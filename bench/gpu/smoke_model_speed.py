@@ -1,0 +1,127 @@
+"""The smoke's parts that need the model: whether it is right, then how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from bench.gpu import in_process_speed, step_speed
+from bench.gpu.bounds import workload_bound
+from bench.gpu.ceilings import bandwidth
+from bench.gpu.decode_speed import make_load
+from bench.gpu.records import Report
+from bench.gpu.serving import figures, variables
+from bench.gpu.setup import Setup
+from bench.gpu.step_speed import Loaded
+from bench.gpu.steps import Sequences
+from worker_svc.step.decode import Step
+from worker_svc.step.wire import Int32s
+
+PROMPTS = 8
+# A token's logit may be this far below the largest, as a share of the largest less the mean: in
+# bfloat16, near ties are decided by rounding. A wrong token is near 1.
+TOLERANCE = 0.05
+
+pytestmark = pytest.mark.timeout(90)  # the first part compiles
+
+
+@pytest.fixture(scope="module")
+def loaded(setup: Setup) -> Loaded:
+    return Loaded(setup)
+
+
+def measure_load(setup: Setup, report: Report, loaded: Loaded) -> None:
+    """Loads the model, warms up, and captures graphs."""
+    info = loaded.runner.info
+    if setup.rehearse:
+        report.note("no graphs on a CPU: the same padded steps, launched kernel by kernel")
+    assert loaded.runner._graphs
+    report.note(f"{info.attention_backend}, {info.dtype}, {info.num_blocks} blocks fit")
+
+
+def measure_graphs_against_eager(setup: Setup, report: Report, loaded: Loaded) -> None:
+    """Decodes greedily from graphs, then asks for the logits of the same steps without them."""
+    texts, tokens = greedy(setup, loaded)
+    logits = [loaded.runner.logits(step) for step in steps(loaded, texts, iter(tokens))]
+    compare(report, "graphs against eager", torch.stack(logits, 1), tokens)
+
+
+def measure_against_transformers(setup: Setup, report: Report, loaded: Loaded) -> None:
+    from transformers import AutoModelForCausalLM
+
+    texts, tokens = greedy(setup, loaded)
+    oracle = AutoModelForCausalLM.from_pretrained(setup.model, dtype=setup.dtype)
+    oracle = oracle.to(setup.device).eval()
+    logits = []
+    for text, made in zip(texts, np.stack(tokens, 1), strict=True):
+        ids = torch.from_numpy(np.concatenate((text, made[:-1]))).long().to(setup.device)
+        with torch.inference_mode():
+            logits.append(oracle(ids[None]).logits[0, len(text) - 1 :])
+    compare(report, "against transformers", torch.stack(logits), tokens)
+
+
+# By number: see `step_speed.measure_step`.
+@pytest.mark.parametrize("number", range(7))
+def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> None:
+    step_speed.measure_step(setup, report, loaded, number)
+
+
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def measure_attention(setup: Setup, report: Report, name: str) -> None:
+    label, heads = setup.sizes.heads[0]
+    for rows in setup.sizes.batches:
+        load = make_load(setup, name, heads, [setup.sizes.contexts[0]] * rows)
+        case = f"decode attention, {name}, {label}, {rows} x {setup.sizes.contexts[0]}"
+        report.figure(case, load.rate(load.attend), "GB/s", bandwidth(setup, report))
+
+
+def measure_in_process(setup: Setup, report: Report, loaded: Loaded) -> None:
+    """Runs the reference workload once, with the settings that the stack then gets."""
+    name, budget = loaded.runner.info.attention_backend, setup.sizes.prefill_budgets[0]
+    log = in_process_speed.StepLog(loaded.runner, setup.timer)
+    size = loaded.runner.info.block_size
+    served = {"attention": name, "kv_blocks": loaded.num_blocks, "block_size": size}
+    serving = variables(setup, budget) | served
+    run = in_process_speed.run_round(setup, log, serving)
+    case = in_process_speed.case_name(name, budget)
+    rate, bound = run.metrics.output_tokens_per_s, workload_bound(setup, report)
+    report.figure(f"{in_process_speed.FIGURE}, {case}", rate, "tokens/s", bound)
+    report.detail(case, figures(run) | {"kinds": log.kinds()})
+    report.detail(f"serving, {case}", serving)
+
+
+def greedy(setup: Setup, loaded: Loaded) -> tuple[list[Int32s], list[Int32s]]:
+    """Returns random prompts, and the tokens [S] that each step samples for them."""
+    rng = np.random.default_rng(setup.seed)
+    rows = min(PROMPTS, setup.sizes.workload.num_seqs)
+    longest, vocab = setup.sizes.contexts[0] // 2, loaded.runner.info.vocab_size
+    lengths = rng.integers(1, longest, rows, endpoint=True)
+    texts = [rng.integers(vocab, size=length, dtype=np.int32) for length in lengths]
+    tokens: list[Int32s] = []
+    for step in steps(loaded, texts, iter(tokens)):  # which takes what is appended
+        tokens.append(loaded.runner.run(step))
+    return texts, tokens
+
+
+def steps(loaded: Loaded, texts: list[Int32s], tokens: Iterator[Int32s]) -> Iterator[Step]:
+    """Yields the step of the prompts, then those of the decodes."""
+    size = loaded.runner.info.block_size
+    sequences = Sequences(size, range(loaded.num_blocks), seed=0)
+    yield sequences.step(dict(enumerate(texts)))
+    for _ in range(loaded.setup.sizes.greedy_tokens - 1):
+        yield sequences.step({row: token[None] for row, token in enumerate(next(tokens))})
+
+
+def compare(report: Report, name: str, logits: torch.Tensor, tokens: list[Int32s]) -> None:
+    """Compares logits [S, N, vocabulary or more] with the tokens [S] of N steps."""
+    chosen = torch.from_numpy(np.stack(tokens, 1)).long().to(logits.device)
+    logits = logits.float()
+    top = logits.amax(2)
+    gaps = (top - logits.gather(2, chosen[:, :, None])[:, :, 0]) / (top - logits.mean(2))
+    equal, worst = int((gaps == 0).sum()), float(gaps.max())
+    report.figure(f"{name}: equal tokens", equal, "tokens", gaps.numel())
+    report.figure(f"{name}: largest gap", worst, f"(up to {TOLERANCE})")
+    assert worst <= TOLERANCE, f"{name}: gaps {gaps.tolist()}"
