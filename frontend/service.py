@@ -19,7 +19,7 @@ from frontend.server import SERVICE_NAME, InferenceServicer
 from frontend.settings import FrontendSettings
 from frontend.tokenizer import Tokenizer
 from frontend.usage import Usage
-from frontend.vllm_engine.servicer import OPERATORS_METHODS, VllmEngineServicer
+from frontend.vllm_engine.servicer import EVENTS_METHOD, OPERATORS_METHODS, VllmEngineServicer
 from frontend.vllm_engine.servicer import SERVICE_NAME as ENGINE_NAME
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -42,8 +42,10 @@ def public_server(
     Raises:
         FileError: a file of certificates or tokens cannot be used.
     """
-    path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
-    tokens = Tokens(path) if path else None
+    path, operators_path = settings.auth_tokens_file, settings.operator_tokens_file
+    operators_methods = set(OPERATORS_METHODS)
+    if settings.allow_local_kv_events:
+        operators_methods.remove(EVENTS_METHOD)
     services = (
         pb.DESCRIPTOR.services_by_name["InferenceService"],
         vllm.DESCRIPTOR.services_by_name["VllmEngine"],
@@ -61,7 +63,15 @@ def public_server(
         settings,
         SERVICE_NAME,
         interceptors=[
-            ClientInterceptor(tokens, max_requests, Audit(usage), paths, OPERATORS_METHODS, tracing)
+            ClientInterceptor(
+                Tokens(path) if path else None,
+                settings.max_requests_per_client,
+                Audit(usage),
+                paths,
+                operators_methods,
+                Tokens(operators_path) if operators_path else None,
+                tracing,
+            )
         ],
         reuse_port=True,
         ready=ready,
@@ -98,16 +108,11 @@ async def serve(
         settings.dialer,
         metrics,
         settings.check_scheduler,
+        names_clients=settings.callers_need_tokens,
     )
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
-    path = settings.operator_tokens_file
-    servicer = VllmEngineServicer(
-        generations,
-        directory,
-        Tokens(path) if path else None,
-        open_events=settings.allow_local_kv_events,
-    )
+    servicer = VllmEngineServicer(generations, directory)
     add_VllmEngineServicer_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")
     try:
