@@ -186,7 +186,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Door = Literal["grpc", "engine", "http", "page"]
+Door = Literal["grpc", "engine", "http", "page", "open"]  # open: a frontend without tokens
 
 
 @dataclass(frozen=True)
