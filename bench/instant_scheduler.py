@@ -144,5 +144,5 @@ class InstantScheduler(SchedulerServiceServicer):
                 connection.add(message.submit)
                 async with self._changed:
                     self._changed.notify_all()
-            else:
+            elif message.HasField("abort"):
                 connection.drop(message.abort.request)

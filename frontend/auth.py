@@ -7,12 +7,12 @@ Health stays open, for load balancers.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import inspect
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -24,12 +24,13 @@ from frontend.audit import Audit
 from frontend.call import Call
 from frontend.refusals import Refusals
 from frontend.tenants import Client, read_clients
-from frontend.tracing import traced
-from shared.callers import CALLER, Caller, host_of
+from frontend.tracing import AskedTraces, traced
+from shared.callers import CALLER, Caller, network_of
 from shared.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
     QueueFullError,
+    ServiceError,
     UnauthenticatedError,
     UnimplementedError,
 )
@@ -60,17 +61,15 @@ class Tokens:
     def __init__(self, path: str) -> None:
         self._path = path
         self._stamp = self._read_stamp()
-        self._clients = _by_digest(read_clients(path))
+        self._clients = _by_digest(path)
         if not self._clients:
             raise FileError(f"auth_tokens_file: {path} holds no token")
 
     def find(self, token: str) -> Client | None:
         """The client whose token this is, or None if it is unknown."""
         self._reread()
-        digest = hashlib.sha256(token.encode()).digest()
-        # Compares with each of them, even after a match: the time taken reveals nothing.
-        found = [client for known, client in self._clients if hmac.compare_digest(digest, known)]
-        return found[0] if found else None
+        # The time taken tells something about digests at most, which nobody can choose by prefix.
+        return self._clients.get(_digest(token))
 
     def _reread(self) -> None:
         stamp = self._read_stamp()
@@ -78,7 +77,7 @@ class Tokens:
             return
         self._stamp = stamp
         try:
-            self._clients = _by_digest(read_clients(self._path))
+            self._clients = _by_digest(self._path)
         except FileError as error:
             log.warning("tokens not reloaded", reason=str(error))
         else:
@@ -98,8 +97,8 @@ class ClientInterceptor(aio.ServerInterceptor):
 
     Args:
         methods: by path, those that are recorded by name.
-        operators_methods: paths of those that check an operator's token themselves, and need no
-            client's.
+        operators_methods: paths of those that need one of `operators` in place of a client's
+            token; None: nobody may call them.
     """
 
     def __init__(
@@ -109,15 +108,18 @@ class ClientInterceptor(aio.ServerInterceptor):
         audit: Audit,
         methods: Mapping[str, str],
         operators_methods: Collection[str] = (),
+        operators: Tokens | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self._tracing = tracing
         self._tokens = tokens
         self._operators_methods = frozenset(operators_methods)
+        self._operators = operators
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
         self._refusals = Refusals()
+        self._asked_traces = AskedTraces()
         self._requests: Counter[str] = Counter()
 
     async def intercept_service(
@@ -128,13 +130,12 @@ class ClientInterceptor(aio.ServerInterceptor):
         if handler_call_details.method.startswith(_OPEN):
             return await continuation(handler_call_details)
         method = self._methods.get(handler_call_details.method, "other")
-        client = None
-        operators = handler_call_details.method in self._operators_methods
-        if self._tokens is not None and not operators:
-            client = self._tokens.find(_bearer_token(handler_call_details.invocation_metadata))
-            if client is None:
-                await self._refusals.wait(_NOBODY)
-                return self._refusal(method)
+        try:
+            client = self._client(handler_call_details)
+        except ServiceError as error:
+            await self._refusals.wait(_NOBODY)
+            return self._refusal(method, error)
+        if client is not None:
             CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)
         if handler is None:  # an unknown method
@@ -149,6 +150,24 @@ class ClientInterceptor(aio.ServerInterceptor):
 
         return wrap_behavior(handler, count)
 
+    def _client(self, details: grpc.HandlerCallDetails) -> Client | None:
+        """The client that a call's token names; None where none is needed.
+
+        Raises:
+            ServiceError: the token does not permit the call.
+        """
+        token = _bearer_token(details.invocation_metadata)
+        if details.method in self._operators_methods:
+            return _operator(self._operators, token)
+        if self._tokens is None:
+            return None
+        client = self._tokens.find(token)
+        if client is None:
+            raise UnauthenticatedError(
+                "a valid token is needed: metadata 'authorization: Bearer TOKEN'"
+            )
+        return client
+
     def _paced(self, behavior: Any, client: Client | None) -> Any:
         """Has refusals wait, of calls that have let go of everything."""
         if inspect.isasyncgenfunction(behavior):
@@ -160,14 +179,20 @@ class ClientInterceptor(aio.ServerInterceptor):
             except (InvalidArgumentError, QueueFullError) as error:
                 refusal = error.with_traceback(None)
                 refusal.__cause__ = refusal.__context__ = None  # whose frames hold the request
-            await self._refusals.wait(client.name if client else host_of(context.peer()))
+            await self._refusals.wait(client.name if client else network_of(context.peer()))
             raise refusal
 
         return call
 
-    def _refusal(self, method: str) -> Any:
+    def _refusal(self, method: str, error: ServiceError) -> Any:
         """A kind of method that need not read a message before it answers."""
-        refuse = within(_refuse, lambda context: self._audit.records(Call(method, context.peer())))
+
+        async def refuse_call(requests: object, context: object) -> None:
+            raise error
+
+        refuse = within(
+            refuse_call, lambda context: self._audit.records(Call(method, context.peer()))
+        )
         return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)
 
     @contextmanager
@@ -177,7 +202,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         caller = call.caller
         with (
             self._audit.records(call),
-            traced(self._tracing, call, context.invocation_metadata()),
+            traced(self._tracing, self._asked_traces, call, context.invocation_metadata()),
         ):
             self._check_places(caller, client)
             self._requests[caller] += 1
@@ -196,31 +221,30 @@ class ClientInterceptor(aio.ServerInterceptor):
             raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S)
 
 
-def check_operator(operators: Tokens | None, context: Context) -> None:
-    """Checks that a call comes from one of `operators`; None: there are none.
+def _operator(operators: Tokens | None, token: str) -> Client:
+    """The operator whose token this is, under a name that no client has: no name has a colon.
 
     Raises:
-        UnimplementedError: there are none.
-        PermissionDeniedError: it does not.
+        UnimplementedError: there are no operators.
+        PermissionDeniedError: it is none's.
     """
     if operators is None:
         raise UnimplementedError(
             "off: it needs an operator's token, and operator_tokens_file is unset"
         )
-    if operators.find(_bearer_token(context.invocation_metadata())) is None:
+    if (operator := operators.find(token)) is None:
         raise PermissionDeniedError(
             "needs an operator's token: metadata 'authorization: Bearer TOKEN'"
         )
+    return replace(operator, name=f"operator:{operator.name}")
 
 
-async def _refuse(requests: object, context: object) -> None:
-    raise UnauthenticatedError("a valid token is needed: metadata 'authorization: Bearer TOKEN'")
+def _by_digest(path: str) -> dict[bytes, Client]:
+    return {_digest(token): client for token, client in read_clients(path).items()}
 
 
-def _by_digest(clients: Mapping[str, Client]) -> tuple[tuple[bytes, Client], ...]:
-    return tuple(
-        (hashlib.sha256(token.encode()).digest(), client) for token, client in clients.items()
-    )
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _bearer_token(metadata: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from frontend.call_trace import CallTrace
 from frontend.tenants import Client
-from shared.callers import host_of
+from shared.callers import network_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Call:
     @property
     def caller(self) -> str:
         """The one that limits and turns are counted by: the client, or the peer's host."""
-        return self.client.name if self.client else host_of(self.peer)
+        return self.client.name if self.client else network_of(self.peer)
 
 
 CALL: ContextVar[Call | None] = ContextVar("call", default=None)

@@ -68,12 +68,15 @@ class SchedulerClient:
         metrics: RequestMetrics | None = None,
         streams: Streams | None = None,
         try_elsewhere: Callable[[TokenStream], bool] = lambda _: False,
+        *,
+        names_clients: bool = False,
     ) -> None:
         """Args:
         on_ready: is told whether the engine serves, at each change.
         resume_timeout_s: open requests outlive a lost connection by this.
         streams: all of this frontend's, if there are other engines.
         try_elsewhere: is given what the engine has no room for, and returns whether another has.
+        names_clients: whether requests have a client with a name.
         """
         self._address = address
         self._on_ready = on_ready
@@ -83,6 +86,7 @@ class SchedulerClient:
         self.calls = EngineCalls()
         self._streams = streams or Streams()
         self._try_elsewhere = try_elsewhere
+        self._names_clients = names_clients
         self._lost_at: float | None = None  # the connection, time.monotonic
         self._open: dict[int, TokenStream] = {}
         # What the connected scheduler does not have, and what it may have still; some ended.
@@ -262,6 +266,8 @@ class SchedulerClient:
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         """Runs one connection from start to end; returns why it ended."""
         outgoing: Outgoing = asyncio.Queue()
+        if self._names_clients:
+            outgoing.put_nowait(pb.FrontendMessage(names_clients=True))
         call = stub.Connect(_drain(outgoing))
         try:
             async for message in call:

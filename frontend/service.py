@@ -37,15 +37,16 @@ def public_server(
     Raises:
         FileError: a file of certificates or tokens cannot be used.
     """
-    path, max_requests = settings.auth_tokens_file, settings.max_requests_per_client
-    tokens = Tokens(path) if path else None
+    path, operators_path = settings.auth_tokens_file, settings.operator_tokens_file
     services = [pb.DESCRIPTOR.services_by_name["InferenceService"]]
-    operators_methods: tuple[str, ...] = ()
+    operators_methods: set[str] = set()
     if settings.engine_address:
         from frontend.vllm_engine import servicer as engine  # its packages are for gateways alone
 
         services.append(engine.PROTOCOL)
-        operators_methods = engine.OPERATORS_METHODS
+        operators_methods = set(engine.OPERATORS_METHODS)
+        if settings.allow_local_kv_events:
+            operators_methods.remove(engine.EVENTS_METHOD)
     paths = {
         f"/{service.full_name}/{name}": name
         for service in services
@@ -59,7 +60,15 @@ def public_server(
         settings,
         SERVICE_NAME,
         interceptors=[
-            ClientInterceptor(tokens, max_requests, Audit(usage), paths, operators_methods, tracing)
+            ClientInterceptor(
+                Tokens(path) if path else None,
+                settings.max_requests_per_client,
+                Audit(usage),
+                paths,
+                operators_methods,
+                Tokens(operators_path) if operators_path else None,
+                tracing,
+            )
         ],
         reuse_port=True,
         ready=ready,
@@ -97,6 +106,7 @@ async def serve(
         settings.dialer,
         metrics,
         settings.check_scheduler,
+        names_clients=settings.callers_need_tokens,
     )
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
@@ -104,13 +114,8 @@ async def serve(
         from frontend.vllm_engine import servicer as engine
 
         door = Server(settings, engine.SERVICE_NAME, reuse_port=True, beside=server)
-        path = settings.operator_tokens_file
         servicer = engine.VllmEngineServicer(
-            generations,
-            directory,
-            Tokens(path) if path else None,
-            open_events=settings.allow_local_kv_events,
-            report_cached_tokens=settings.report_cached_tokens,
+            generations, directory, report_cached_tokens=settings.report_cached_tokens
         )
         engine.add_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")

@@ -18,15 +18,50 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 
+# Traces that a client may ask for per second, after as many at once: a few per cent of a core.
+_PER_SECOND = 10.0
+_MAX_CALLERS = 1024  # remembered at a time
+
+
+class AskedTraces:
+    """Bounds by caller the calls that are traced because they ask for it: whoever sets the flag
+    `sampled` on all of them would fill the collector and slow the engine for everybody."""
+
+    def __init__(self) -> None:
+        self._free_at: dict[str, float] = {}  # when all of a caller's are its own again
+
+    def permit(self, caller: str, now: float) -> bool:
+        """Whether one more of a caller's calls may be traced."""
+        if caller not in self._free_at and len(self._free_at) >= _MAX_CALLERS:
+            self._free_at = {each: at for each, at in self._free_at.items() if at > now}
+            if len(self._free_at) >= _MAX_CALLERS:
+                return False
+        free_at = max(self._free_at.get(caller, now), now) + 1 / _PER_SECOND
+        if free_at > now + 1:
+            return False
+        self._free_at[caller] = free_at
+        return True
+
+
+def _unsampled(traceparent: str) -> str:
+    """The trace context without its flags (W3C Trace Context: version, trace, parent, flags)."""
+    return "-".join((*traceparent.split("-")[:3], "00"))
+
+
 @contextmanager
-def traced(tracing: Tracing | None, call: Call, metadata: Any) -> Iterator[None]:
-    """Has the call traced, if its client or chance wants it, and its log lines say in which
-    trace."""
+def traced(
+    tracing: Tracing | None, asked: AskedTraces, call: Call, metadata: Any
+) -> Iterator[None]:
+    """Has the call traced, if its client may have that or chance wants it, and its log lines say in
+    which trace."""
     if tracing is None:
         yield
         return
     traceparent = next((value for key, value in metadata or () if key == "traceparent"), "")
     span = tracing.begin(call.method, traceparent)
+    came_with_parent = span.is_recording() and span.parent is not None
+    if came_with_parent and not asked.permit(call.caller, call.began_at):
+        span = tracing.begin(call.method, _unsampled(traceparent))
     if traceparent or span.is_recording():
         structlog.contextvars.bind_contextvars(trace_id=f"{span.get_span_context().trace_id:032x}")
     if not span.is_recording():

@@ -34,10 +34,20 @@ class Limits:
 
 
 def refusal(
-    seq: Sequence, n: int, limits: Limits, waiting: WaitingQueue, budgets: Budgets
+    seq: Sequence,
+    n: int,
+    limits: Limits,
+    waiting: WaitingQueue,
+    budgets: Budgets,
+    *,
+    shares: bool,
 ) -> End | None:
     """The reason to refuse a sequence and the other n - 1 completions of its prompt, or None. They
-    count as one in the queue, where only the first of them waits."""
+    count as one in the queue, where only the first of them waits.
+
+    Args:
+        shares: whether its client must leave room in the queue for others.
+    """
     if problem := _problem(seq, n, limits):
         return End(FinishCause.INVALID, problem)
     if seq.resubmitted:
@@ -45,7 +55,8 @@ def refusal(
     if spent := budgets.refusal(seq.client, seq.arrival):
         message, retry_after_s = spent
         return End(FinishCause.QUEUE_FULL, message, retry_after_s)
-    if full := _full(seq, limits, waiting) or _full_for_client(seq, limits, waiting):
+    full = _full(seq, limits, waiting)
+    if full or (shares and (full := _full_for_client(seq, limits, waiting))):
         return End(FinishCause.QUEUE_FULL, full)
     return None
 
@@ -62,11 +73,11 @@ def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
 
 
 def _full_for_client(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
-    """A client with a name may have as much waiting as there is room left, so that however many
-    flood the queue, there is room for another (dynamic thresholds: Choudhury and Hahne, "Dynamic
-    Queue Length Thresholds for Shared-Memory Packet Switches", 1998)."""
+    """A client may have as much waiting as there is room left, so that however many flood the
+    queue, there is room for another (dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length
+    Thresholds for Shared-Memory Packet Switches", 1998). Callers without a name are one client."""
     length, num_tokens = waiting.waiting_of(seq.client)
-    if not (seq.client.name and length):
+    if not length:
         return ""
     room = limits.max_waiting - len(waiting)
     if length >= room:

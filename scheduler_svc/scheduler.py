@@ -25,6 +25,7 @@ from operator import attrgetter
 from scheduler_svc.admission import Limits, refusal
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.budgets import Budgets
+from scheduler_svc.client import Client
 from scheduler_svc.forks.forks import Forks
 from scheduler_svc.lazy_heap import LazyHeap
 from scheduler_svc.pace import Pace, PromptBudget
@@ -60,6 +61,7 @@ class Scheduler:
         self.blocks = blocks
         self.stats = Stats()
         self.pace = Pace()
+        self.clients_have_names = False  # those of some frontend that has been connected
         self._sequences: dict[SequenceKey, Sequence] = {}  # all that have not ended
         self._budgets = Budgets()
         self._now = 0.0  # when a step was last scheduled
@@ -132,13 +134,19 @@ class Scheduler:
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
         """The reason that `add` would give for refusing a sequence now, or None."""
         connection, number = seq.key
-        if end := refusal(seq, n, self.limits, self._waiting, self._budgets):
+        shares = self.shares_queue(seq.client)
+        if end := refusal(seq, n, self.limits, self._waiting, self._budgets, shares=shares):
             return end
         for i in range(max(n, seq.params.beam_width)):
             key = SequenceKey(connection, number + i)
             if key in self._sequences or self._forks.may_claim(key):
                 return End(FinishCause.INVALID, "request: its number is in use")
         return None
+
+    def shares_queue(self, client: Client) -> bool:
+        """Whether a client must leave room in the queue for others. Callers without a name need not
+        where nobody has one."""
+        return bool(client.name) or self.clients_have_names
 
     def followers(self, seq: Sequence) -> list[Sequence]:
         """The other completions of a sequence's prompt that are still waiting for it."""

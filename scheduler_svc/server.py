@@ -320,3 +320,5 @@ async def _read(
             news = message.suspects
             losses = {each.request: each.losses for each in news.suspects}
             trials.hear(number, losses, news.cleared, holding=news.holding)
+        elif message.HasField("names_clients"):
+            engine.scheduler.clients_have_names |= message.names_clients

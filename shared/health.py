@@ -16,7 +16,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from shared.callers import host_of
+from shared.callers import network_of
 from shared.errors import NotFoundError, QueueFullError
 
 # Watches at a time, of a process and of each host; a load balancer needs one.
@@ -57,7 +57,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
         return pb.HealthListResponse(statuses={name: self._status(name) for name in self._services})
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:
-        host = host_of(context.peer())
+        host = network_of(context.peer())
         for limit, num_open in (
             (MAX_WATCHERS, self._watchers.total()),
             (MAX_WATCHERS_PER_HOST, self._watchers[host]),

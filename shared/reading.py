@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from shared.callers import CALLER, Caller, host_of
+from shared.callers import CALLER, Caller, network_of
 from shared.errors import InvalidArgumentError
 from shared.message_memory import MAX_BYTES_PER_CALLER, Hold, MessageMemory
 from shared.turns import Turns
@@ -201,7 +201,7 @@ def _unless_serialized(serialize: Callable[[Any], bytes]) -> Callable[[Any], byt
 
 
 def _caller(context: Context) -> Caller:
-    return CALLER.get() or Caller(host_of(context.peer()), MAX_BYTES_PER_CALLER)
+    return CALLER.get() or Caller(network_of(context.peer()), MAX_BYTES_PER_CALLER)
 
 
 async def _one(context: Context) -> bytes:

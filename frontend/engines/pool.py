@@ -56,16 +56,20 @@ class Engines:
         dialer: Dialer = PLAINTEXT,
         metrics: RequestMetrics | None = None,
         refuse: Callable[[str], object] = lambda _: None,
+        *,
+        names_clients: bool = False,
     ) -> None:
         """Args:
         on_ready: is told whether any engine serves, at each change.
         refuse: raises ValueError for an address that must not be called.
+        names_clients: whether requests have a client with a name.
         """
         self._sources = sources
         self._on_ready = on_ready
         self._dialer = dialer
         self.metrics = metrics or RequestMetrics()
         self._refuse = refuse
+        self._names_clients = names_clients
         self._streams = Streams()
         self._engines: dict[Place, Engine] = {}
         self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
@@ -163,6 +167,7 @@ class Engines:
             metrics=self.metrics,
             streams=self._streams,
             try_elsewhere=partial(self._try_elsewhere, engine),
+            names_clients=self._names_clients,
         )
 
     def _index_of(self, block_size: int) -> PrefixIndex:

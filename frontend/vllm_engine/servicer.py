@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections import defaultdict
@@ -19,13 +18,13 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from frontend.auth import Tokens, check_operator
+from frontend.call import CALL
 from frontend.generation import Generation
 from frontend.generations import Generations
 from frontend.vllm_engine import responses
 from frontend.vllm_engine.kv_events import KvEventStream
 from frontend.vllm_engine.requests import generate_request, profile_request, truncation
-from frontend.vllm_engine.tokenizer_files import tokenizer_archive
+from frontend.vllm_engine.tokenizer_files import TokenizerArchive
 from shared.errors import (
     FailedPreconditionError,
     InternalError,
@@ -42,9 +41,10 @@ PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 # What is not for every client: it slows everybody, or shows what others ask.
-OPERATORS_METHODS = tuple(
-    f"/{SERVICE_NAME}/{name}"
-    for name in ("FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
+EVENTS_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
+OPERATORS_METHODS = (
+    EVENTS_METHOD,
+    *(f"/{SERVICE_NAME}/{name}" for name in ("FlushCache", "StartProfile", "StopProfile")),
 )
 _ARCHIVE_BYTES_AT_ONCE = 64 << 10
 _MAX_FLUSH_S = 600
@@ -55,26 +55,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves `vllm_engine.proto` for a text model."""
 
     def __init__(
-        self,
-        generations: Generations,
-        directory: Path,
-        operators: Tokens | None,
-        *,
-        open_events: bool = False,
-        report_cached_tokens: bool = False,
+        self, generations: Generations, directory: Path, *, report_cached_tokens: bool = False
     ) -> None:
-        """`directory`: the model's; `operators`: who may call `OPERATORS_METHODS`; `open_events`:
-        whether whoever can connect may subscribe to the cache's events; `report_cached_tokens`:
-        whether callers learn how much of a prompt was cached."""
+        """`directory`: the model's; `report_cached_tokens`: whether callers learn how much of a
+        prompt was cached."""
         self._report_cached_tokens = report_cached_tokens
-        self._operators = operators
-        self._open_events = open_events
         self._generations = generations
         self._directory = directory
+        self._archive = TokenizerArchive(directory, generations.tokenizer.on_thread)
         self._began_at = time.monotonic()
         self._received_at = datetime.now(UTC)
         self._event_turns = Turns(1)  # a snapshot has hundreds of blocks per message
-        self._open: defaultdict[str, list[Generation]] = defaultdict(list)  # by request id
+        # By caller and the id that it chose: nobody aborts another's.
+        self._open: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         self._received_at = datetime.now(UTC)
@@ -122,23 +115,24 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     @contextmanager
     def _listed(self, generation: Generation) -> Iterator[None]:
-        """Lets a generation be aborted by its request's id meanwhile."""
-        request_id = generation.request.request_id
-        self._open[request_id].append(generation)
+        """Lets its caller abort a generation by its request's id meanwhile."""
+        key = _caller(), generation.request.request_id
+        self._open[key].append(generation)
         try:
             yield
         finally:
-            self._open[request_id].remove(generation)
-            if not self._open[request_id]:
-                del self._open[request_id]
+            self._open[key].remove(generation)
+            if not self._open[key]:
+                del self._open[key]
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         if len(request.request_ids) > _MAX_ABORTED:
             raise InvalidArgumentError(
                 "request_ids", f"{len(request.request_ids)} given; the limit is {_MAX_ABORTED}"
             )
+        caller = _caller()
         for request_id in request.request_ids:
-            for generation in self._open.get(request_id, ()):
+            for generation in self._open.get((caller, request_id), ()):
                 generation.abort()
         return vllm.AbortResponse()
 
@@ -211,7 +205,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common.FlushCacheRequest, context: Context
     ) -> common.FlushCacheResponse:
-        check_operator(self._operators, context)
         if not 0 <= request.timeout_s <= _MAX_FLUSH_S:
             raise InvalidArgumentError(
                 "timeout_s", f"{request.timeout_s:g}; must be in [0, {_MAX_FLUSH_S}]"
@@ -226,7 +219,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StartProfile(
         self, request: common.StartProfileRequest, context: Context
     ) -> common.ProfileResponse:
-        check_operator(self._operators, context)
         engines, wanted = self._generations.engines.connected(), profile_request(request)
         found = await asyncio.gather(*(calls.start_profile(wanted) for _, calls in engines))
         traces = [trace for each in found for trace in each]
@@ -235,7 +227,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StopProfile(
         self, request: common.StopProfileRequest, context: Context
     ) -> common.ProfileResponse:
-        check_operator(self._operators, context)
         engines = self._generations.engines.connected()
         found = await asyncio.gather(*(calls.stop_profile() for _, calls in engines))
         traces = [trace for each in found for trace in each]
@@ -244,8 +235,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
-        if not self._open_events:
-            check_operator(self._operators, context)
         if request.start_sequence_number:
             raise OutOfRangeError(
                 "start_sequence_number: what was sent is not kept; 0 begins with a snapshot"
@@ -267,9 +256,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common.GetTokenizerChunk]:
-        archive = await self._generations.tokenizer.on_thread(
-            lambda: tokenizer_archive(self._directory)
-        )
+        archive, sha256 = await self._archive.read()
         for start in range(0, len(archive), _ARCHIVE_BYTES_AT_ONCE):
             yield common.GetTokenizerChunk(data=archive[start : start + _ARCHIVE_BYTES_AT_ONCE])
-        yield common.GetTokenizerChunk(sha256=hashlib.sha256(archive).hexdigest())
+        yield common.GetTokenizerChunk(sha256=sha256)
+
+
+def _caller() -> str:
+    call = CALL.get()
+    assert call is not None, "set by the interceptor"
+    return call.caller

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import io
 import zipfile
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
+
+Archive = tuple[bytes, str]  # and its SHA-256 in hexadecimal digits
+Stamp = tuple[int, int, int] | None
 
 # As vLLM's own server of this protocol has them (smg-grpc-servicer).
 _NAMES = (
@@ -21,12 +28,44 @@ _NAMES = (
 _MADE_AT = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
 
 
-def tokenizer_archive(directory: Path) -> bytes:
-    """A ZIP archive of the tokenizer's files in `directory`."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        for path in (directory / name for name in _NAMES):
-            if path.is_file():
+class TokenizerArchive:
+    """A ZIP archive of the tokenizer's files in `directory`, made when it is first asked for and
+    when the files have changed. However many ask, one makes it.
+
+    Args:
+        on_thread: runs what would block the event loop.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        on_thread: Callable[[Callable[[], Archive]], Coroutine[Any, Any, Archive]],
+    ) -> None:
+        self._paths = [directory / name for name in _NAMES]
+        self._on_thread = on_thread
+        self._stamps: list[Stamp] = []
+        self._making: asyncio.Task[Archive] | None = None
+
+    async def read(self) -> Archive:
+        """Returns the archive and its SHA-256 in hexadecimal digits."""
+        stamps, made = [_stamp(path) for path in self._paths], self._making
+        if made is None or stamps != self._stamps or (made.done() and made.exception()):
+            self._stamps = stamps
+            made = self._making = asyncio.create_task(self._on_thread(self._make))
+        return await asyncio.shield(made)
+
+    def _make(self) -> Archive:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as file:
+            for path in filter(Path.is_file, self._paths):
                 entry = zipfile.ZipInfo(path.name, _MADE_AT)
                 file.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return archive.getvalue()
+        return archive.getvalue(), hashlib.sha256(archive.getbuffer()).hexdigest()
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

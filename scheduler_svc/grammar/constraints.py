@@ -126,7 +126,8 @@ class Constraints:
             message = f"{len(self._beginning)} requests wait for their grammars already"
             return End(FinishCause.QUEUE_FULL, message)
         # As in the queue (`admission`): there is room for another client, however many one sends.
-        if seq.client.name and (theirs := self._beginning_of[seq.client.name]) >= room:
+        theirs = self._beginning_of[seq.client.name]
+        if theirs >= room and scheduler.shares_queue(seq.client):
             message = f"{theirs} of this client's requests wait for their grammars already"
             return End(FinishCause.QUEUE_FULL, f"{message}; there is room for {room}")
         return None
@@ -140,7 +141,8 @@ class Constraints:
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
-        kind, client = GrammarKind(grammar.kind), seq.client.name or None
+        kind = GrammarKind(grammar.kind)
+        client = seq.client.name if self._engine.scheduler.shares_queue(seq.client) else None
         began_at = self._engine.clock()
         compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
         self._engine.metrics.grammar_compile.observe(self._engine.clock() - began_at)

@@ -78,6 +78,11 @@ class FrontendMessage(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     SUSPECTS_FIELD_NUMBER: _builtins.int
+    NAMES_CLIENTS_FIELD_NUMBER: _builtins.int
+    names_clients: _builtins.bool
+    """Sent first by a frontend whose callers have names (`Client`). From then on callers without a
+    name, whichever frontend they come through, leave room in the queue for those with one.
+    """
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -90,12 +95,13 @@ class FrontendMessage(_message.Message):
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
         suspects: Global___Suspects | None = ...,
+        names_clients: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "names_clients", b"names_clients", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "names_clients", b"names_clients", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "suspects"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "suspects", "names_clients"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -189,7 +195,7 @@ class Client(_message.Message):
     INPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """empty: anonymous, without limits"""
+    """empty: anonymous"""
     weight: _builtins.float
     """0: 1"""
     input_tokens_per_minute: _builtins.int

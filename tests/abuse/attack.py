@@ -186,7 +186,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Door = Literal["grpc", "engine", "events", "http", "page"]
+Door = Literal["grpc", "engine", "events", "http", "page", "open"]  # open: without tokens
 
 
 @dataclass(frozen=True)

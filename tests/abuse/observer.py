@@ -15,11 +15,15 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -29,6 +33,7 @@ STREAMS = 16
 _TOKENS = 48  # so few that each stream asks for several completions in a window
 _SEEDED = 4  # of every that many, one; the others are greedy
 _STRUCTURED = 2  # streams
+BY_ENGINE = range(1, _SEEDED)  # of the streams: by the engine protocol, each under its number
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -66,21 +71,37 @@ def honest_request(number: int, times: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=prompt, sampling=sampling)
 
 
+def engine_request(number: int) -> vllm.GenerateRequest:
+    """What `honest_request` asks of a greedy stream without structured output."""
+    asked = honest_request(number, times=0)
+    return vllm.GenerateRequest(
+        request_id=str(number),
+        tokenized=vllm.TokenizedInput(input_ids=asked.token_ids.ids),
+        sampling_params=vllm.SamplingParams(max_tokens=_TOKENS, temperature=0, ignore_eos=True),
+        stream=True,
+    )
+
+
 class Observer:
     """Honest clients of one frontend.
 
     Args:
         scheduler: the address of the scheduler behind it.
         token: the honest clients'; empty if none is asked for.
+        engine: where the frontend serves the engine protocol; empty: it is not asked there.
     """
 
-    def __init__(self, address: str, scheduler: str, token: str) -> None:
+    def __init__(self, address: str, scheduler: str, token: str, engine: str = "") -> None:
         self._address = address
         self._scheduler = scheduler
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._recorder = Recorder()
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
+        self._engine: Any = None
+        if engine:
+            channel = aio.insecure_channel(engine, options=_OPTIONS)
+            self._engine = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
         self._chunks = [0] * STREAMS
         self._progress = asyncio.Event()  # a stream got a chunk
         self._expected: list[list[int]] = []
@@ -126,21 +147,29 @@ class Observer:
             tokens += chunk.token_ids
         return tokens
 
+    async def _ask(self, number: int, times: int) -> AsyncIterator[Sequence[int]]:
+        how: dict[str, Any] = {"metadata": self._metadata, "timeout": _TIMEOUT_S}
+        if self._engine and number in BY_ENGINE:
+            async for response in self._engine.Generate(engine_request(number), **how):
+                if response.HasField("chunk"):
+                    yield response.chunk.token_ids
+        else:
+            async for chunk in self._stub.GenerateStream(honest_request(number, times), **how):
+                yield chunk.token_ids
+
     async def _stream(self, number: int) -> None:
         for times in itertools.count(1):
-            request = honest_request(number, times)
             last, first, tokens = time.monotonic(), True, list[int]()
-            call = self._stub.GenerateStream(request, metadata=self._metadata, timeout=_TIMEOUT_S)
             try:
-                async for chunk in call:
+                async for token_ids in self._ask(number, times):
                     now = time.monotonic()
-                    self._recorder.token(now - last, len(chunk.token_ids), first=first)
+                    self._recorder.token(now - last, len(token_ids), first=first)
                     if first and is_structured(number):
                         self._recorder.structured(now - last)
                     self._chunks[number] += 1
                     self._progress.set()
                     last, first = now, False
-                    tokens += chunk.token_ids
+                    tokens += token_ids
             except aio.AioRpcError as error:
                 self._recorder.error(error.code().name)
                 await asyncio.sleep(_AGAIN_AFTER_S)
@@ -189,8 +218,9 @@ async def _main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--scheduler", required=True)
     parser.add_argument("--token", default="")
+    parser.add_argument("--engine", default="")
     options = parser.parse_args()
-    observer = Observer(options.address, options.scheduler, options.token)
+    observer = Observer(options.address, options.scheduler, options.token, options.engine)
     await observer.start()
     print("READY", flush=True)
     while command := (await asyncio.to_thread(sys.stdin.readline)).strip():

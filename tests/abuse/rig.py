@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from deploy.health import SERVING, check_health
 from deploy.ports import free_service_port
+from deploy.supervisor import MARKER
 from tests.abuse.attack import Door
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
-from tests.stack import DEMO_MODEL, RealStack, running_stack
+from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack, wait_for
 
 HONEST_TOKEN = "honest-client-0123456789"
 ATTACKERS_TOKEN = "attacker-0123456789"
@@ -34,6 +40,7 @@ class Rig:
     observer: Child
     attackers_token: str  # empty: the frontend asks for none
     engine_address: str
+    open_frontend: Callable[[], str]  # starts it if need be, and returns its address
 
     @property
     def anonymous(self) -> bool:
@@ -47,6 +54,8 @@ class Rig:
                 return stack.address
             case "engine" | "events":
                 return self.engine_address
+            case "open":
+                return self.open_frontend()
             case "http":
                 return urlsplit(stack.url).netloc
             case "page":
@@ -80,14 +89,44 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
         with _few_descriptors():
             starting = running_stack(environment, **variables)
             stack = starting.__enter__()
+        processes = ExitStack()
+
+        @cache
+        def open_frontend() -> str:
+            scheduler = stack.stack.scheduler_address
+            return processes.enter_context(_open_frontend(directory / "model", stack, scheduler))
+
         try:
             options = ["--address", stack.address, "--scheduler", stack.stack.scheduler_address]
-            options += [] if anonymous else ["--token", HONEST_TOKEN]
+            if not anonymous:
+                options += ["--token", HONEST_TOKEN, "--engine", engine_address]
             with Child("tests.abuse.observer", *options) as observer:
                 observer.expect("READY")
-                yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN, engine_address)
+                token = "" if anonymous else ATTACKERS_TOKEN
+                yield Rig(stack, observer, token, engine_address, open_frontend)
         finally:
+            processes.close()
             starting.__exit__(None, None, None)
+
+
+@contextmanager
+def _open_frontend(model: Path, stack: RealStack, scheduler: str) -> Iterator[str]:
+    """Runs a frontend without tokens on the stack's scheduler, as that of an HTTP gateway is."""
+    port = free_service_port()
+    flags = [f"--model={model}", f"--port={port}", f"--scheduler-address={scheduler}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "frontend", *flags],
+        cwd=ROOT,
+        env=os.environ | {MARKER: str(stack.directory)},  # whose work is the stack's
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: check_health(f"127.0.0.1:{port}") == SERVING, "the open frontend")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _tokens_file(directory: Path) -> Path:

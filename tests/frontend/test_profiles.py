@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import structlog
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from frontend.settings import FrontendSettings
+from frontend.vllm_engine.servicer import SERVICE_NAME
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service, free_port
 
@@ -55,6 +58,22 @@ async def test_an_operator_hears_where_the_traces_are(service: Service, engine: 
         scheduler_pb2.StartProfileRequest(**given),
         scheduler_pb2.StartProfileRequest(),
     ]
+
+
+async def test_who_may_not_is_refused_before_a_message_is_sent(
+    engine: Any, settings: FrontendSettings
+) -> None:
+    async with aio.insecure_channel(settings.engine_address) as channel:
+        call: Any = channel.stream_unary(f"/{SERVICE_NAME}/StartProfile")()
+        assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_the_audit_trail_names_the_operator(engine: Any) -> None:
+    with structlog.testing.capture_logs() as lines:
+        await engine.StartProfile(START(), metadata=OPERATOR)
+    name = hashlib.sha256(TOKEN.encode()).hexdigest()[:8]
+    clients = [line["client"] for line in lines if line.get("method") == "StartProfile"]
+    assert clients == [f"operator:{name}"]
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer a-clients-own-token"),)])

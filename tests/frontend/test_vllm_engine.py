@@ -21,6 +21,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from frontend.settings import FrontendSettings
 from frontend.vllm_engine.kv_events import KvEventStream
+from frontend.vllm_engine.tokenizer_files import TokenizerArchive
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service, free_port
@@ -37,10 +38,15 @@ TEXT = "Once upon a time, 你好 👍🏽!"
 
 
 @pytest.fixture
-def settings(settings: FrontendSettings, request: pytest.FixtureRequest) -> FrontendSettings:
-    """`request.param`: more of them."""
+def settings(
+    settings: FrontendSettings, request: pytest.FixtureRequest, tmp_path: Path
+) -> FrontendSettings:
+    """`request.param`: more of them, and the `tokens` in the file of tokens."""
     address = f"127.0.0.1:{free_port()}"
-    more = getattr(request, "param", {})
+    more = dict(getattr(request, "param", {}))
+    if tokens := more.pop("tokens", ""):
+        (tmp_path / "tokens").write_text(tokens)
+        more["auth_tokens_file"] = str(tmp_path / "tokens")
     return settings.model_copy(update={"engine_addresses": (address,), **more})
 
 
@@ -403,6 +409,59 @@ async def test_the_tokenizer_comes_as_an_archive(engine: Any, demo: Path) -> Non
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("tokenizer.json") == (demo / "tokenizer.json").read_bytes()
         assert "model.safetensors" not in archive.namelist()
+
+
+async def test_the_archive_is_made_once_however_many_ask(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make = TokenizerArchive._make
+
+    def counted(archive: TokenizerArchive) -> tuple[bytes, str]:
+        made.append(archive)
+        return make(archive)
+
+    monkeypatch.setattr(TokenizerArchive, "_make", counted)
+
+    async def sha256_told() -> str:
+        call = engine.GetTokenizer(common.GetTokenizerRequest())
+        return [chunk async for chunk in call][-1].sha256
+
+    told = await asyncio.gather(*(sha256_told() for _ in range(8)))
+    assert len(set(told)) == len(made) == 1
+
+
+async def test_the_archive_is_made_anew_when_the_files_change(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    archive = TokenizerArchive(tmp_path, asyncio.to_thread)
+    first = await archive.read()
+    assert await archive.read() is first
+    (tmp_path / "tokenizer.json").write_text("[1, 2]")
+    assert (await archive.read())[1] != first[1]
+
+
+ACME, OTHER = "acme-token-0123456789", "other-token-0123456789"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tokens": f"{ACME} name=acme\n{OTHER} name=other\n"}], indirect=True
+)
+async def test_nobody_aborts_anothers_request(service: Service, engine: Any) -> None:
+    service.scheduler.automatic = False
+    acme, other = ((("authorization", f"Bearer {token}"),) for token in (ACME, OTHER))
+    message = request(stream=True)
+    message.request_id = "1"
+    call = engine.Generate(message, metadata=acme)
+    await service.scheduler.submits.get()
+    service.scheduler.step()
+    await call.read()
+    abort = vllm.AbortRequest(request_ids=["1"])
+    await engine.Abort(abort, metadata=other)
+    service.scheduler.step()
+    assert (await call.read()).chunk.token_ids
+    await engine.Abort(abort, metadata=acme)
+    _, completes = await collect(call)
+    assert completes[0].finish_reason == "abort"
 
 
 async def test_the_public_port_does_not_serve_the_engine_protocol(service: Service) -> None:

@@ -34,7 +34,7 @@ def make(
     number = next(_numbers)
     return Sequence(
         (connection, number),
-        [number % 1000, *range(1, length)],  # no two have a prefix in common
+        [number % 1000, *(i % 1000 for i in range(1, length))],  # no two have a prefix in common
         SamplingParams(max_tokens),
         priority=priority,
         client=client,
@@ -207,6 +207,20 @@ def test_a_named_client_may_have_as_much_waiting_as_there_is_room_left() -> None
     scheduler.check_integrity()
     # Anonymous requests may fill it up, as before.
     assert "100 requests are waiting" in flood(ANONYMOUS).message
+
+
+def test_callers_without_a_name_leave_room_for_clients_that_have_one() -> None:
+    """32 prompts of 32,000 tokens by callers of a frontend that asks for no tokens must not keep a
+    client out that sends 100 tokens through another frontend."""
+    scheduler = make_scheduler(max_waiting_tokens=1 << 20, max_model_len=40_000)
+    scheduler.clients_have_names = True
+    taken = [scheduler.add(make(ANONYMOUS, 32_000, connection=i)) is None for i in range(33)]
+    assert sum(taken) == 16
+    assert scheduler.add(make(A, 100)) is None
+    for _ in range(150):
+        scheduler.add(make(ANONYMOUS))
+    assert scheduler.num_waiting < 100
+    assert scheduler.add(make(B)) is None
 
 
 def test_likewise_in_tokens() -> None:

@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from frontend.vllm_engine.servicer import SERVICE_NAME
 from tests.abuse.attack import Target, attack
+from tests.abuse.observer import STREAMS
 from tests.http2_frames import RawConnection
 
 _LIMIT = (4 << 20) - 1024  # bytes of a body that is still read
@@ -193,3 +194,31 @@ async def engine_flood(target: Target) -> None:
 
         await target.begin()
         await target.flood(send, 64)
+
+
+@attack(door="engine")
+async def foreign_aborts(target: Target) -> None:
+    """Aborts of the ids that others' requests by the engine protocol have, 16 at a time."""
+    names = [str(number) for number in range(STREAMS)]
+    abort = vllm.AbortRequest(request_ids=names).SerializeToString()
+    async with target.channel() as channel:
+        await target.begin()
+        await target.flood(lambda: target.ask(channel, f"/{SERVICE_NAME}/Abort", abort), 16)
+
+
+@attack(door="engine")
+async def tokenizer_files(target: Target) -> None:
+    """Downloads of the tokenizer's files by the engine protocol, 32 at a time."""
+    async with target.channel() as channel:
+
+        async def send() -> None:
+            call: Any = channel.unary_stream(f"/{SERVICE_NAME}/GetTokenizer")(
+                b"", metadata=target.metadata
+            )
+            target.loot.sent["calls"] += 1
+            async for chunk in call:
+                target.loot.answers["bytes"] += len(chunk)
+            target.loot.answers["OK"] += 1
+
+        await target.begin()
+        await target.flood(send, 32)

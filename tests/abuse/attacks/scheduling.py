@@ -59,6 +59,14 @@ async def long_prompts(target: Target) -> None:
     await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 16)], 4)
 
 
+@attack(door="open")
+async def anonymous_prompts(target: Target) -> None:
+    """Prompts of 32,000 tokens through a frontend without tokens, on the scheduler of those that
+    ask for tokens: 40 at once, more than the queue holds."""
+    length = min(32_000, await target.max_model_len() - 8)
+    await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 8)], 40)
+
+
 @attack()
 async def cancel_storm(target: Target) -> None:
     """Requests that are cancelled at once, or after the first token, 64 at a time."""

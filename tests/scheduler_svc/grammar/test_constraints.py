@@ -447,12 +447,14 @@ async def test_where_no_place_is_free_to_compile_the_client_is_to_come_back() ->
         assert end.retry_after_s > 0
 
 
-async def test_a_client_whose_grammars_wait_leaves_room_for_anothers() -> None:
+@pytest.mark.parametrize("flood", ["flood", ""])
+async def test_a_client_whose_grammars_wait_leaves_room_for_anothers(flood: str) -> None:
     grammars = FakeGrammars()
     grammars.compiled.clear()
     async with running(grammars) as rig:
+        rig.engine.scheduler.clients_have_names = not flood
         for number in range(150):
-            rig.engine.submit(odd(number, client="flood"))
+            rig.engine.submit(odd(number, client=flood))
         ends = [output.end for output in rig.outputs]
         assert {end and end.cause for end in ends} == {FinishCause.QUEUE_FULL}
         assert len(ends) == 100

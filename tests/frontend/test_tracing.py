@@ -1,0 +1,31 @@
+"""Traces that clients ask for are bounded by client."""
+
+from __future__ import annotations
+
+from frontend.call import Call
+from frontend.tenants import Client
+from frontend.tracing import AskedTraces, traced
+from shared.tracing import Tracing
+
+
+def test_a_client_that_asks_for_too_many_traces_gets_ten_a_second() -> None:
+    tracing = Tracing("http://127.0.0.1:1", "frontend", 0, sample_ratio=0)
+    asked = AskedTraces()
+
+    def is_traced(client: str, at: float, flags: str = "01") -> bool:
+        call = Call("Generate", "unix:", Client(client), began_at=at)
+        metadata = (("traceparent", f"00-{'1' * 32}-{'2' * 16}-{flags}"),)
+        with traced(tracing, asked, call, metadata):
+            return call.trace is not None
+
+    assert not any(is_traced("acme", 5.0, flags="00") for _ in range(20))
+    assert sum(is_traced("acme", 5.0) for _ in range(20)) == 10
+    assert is_traced("web", 5.0)
+    assert sum(is_traced("acme", 5.5) for _ in range(20)) in (4, 5)
+
+
+def test_only_so_many_clients_are_remembered() -> None:
+    asked = AskedTraces()
+    assert all(asked.permit(str(number), 5.0) for number in range(1024))
+    assert not asked.permit("another", 5.0)
+    assert asked.permit("another", 6.0)
