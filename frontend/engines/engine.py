@@ -111,14 +111,21 @@ class Engine:
     async def watch(self, index_of: Callable[[int], PrefixIndex]) -> None:
         """Keeps the load and the index, which `index_of` has for a block size, up to date; until
         cancelled."""
+        reason = ""
         while True:
             try:
                 index = index_of(self.client.engine_info.block_size)
                 async with aclosing(self.client.calls.watch_blocks()) as messages:
                     async for message in messages:
                         await self._take(message, index)
-            except ServiceError:
-                pass  # not connected, or fell behind
+            except ServiceError as error:  # not connected, fell behind, or one watcher too many
+                if str(error) != reason:
+                    reason = str(error)
+                    log.info(
+                        "an engine's cache cannot be watched; trying again",
+                        engine=self.name,
+                        reason=reason,
+                    )
             except Exception:  # requests can be placed without the index
                 log.exception("watching an engine's cache failed; starting anew", engine=self.name)
             self.stop_watching()
