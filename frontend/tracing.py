@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 
-# Traces that a client may ask for per second, after as many at once: a few per cent of a core.
+# Traces that a client may ask for per second, after as many at once: some 30 spans each, of which
+# OpenTelemetry keeps 2,048 that are not sent yet.
 _PER_SECOND = 10.0
 _MAX_CALLERS = 1024  # remembered at a time
 

@@ -61,10 +61,10 @@ async def long_prompts(target: Target) -> None:
 
 @attack(door="open")
 async def anonymous_prompts(target: Target) -> None:
-    """Prompts of 32,000 tokens through a frontend without tokens, on the scheduler of those that
-    ask for tokens: 40 at once, more than the queue holds."""
-    length = min(32_000, await target.max_model_len() - 8)
-    await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 8)], 40)
+    """Prompts of 32,768 tokens, of which 32 fill the queue, through a frontend without tokens, on
+    the scheduler of those that ask for tokens: 48 at once."""
+    length = min(1 << 15, await target.max_model_len() - 8)
+    await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 8)], 48)
 
 
 @attack()
