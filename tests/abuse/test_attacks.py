@@ -42,7 +42,6 @@ ENOUGH: dict[str, Callable[[Loot], bool]] = {
     "engine-flood": lambda loot: loot.answers["OK"] > 200,
     "foreign-aborts": lambda loot: loot.answers["OK"] > 500,
     "tokenizer-files": lambda loot: loot.answers["OK"] > 50,
-    "anonymous-prompts": lambda loot: loot.answers["RESOURCE_EXHAUSTED"] > 20,
     "http-connections": lambda loot: loot.sent["connections"] == 1_500,
     "http-kept-items": lambda loot: loot.answers["404"] > 8,
     "http-abandoned": lambda loot: loot.answers["200"] > 100,

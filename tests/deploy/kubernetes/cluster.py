@@ -14,7 +14,7 @@ from pathlib import Path
 from deploy.ports import free_port
 from tests.certificates import Authority
 from tests.deploy.kubernetes.addresses import listens
-from tests.deploy.kubernetes.pods import GATEWAY, NAMESPACE, Process, named, processes
+from tests.deploy.kubernetes.pods import NAMESPACE, Process, named, processes
 from tests.deploy.kubernetes.rendering import ROOT, Manifest
 from tests.stack import wait_for
 
@@ -23,7 +23,6 @@ _MODULES = {
     "nano-vllm-grpc/frontend": "frontend",
     "nano-vllm-grpc/scheduler": "scheduler_svc",
     "nano-vllm-grpc/worker": "worker_svc",
-    GATEWAY: "smg.launch_router",
 }
 
 
@@ -67,7 +66,8 @@ class Cluster:
     def run(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
         """Runs a container until the end of the body, once its probe has succeeded."""
         process = self.processes[name]
-        command = [sys.executable, "-m", _MODULES[process.image]]
+        module = _MODULES.get(process.image)
+        command = [sys.executable, *(["-m", module] if module else ["-c", process.program])]
         command += [self._translated(process, each) for each in process.arguments]
         with subprocess.Popen(command, cwd=ROOT, env=self._environment(process)) as run:
             try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "nano-vllm-grpc/worker": WorkerSettings,
 }
 GATEWAY = "nano-vllm-grpc/gateway"
-COMMANDS = {GATEWAY: ["python", "-m", "smg.launch_router"]}  # else the images' own
+PROGRAMS = {GATEWAY: ["python", "-c"]}  # followed by a program; else the images' own commands
 
 
 class Impossible(Exception):
@@ -127,9 +128,16 @@ class Process:
         return found
 
     @property
-    def arguments(self) -> list[str]:
-        if self.container.get("command") != COMMANDS.get(self.image):
+    def program(self) -> str:
+        """The Python program that the container runs instead of the image's, or nothing."""
+        *interpreter, program = self.container.get("command", [""])
+        if interpreter != PROGRAMS.get(self.image, []):
             raise Impossible(f"{self}: a command of its own instead of the image's")
+        return str(program)
+
+    @property
+    def arguments(self) -> list[str]:
+        assert self.program or self.image not in PROGRAMS
         return [self._expanded(arg, self.environment) for arg in self.container.get("args", ())]
 
     @cached_property
@@ -150,8 +158,19 @@ class Process:
         Raises:
             Impossible: it refuses.
         """
-        with self._refusals():
-            return parse_router_args(self.arguments)
+        parsed = []
+
+        def launch() -> None:
+            parsed.append(parse_router_args(sys.argv[1:]))
+
+        with (
+            patch.dict(os.environ, self.environment, clear=True),
+            patch("sys.argv", ["-c", *self.arguments]),
+            patch("smg.launch_router.main", launch),
+            self._refusals(),
+        ):
+            exec(self.program, {})
+        return parsed[0]
 
     @property
     def mounts(self) -> dict[str, str]:

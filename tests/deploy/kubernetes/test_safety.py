@@ -93,6 +93,7 @@ def test_clients_need_a_token(manifests: list[Manifest]) -> None:
         if not process.service:
             assert process.gateway.api_key == "secret-api-key"
             assert process.gateway.control_plane_api_keys
+            assert not any("secret" in argument for argument in process.arguments)
             assert all(stays_on_host(url.partition("//")[2]) for url in process.gateway.worker_urls)
 
 
