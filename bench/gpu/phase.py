@@ -195,7 +195,7 @@ class Phase:
     def _tell_tests(self, module: str) -> None:
         if self._told is None:
             return
-        for name, test in self._journal.of(module).tests.items():
+        for name, test in list(self._journal.of(module).tests.items()):
             if test.outcome != "running" and (module, name) not in self._told:
                 self._told.add((module, name))
                 self.say("\n           ".join(details(test)))

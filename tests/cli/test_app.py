@@ -65,7 +65,7 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
 def test_no_variable_of_the_makefile_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.commands.up", lambda environment, layout: 0)
     listed = subprocess.run(
-        ["make", "--eval", "list: ; @echo $(STACK)", "list"],
+        ["make", "--no-print-directory", "--eval", "list: ; @echo $(STACK)", "list"],
         capture_output=True,
         text=True,
         check=True,
