@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from shared.pb import scheduler_pb2 as pb
@@ -47,9 +47,6 @@ class _Orphans:
             del self._parents[name]
         return children.values()
 
-    def names(self) -> Iterable[bytes]:
-        return self._parents.keys()
-
 
 class PrefixIndex:
     """The published blocks of several engines, numbered from 0, with blocks of one size."""
@@ -61,7 +58,7 @@ class PrefixIndex:
         # By engine: names here by those there.
         self._names: dict[int, dict[bytes, Name]] = {}
         # By engine; no request finds these blocks until their parent is back.
-        self._orphans: dict[int, _Orphans] = {}
+        self._orphans: defaultdict[int, _Orphans] = defaultdict(_Orphans)
 
     async def apply(self, engine: int, message: pb.BlockEvents) -> None:
         """Takes in an engine's next message, of which none may be left out. Yields to the event
@@ -127,7 +124,7 @@ class PrefixIndex:
 
     async def _store(self, engine: int, block: pb.StoredBlock) -> None:
         names = self._names.setdefault(engine, {})
-        orphans = self._orphans.setdefault(engine, _Orphans())
+        orphans = self._orphans[engine]
         if block.parent and block.parent not in names:
             orphans.add(block)
             return

@@ -1,4 +1,4 @@
-"""Watchers of the prefix cache, over real gRPC: how many, and what they are told."""
+"""Watchers of the prefix cache over real gRPC: their number, and the events they receive."""
 
 from __future__ import annotations
 

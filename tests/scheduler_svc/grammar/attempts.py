@@ -1,4 +1,4 @@
-"""What a process that has been taken over would attempt, and what becomes of it."""
+"""Attempts that a process which has been taken over would make, and their results."""
 
 from __future__ import annotations
 

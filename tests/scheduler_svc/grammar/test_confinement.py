@@ -1,4 +1,4 @@
-"""What is left to a process that is confined, by two layers or one, as some kernels have it."""
+"""The abilities of a confined process, with both layers or with one, as some kernels have it."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> int:
     """Checks that an index has exactly what is held by the engine that has a number there; returns
     how many of these blocks are orphans."""
     names = index._names.get(number, {})
-    orphans = set(index._orphans[number].names()) if number in index._orphans else set()
+    orphans = set(index._orphans[number]._parents) if number in index._orphans else set()
     assert names.keys().isdisjoint(orphans), "a block is named, and an orphan"
     held = blocks._contents
     assert names.keys() | orphans == held.keys(), (
