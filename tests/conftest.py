@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +70,44 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named else len(os.sched_getaffinity(0))
 
 
-# With `--dist loadgroup` these run one after another, alongside the others: they harm stacks of
-# processes, and have time limits of their own.
-_HARMED = [Path(__file__).parent / name for name in ("abuse", "chaos", "faults", "fuzz")]
+# All tests in these folders are of the system; single modules elsewhere are marked.
+_SYSTEM = [Path(__file__).parent / name for name in ("abuse", "e2e", "faults", "fuzz", "http")]
+_TIMEOUT_S = 600  # of a test with a stack, what the stack needs to start included
+_LOG_SIZES = pytest.StashKey[dict[Path, dict[str, int]]]()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives tests of the system more time, and another try if a precondition was not met."""
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in _HARMED):
-            item.add_marker(pytest.mark.xdist_group("harmed"))
+        if any(item.path.is_relative_to(folder) for folder in _SYSTEM):
+            item.add_marker(pytest.mark.system)
+        if not item.get_closest_marker("system"):
+            continue
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+        if config.pluginmanager.hasplugin("rerunfailures"):
+            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="^UnmetPreconditionError"))
+
+
+def _running_stacks() -> list[Any]:
+    stacks = sys.modules.get("tests.stack")
+    return stacks.running if stacks else []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_LOG_SIZES] = {each.directory: each.log_sizes() for each in _running_stacks()}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Adds to a failure what the stacks have logged since the test began, and how to repeat it."""
+    report = yield
+    if report.failed:
+        sizes = item.stash.get(_LOG_SIZES, {})
+        for stack in _running_stacks():
+            logs = stack.describe(sizes.get(stack.directory))
+            report.sections.append((f"the stack at {stack.address}", logs))
+        command = f".venv/bin/python -m pytest {shlex.quote(item.nodeid)}"
+        report.sections.append(("this test alone", command))
+    return report

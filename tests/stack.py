@@ -12,11 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
@@ -24,19 +22,25 @@ from deploy.errors import SupervisorGoneError
 from deploy.health import CHANNEL_OPTIONS, SERVING
 from deploy.stack import Process, Stack
 from deploy.status import format_status, stack_status
-from deploy.supervisor import MARKER, supervised_processes
+from deploy.supervisor import MARKER, stack_members, supervised_processes
 from shared.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-
-Answer = TypeVar("Answer")
+from tests.waiting import WAIT_S, wait_for
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "models" / "demo"
 
-WAIT_S = 180.0  # for steps that take seconds, on a machine that is busy with other work
-_POLL_S = 0.05
 _LOG_LINES = 40
+
+
+# Stacks that this process has started and not yet ended.
+running: list[RealStack] = []
+
+
+class UnmetPreconditionError(Exception):
+    """A fault could not be brought about as the test wants it, so it shows nothing. The only error
+    after which a test is run again (pyproject.toml)."""
 
 
 class RealStack:
@@ -76,9 +80,23 @@ class RealStack:
                 os.kill(pid, number)
                 return pid
 
-    def kill(self, service: str, index: int = 0) -> int:
-        """Kills with SIGKILL; returns the pid that the process had."""
-        return self.signal(service, index, signal.SIGKILL)
+    def kill(
+        self, service: str, index: int = 0, while_true: Callable[[], object] | None = None
+    ) -> int:
+        """Kills with SIGKILL; returns the pid that the process had. With `while_true`, stops the
+        process first, and kills it only if `while_true()` holds then.
+
+        Raises:
+            UnmetPreconditionError: it does not hold. The process goes on.
+        """
+        if while_true is None:
+            return self.signal(service, index, signal.SIGKILL)
+        pid = self.stop(service, index)
+        if not while_true():
+            os.kill(pid, signal.SIGCONT)
+            raise UnmetPreconditionError(f"{service}-{index} was stopped too late")
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     def terminate(self, service: str, index: int = 0) -> int:
         return self.signal(service, index, signal.SIGTERM)
@@ -141,13 +159,22 @@ class RealStack:
 
         return wait_for(check, "the load")
 
-    def describe(self) -> str:
-        """The state of all processes and the ends of their logs, for failure messages."""
-        parts = [format_status(stack_status(self.stack))]
-        for process in self.processes():
-            log = self.stack.log(process.name)
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            parts += [f"--- {process.name}", *lines[-_LOG_LINES:]]
+    def log_sizes(self) -> dict[str, int]:
+        """The sizes of the processes' logs in bytes, by name."""
+        logs = {each.name: self.stack.log(each.name) for each in self.processes()}
+        return {name: log.stat().st_size if log.exists() else 0 for name, log in logs.items()}
+
+    def describe(self, since: Mapping[str, int] | None = None) -> str:
+        """The state of all processes and the ends of their logs, from these sizes on."""
+        try:
+            parts = [format_status(stack_status(self.stack))]
+        except (SupervisorGoneError, OSError) as error:
+            parts = [f"the stack does not answer: {error}"]
+        for name in self.log_sizes():
+            log = self.stack.log(name)
+            written = log.read_bytes()[(since or {}).get(name, 0) :] if log.exists() else b""
+            lines = written.decode(errors="replace").splitlines()
+            parts += [f"--- {name}", *lines[-_LOG_LINES:]]
         return "\n".join(parts)
 
 
@@ -155,8 +182,7 @@ class RealStack:
 def running_stack(
     environment: Mapping[str, str] | None = None, **variables: object
 ) -> Iterator[RealStack]:
-    """Runs a stack that serves the demo model, and leaves nothing behind. If the body fails, prints
-    the ends of the logs.
+    """Runs a stack that serves the demo model; kills it at the end, and leaves nothing behind.
 
     Args:
         environment: variables for all processes, besides those of this one.
@@ -177,29 +203,20 @@ def running_stack(
         ready = launcher.stdout.readline().split()
         assert ready[:1] == ["READY"], "the stack did not start, see its stderr"
         stack = RealStack(Stack.load(_directory(launcher.pid)))
+        running.append(stack)
         try:
             yield stack
         except BaseException:
-            _print_state(stack)
+            print(stack.describe())
             raise
+        finally:
+            running.remove(stack)
+            launcher.stdin.close()  # or the launcher would report what follows
+            _kill_all(stack.directory)
     finally:
         launcher.stdin.close()
         launcher.stdout.close()
-        assert launcher.wait(WAIT_S) == 0
-
-
-def wait_for(ask: Callable[[], Answer | None], what: str, timeout_s: float = WAIT_S) -> Answer:
-    """Returns the first answer that is not None, 0 or False.
-
-    Raises:
-        TimeoutError: there was none within `timeout_s` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not (answer := ask()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(_POLL_S)
-    return answer
+        launcher.wait(WAIT_S)
 
 
 def _is_alive(pid: int) -> bool:
@@ -217,8 +234,9 @@ def _directory(launcher_pid: int) -> Path:
     raise AssertionError("the launcher has no supervisor")
 
 
-def _print_state(stack: RealStack) -> None:
-    try:
-        print(stack.describe())
-    except (SupervisorGoneError, OSError) as error:
-        print(f"the stack does not answer: {error}")
+def _kill_all(directory: Path) -> None:
+    """Kills a stack's processes, which spares the seconds that an orderly end takes."""
+    while members := stack_members(directory):
+        for each in members:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()

@@ -21,7 +21,7 @@ from tests.abuse.observer import STREAMS
 from tests.abuse.report import Report, Result, Round
 from tests.abuse.rig import Rig, running_rig
 from tests.abuse.usage import MemoryPeaks, cpu_s, memory_mb
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 _SETTLE_S = 10.0  # until the stack has only the honest streams again; if not, that is no problem
 _MAX_BURNERS = 8

@@ -9,7 +9,8 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from tests.stack import ROOT, WAIT_S
+from tests.stack import ROOT
+from tests.waiting import WAIT_S
 
 
 class Child:

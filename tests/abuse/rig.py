@@ -23,7 +23,8 @@ from deploy.supervisor import MARKER
 from tests.abuse.attack import Door
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
-from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack, wait_for
+from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack
+from tests.waiting import wait_for
 
 HONEST_TOKEN = "honest-client-0123456789"
 ATTACKERS_TOKEN = "attacker-0123456789"

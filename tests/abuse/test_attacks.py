@@ -16,9 +16,7 @@ from tests.abuse.attacks import flow_control
 from tests.abuse.campaign import play_round
 from tests.abuse.report import Report, Result
 from tests.abuse.rig import Rig, running_rig
-from tests.stack import wait_for
-
-pytestmark = pytest.mark.timeout(400)
+from tests.waiting import wait_for
 
 _FOREVER_S = 300.0  # attacks end as soon as they have done enough
 

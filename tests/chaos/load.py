@@ -15,7 +15,7 @@ from frontend.client.types import Chunk
 from tests.chaos.client import Client
 from tests.chaos.workload import Request
 from tests.faults.transcript import Damage, Transcript, transcript_of
-from tests.stack import WAIT_S
+from tests.waiting import WAIT_S
 
 # What a client may do with a request, by weight.
 _WAYS = {"stream": 55, "unary": 15, "cancelled": 20, "read slowly": 10}

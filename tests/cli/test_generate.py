@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 from cli.app import app
 from frontend.client import LLM, SamplingParams
 from tests.client.fake_server import FakeServer, running_server
-from tests.stack import running_stack, wait_for
+from tests.stack import running_stack
+from tests.waiting import wait_for
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 

@@ -13,7 +13,7 @@ from deploy.commands import down
 from deploy.health import SERVING, UNREACHABLE, check_health
 from deploy.ports import free_port
 from deploy.stack import run_directory
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 from .conftest import Launcher
 

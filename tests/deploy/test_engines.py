@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from deploy.stack import run_directory
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 from .conftest import Launcher
 from .test_commands import Gone, named

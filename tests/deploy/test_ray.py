@@ -16,7 +16,7 @@ from deploy.plan import StackSettings
 from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.stack import make_private
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 from .conftest import Launcher
 

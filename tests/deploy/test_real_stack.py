@@ -7,7 +7,7 @@ import pytest
 
 from deploy.health import CHANNEL_OPTIONS
 from shared.pb import frontend_pb2, frontend_pb2_grpc
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 from .conftest import Launcher
 from .test_commands import Gone, complete, named

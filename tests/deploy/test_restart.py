@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 from .conftest import Launcher
 

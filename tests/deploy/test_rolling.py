@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 
 from deploy.stack import run_directory
-from tests.stack import DEMO_MODEL, wait_for
+from tests.stack import DEMO_MODEL
+from tests.waiting import wait_for
 
 from .conftest import Launcher
 from .test_engines import events, listed, pids, rows

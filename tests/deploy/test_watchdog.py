@@ -20,7 +20,8 @@ from deploy.stack import Stack
 from deploy.supervisor import supervised_processes
 from deploy.watchdog import Pauses, Watchdog
 from shared.heartbeat import BEATS
-from tests.stack import DEMO_MODEL, wait_for
+from tests.stack import DEMO_MODEL
+from tests.waiting import wait_for
 
 
 @pytest.fixture

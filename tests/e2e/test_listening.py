@@ -29,12 +29,11 @@ from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from shared.ports import bound_socket
 from shared.tls import ClientTls
 from tests.certificates import Authority
-from tests.stack import ROOT, RealStack, running_stack, wait_for
+from tests.stack import ROOT, RealStack, running_stack
+from tests.waiting import wait_for
 
 TIMEOUT_S = 120
 ROLE = "URI:urn:nano-vllm-grpc:role:"
-
-pytestmark = pytest.mark.timeout(5 * TIMEOUT_S)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import pytest
 
 from deploy.ports import free_port
 from frontend.client import LLM, SamplingParams, StructuredOutput
-from tests.stack import ROOT, RealStack, running_stack, wait_for
+from tests.stack import ROOT, RealStack, running_stack
+from tests.waiting import wait_for
 
 OBSERVABILITY = ROOT / "deploy" / "observability"
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (shutil.which("prometheus") and shutil.which("promtool")),
         reason="prometheus is not installed (Debian: apt-get install prometheus)",

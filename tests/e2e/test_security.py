@@ -29,8 +29,6 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "Once upon a time"
 TIMEOUT_S = 300
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
-
 
 @dataclass(frozen=True)
 class SecureStack:

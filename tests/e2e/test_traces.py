@@ -23,9 +23,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from deploy.ports import free_port
 from shared.pb import frontend_pb2
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.stack import running_stack, wait_for
-
-pytestmark = pytest.mark.timeout(600)
+from tests.stack import running_stack
+from tests.waiting import wait_for
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from tests.certificates import Authority
 from tests.faults.network import Hosts
 from tests.others import ray_packages
-from tests.stack import DEMO_MODEL, ROOT, WAIT_S, wait_for
+from tests.stack import DEMO_MODEL, ROOT
+from tests.waiting import WAIT_S, wait_for
 
 PORT = 50051
 _GCS_PORT = 6379

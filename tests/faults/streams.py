@@ -19,7 +19,7 @@ from shared.pb.frontend_pb2 import (
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.transcript import Transcript
-from tests.stack import WAIT_S
+from tests.waiting import WAIT_S
 
 # Long enough to stay open through a fault, short enough to end soon.
 _TOKENS = 160

@@ -16,9 +16,8 @@ from frontend.client import AsyncLLM, SamplingParams
 from frontend.client.wire import encode_request
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2 import GetLoadResponse
-from tests.stack import ROOT, WAIT_S, RealStack, running_stack
-
-pytestmark = pytest.mark.timeout(400)
+from tests.stack import ROOT, RealStack, running_stack
+from tests.waiting import WAIT_S
 
 _MIB = 1 << 20
 # More than an allocator holds on to, less than a leak would take.

@@ -24,8 +24,6 @@ from tests.faults.faulty import deadly_environment
 from tests.faults.faulty_scheduler.sitecustomize import FAILURE, READ, STEP, TOKEN
 from tests.stack import ROOT
 
-pytestmark = pytest.mark.timeout(300)
-
 WAIT_S = 120.0
 WORKERS = 905
 POISON = np.array([WORKERS, 2], "<i4").tobytes()  # workers cannot compute these two

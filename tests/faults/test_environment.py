@@ -19,9 +19,8 @@ from deploy.ports import free_port
 from tests.deploy.conftest import Launcher, launching
 from tests.deploy.test_commands import named
 from tests.faults.steady_load import make_requests, steady_load, stream_all
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(600)
 HOUR_S = 3600
 
 

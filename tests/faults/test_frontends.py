@@ -17,9 +17,8 @@ from frontend.client import AsyncLLM, SamplingParams, StructuredOutput
 from frontend.client.wire import decode_chunk, encode_request
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.transcript import Transcript
-from tests.stack import WAIT_S, RealStack, running_stack
-
-pytestmark = pytest.mark.timeout(400)
+from tests.stack import RealStack, running_stack
+from tests.waiting import WAIT_S
 
 _CONNECTIONS = 8  # some reach each frontend; how many is up to the kernel
 _CONNECTION_OF_ITS_OWN = (("grpc.use_local_subchannel_pool", 1),)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.faults.faulty import faulty_stack, health_history, request
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
 from tests.stack import running_stack
-
-pytestmark = pytest.mark.timeout(600)
 
 REPLACED = ("SERVING", "NOT_SERVING", "SERVING")
 

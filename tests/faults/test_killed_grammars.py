@@ -10,9 +10,8 @@ import pytest
 
 from tests.faults.conftest import Victim
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams
-from tests.stack import RealStack, wait_for
-
-pytestmark = pytest.mark.timeout(900)
+from tests.stack import RealStack
+from tests.waiting import wait_for
 
 
 def loaded(stack: RealStack) -> list[psutil.Process]:

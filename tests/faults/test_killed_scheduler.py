@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.faults.conftest import LONG_PROMPTS, Victim
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def worker_pids(victim: Victim) -> list[int]:

@@ -7,8 +7,6 @@ import pytest
 from tests.faults.conftest import LONG_PROMPTS, Victim
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def surviving_pids(victim: Victim, killed_rank: int) -> dict[int, int]:
     ranks = set(range(victim.tp)) - {killed_rank}

@@ -27,9 +27,8 @@ from tests.faults.streams import (
     undisturbed,
 )
 from tests.faults.transcript import Transcript
-from tests.stack import WAIT_S, RealStack, running_stack, wait_for
-
-pytestmark = pytest.mark.timeout(900)
+from tests.stack import RealStack, running_stack
+from tests.waiting import WAIT_S, wait_for
 
 _HTTP_TOKENS = 160
 

@@ -19,9 +19,8 @@ from deploy.status import format_status, stack_status
 from deploy.supervisor import supervised_processes
 from frontend.client import LLM, TLS, SamplingParams
 from tests.certificates import Authority, Issued
-from tests.stack import RealStack, running_stack, wait_for
-
-pytestmark = pytest.mark.timeout(600)
+from tests.stack import RealStack, running_stack
+from tests.waiting import wait_for
 
 TOKEN = "a-token-of-the-tests-0123456789"
 PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

@@ -14,9 +14,8 @@ from deploy.stack import MODULES, SERVICES
 from tests.faults.network import Hosts, missing
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
 from tests.faults.transcript import Transcript
-from tests.stack import DEMO_MODEL, wait_for
-
-pytestmark = pytest.mark.timeout(900)
+from tests.stack import DEMO_MODEL
+from tests.waiting import wait_for
 
 _PORT = 50051
 

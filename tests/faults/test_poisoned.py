@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import grpc
-import pytest
 
 from tests.faults.faulty import deadly_environment, faulty_stack, request
 from tests.faults.faulty_scheduler.sitecustomize import TOKEN
 from tests.faults.streams import OpenStreams, assert_undamaged, open_streams, undisturbed
 from tests.stack import running_stack
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def assert_internal_error(streams: OpenStreams, name: str) -> None:

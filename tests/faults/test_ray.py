@@ -13,7 +13,6 @@ from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undis
 from tests.stack import DEMO_MODEL
 
 pytestmark = [
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(missing()), reason=str(missing())),
 ]
 

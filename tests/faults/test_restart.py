@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from deploy.ports import free_port
 from tests.deploy.conftest import launching
 from tests.faults.steady_load import steady_load
 
 # Processes reload one after another, on busy cores.
-pytestmark = pytest.mark.timeout(600)
 
 
 async def test_a_rolling_restart_of_every_process_loses_no_token(tmp_path: Path) -> None:

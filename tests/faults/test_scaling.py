@@ -7,7 +7,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from deploy.ports import free_port
@@ -16,8 +15,6 @@ from tests.faults.steady_load import make_requests, steady_load, stream_all, str
 from tests.stack import DEMO_MODEL
 
 # Processes load one after another, on busy cores.
-pytestmark = pytest.mark.timeout(900)
-
 _STREAMS = 8
 
 

@@ -17,7 +17,8 @@ from tests.certificates import Authority, Issued
 from tests.fuzz.corpus import Case
 from tests.fuzz.frontend import draw_cases, send_case
 from tests.fuzz.tally import DEADLINE_S, Tally
-from tests.stack import RealStack, running_stack, wait_for
+from tests.stack import RealStack, running_stack
+from tests.waiting import wait_for
 
 _TOKEN = "fuzz-token-0123456789"
 _OTHER_TOKEN = "other-token-0123456789"

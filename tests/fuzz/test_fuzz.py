@@ -10,8 +10,6 @@ import pytest
 
 from tests.fuzz.run import SERVICES, fuzz_service
 
-pytestmark = pytest.mark.timeout(600)  # a call that hangs is found sooner, by its deadline
-
 MESSAGES = {
     "frontend": 150,
     "engine": 100,

@@ -19,7 +19,8 @@ from frontend.client import AsyncLLM, SamplingParams
 from shared.fork import CANNOT_START
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.stack import ROOT, WAIT_S, RealStack, running_stack, wait_for
+from tests.stack import ROOT, RealStack, running_stack
+from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.device import DEVICE, gpu_only
 from tests.worker_svc.harness import Batch, limits, save_model
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
-from tests.stack import DEMO_MODEL, ROOT, wait_for
+from tests.stack import DEMO_MODEL, ROOT
+from tests.waiting import wait_for
 
 _PROGRAM = """
 import sys

@@ -21,7 +21,8 @@ from frontend.client import LLM, SamplingParams
 from shared.pb.scheduler_pb2 import FlushCacheRequest, GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.certificates import Authority, Issued
-from tests.stack import DEMO_MODEL, ROOT, wait_for
+from tests.stack import DEMO_MODEL, ROOT
+from tests.waiting import wait_for
 
 BLOCK, BLOCKS = 32, 24  # tokens of a block, blocks of a cache
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)

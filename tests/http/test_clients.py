@@ -21,8 +21,6 @@ MODULES = ("openai_checks", "anthropic_checks")
 PROMPT = "Once upon a time"
 QUESTION = "Where does Anna live?"
 
-pytestmark = [pytest.mark.xdist_group("http"), pytest.mark.timeout(600)]
-
 
 @pytest.fixture(scope="module")
 def given() -> Iterator[dict[str, Any]]:

@@ -21,8 +21,6 @@ from tests.stack import RealStack, running_stack
 PROMPT = "Once upon a time"
 NUM_TOKENS = 1500
 
-pytestmark = pytest.mark.xdist_group("http")
-
 
 @contextmanager
 def streaming(stack: RealStack, **options: Any) -> Iterator[http.client.HTTPResponse]:

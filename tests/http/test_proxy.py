@@ -17,14 +17,14 @@ import pytest
 from deploy.ports import free_port
 from tests.http.conftest import NAME
 from tests.http.small import half_sent, small_gateway
-from tests.stack import ROOT, RealStack, wait_for
+from tests.stack import ROOT, RealStack
+from tests.waiting import wait_for
 
 HOST = "llm.example"
 PATIENCE_S = 300  # of the gateway, with bodies: longer than requests wait for a place
 BODY = json.dumps({"model": NAME, "prompt": "Once", "max_tokens": 1})
 
 pytestmark = [
-    pytest.mark.xdist_group("http"),
     pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed"),
 ]
 

@@ -23,9 +23,7 @@ from tests.http.stacks import (
     tunnel,
     wait_until_served,
 )
-from tests.stack import wait_for
-
-pytestmark = pytest.mark.xdist_group("several stacks")
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.echo_server import echo_server
 from tests.http2_frames import PING, frame, raw_connection
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 KEEPALIVE_S = 2.0  # a ping answered late, on a busy machine, must not look unanswered
 TIMEOUT_S = 60

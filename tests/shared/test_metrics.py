@@ -19,7 +19,7 @@ from frontend.settings import FrontendSettings
 from shared.config import load_settings
 from shared.metrics import Histogram, ServiceMetrics
 from shared.metrics_endpoint import open_endpoint
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 BOUNDS = (0.5, 1.0, 2.5, 10.0)
 

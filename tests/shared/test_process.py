@@ -17,7 +17,7 @@ import pytest
 
 from shared import process
 from shared.keeper_state import read_keeper_state
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 _PROGRAM = """
 import asyncio, os, signal, sys, time

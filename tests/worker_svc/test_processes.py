@@ -21,7 +21,7 @@ import pytest
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.stack import wait_for
+from tests.waiting import wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
 from tests.worker_svc.quantization.writers import FORMATS, save_quantized
 from worker_svc.distributed import JOIN_TIMEOUT

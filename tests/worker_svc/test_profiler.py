@@ -15,7 +15,7 @@ import pytest
 from grpc import aio
 
 from shared.pb.worker_pb2 import StartProfileRequest, StopProfileRequest
-from tests.stack import wait_for
+from tests.waiting import wait_for
 from tests.worker_svc.device import DEVICE
 from tests.worker_svc.harness import Batch
 from tests.worker_svc.test_server import Worker, running, tokens

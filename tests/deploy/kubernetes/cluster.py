@@ -16,7 +16,7 @@ from tests.certificates import Authority
 from tests.deploy.kubernetes.addresses import listens
 from tests.deploy.kubernetes.pods import NAMESPACE, Process, named, processes
 from tests.deploy.kubernetes.rendering import ROOT, Manifest
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 TOKEN = "sesame-open-the-door"
 _MODULES = {

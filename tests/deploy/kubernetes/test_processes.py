@@ -18,9 +18,9 @@ import pytest
 from frontend.client import LLM, TLS, SamplingParams, UnauthenticatedError
 from tests.deploy.kubernetes.cluster import TOKEN, Cluster, running
 from tests.deploy.kubernetes.rendering import render_combination
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.xdist_group("kubernetes"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 KEY = "secret-api-key"
 PROMPT = "Once upon a time"

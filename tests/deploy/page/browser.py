@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 CHROMIUM = shutil.which("chromium")
 _ANSWER_S = 60.0

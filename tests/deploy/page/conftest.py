@@ -17,7 +17,8 @@ from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import SERVICES, Stack
 from tests.client.fake_server import FakeServer, running_server
-from tests.stack import ROOT, wait_for
+from tests.stack import ROOT
+from tests.waiting import wait_for
 
 
 def stack_in(directory: Path, frontend_port: int = 1, **facts: Any) -> Stack:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from deploy.ports import free_port
 from frontend.client import AsyncLLM, SamplingParams
-from tests.stack import RealStack, running_stack, wait_for
+from tests.stack import RealStack, running_stack
+from tests.waiting import wait_for
 
 from .browser import Tab, opened
 

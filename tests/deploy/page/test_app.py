@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 from .conftest import Page, running_page
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from deploy.ports import free_port
-from tests.stack import DEMO_MODEL, RealStack, running_stack, wait_for
+from tests.stack import DEMO_MODEL, RealStack, running_stack
+from tests.waiting import wait_for
 
 from .browser import CHROMIUM, Tab, opened
 

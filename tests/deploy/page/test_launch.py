@@ -14,7 +14,8 @@ from deploy.plan import Layout, plan_stack
 from deploy.ports import free_port
 from deploy.stack import Process, Stack
 from tests.deploy.conftest import Launcher, launching
-from tests.stack import DEMO_MODEL, wait_for
+from tests.stack import DEMO_MODEL
+from tests.waiting import wait_for
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import psutil
 from scheduler_svc.grammar import limits
 from scheduler_svc.grammar.host_link import HostLink
 from tests.scheduler_svc.grammar.attempts import attempting
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "models" / "demo"

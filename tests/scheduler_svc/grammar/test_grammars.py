@@ -44,7 +44,7 @@ from scheduler_svc.grammar.wire import Row, frame
 from scheduler_svc.sampling import GrammarKind
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
-from tests.stack import wait_for
+from tests.waiting import wait_for
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.worker_svc.kernels.triton.compiled import Binary
 
 # A group, so that one process compiles for all tests.
-pytestmark = [pytest.mark.launches_nothing, pytest.mark.xdist_group("compile")]
+pytestmark = pytest.mark.launches_nothing
 
 # Bytes a program may have: 99 KiB on the smaller GPUs that run sm_80 code, 227 KiB on sm_90.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
