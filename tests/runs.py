@@ -1,0 +1,192 @@
+"""Long campaigns: `python -m tests.runs soak` and `python -m tests.runs stability`.
+
+Each is a list of commands. They run one after another, and each one's result goes to a JSON file as
+soon as it ends: the same command line continues where it was stopped. The exit status is 0 only if
+every command's was. The machine should have nothing else to do, since core-seconds are counted over
+all of its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import this_machine
+from tests.stack import ROOT
+
+_PYTHON = (sys.executable, "-m")
+_SEED = "SEED"  # a word of a command that becomes a random number
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command of a campaign; `beside_burner`: while another process keeps a core busy."""
+
+    name: str
+    command: tuple[str, ...]
+    beside_burner: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    beside_burner: bool
+    command: str  # with the seed that it had
+    exit_status: int
+    seconds: float
+    core_seconds: float  # of all processes but the burner
+    last_line: str  # of the output
+    commit: str | None
+    ended: str
+
+
+def _soak() -> list[Run]:
+    modules = {
+        "simulation": ("tests.simulation", "--seeds", "5000", "--seed", _SEED),
+        "planted bugs": ("tests.simulation.mutations",),
+        "attacks": ("tests.abuse", "--check", "2"),
+        "chaos": ("tests.chaos", "--faults", "200", "--seed", _SEED),
+        "chaos, two engines": (
+            *("tests.chaos", "--faults", "200", "--seed", _SEED),
+            *("--engines", "2", "--tp", "1"),
+        ),
+        "fuzz": ("tests.fuzz", "--messages", "10000", "--seed", _SEED),
+        "tests left to the soak": ("pytest", "-q", "-m", "soak"),
+    }
+    return [Run(name, (*_PYTHON, *words)) for name, words in modules.items()]
+
+
+# Cases that once failed because of timing, luck or memory, or were built so that they could.
+_FLAKY: tuple[str, ...] = ()
+
+
+def _stability() -> list[Run]:
+    targets = [("test", number) for number in range(1, 6)]
+    targets += [("test-system", number) for number in range(1, 5)]
+    runs = [
+        Run(f"make {target}, {number}", ("make", target), beside_burner=number % 2 == 0)
+        for target, number in targets
+    ]
+    for case in _FLAKY:
+        repeated = (*_PYTHON, "pytest", "-q", "--count=25", "--repeat-scope=session", case)
+        runs += [Run(case, repeated), Run(case, repeated, beside_burner=True)]
+    return runs
+
+
+_CAMPAIGNS = {"soak": _soak, "stability": _stability}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.runs")
+    parser.add_argument("campaign", choices=_CAMPAIGNS)
+    parser.add_argument("--out", type=Path, help="default: .run/CAMPAIGN.json")
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    args = parser.parse_args()
+    out: Path = args.out or ROOT / ".run" / f"{args.campaign}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = _read(out)
+    for run in _CAMPAIGNS[args.campaign]():
+        known = any(
+            (run.name, run.beside_burner) == (each.name, each.beside_burner) for each in done
+        )
+        if not known and args.only in run.name:
+            print(f"{run.name}{' beside a burner' * run.beside_burner}", flush=True)
+            done.append(_outcome(run, out.with_suffix(".log")))
+            _write(out, done)
+    Console(width=120).print(_table(done))
+    return int(any(each.exit_status for each in done))
+
+
+def _outcome(run: Run, log: Path) -> Outcome:
+    """Runs a command; its output is added to `log`."""
+    command = [str(secrets.randbits(32)) if word == _SEED else word for word in run.command]
+    with log.open("ab") as output, _burner() if run.beside_burner else nullcontext(0) as burner:
+        output.write(f"$ {shlex.join(command)}\n".encode())
+        output.flush()
+        started, busy = time.monotonic(), _busy_s(burner)
+        status = subprocess.call(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        seconds, core_seconds = time.monotonic() - started, _busy_s(burner) - busy
+    *_, last_line = log.read_text(errors="replace").splitlines()
+    return Outcome(
+        name=run.name,
+        beside_burner=run.beside_burner,
+        command=shlex.join(command),
+        exit_status=status,
+        seconds=round(seconds, 1),
+        core_seconds=round(core_seconds, 1),
+        last_line=last_line.strip(),
+        commit=this_machine().commit,
+        ended=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@contextmanager
+def _burner() -> Iterator[int]:
+    """A process that keeps a core busy: its pid."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as burner:
+        try:
+            yield burner.pid
+        finally:
+            burner.kill()
+
+
+def _busy_s(burner: int) -> float:
+    """Seconds for which this machine's cores were busy, without the burner's (0: none)."""
+    times = psutil.cpu_times()
+    of_burner = psutil.Process(burner).cpu_times() if burner else None
+    return float(
+        sum(times)
+        - times.idle
+        - times.iowait
+        - times.guest
+        - times.guest_nice
+        - (of_burner.user + of_burner.system if of_burner else 0.0)
+    )
+
+
+def _read(path: Path) -> list[Outcome]:
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    return [Outcome(**each) for each in runs]
+
+
+def _write(path: Path, done: list[Outcome]) -> None:
+    machine = this_machine()
+    report = {
+        "machine": machine.machine,
+        "versions": machine.versions,
+        "runs": [dataclasses.asdict(each) for each in done],
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _table(done: list[Outcome]) -> Table:
+    table = Table("run", "burner", "minutes", "core-seconds", "status", "last line")
+    for each in done:
+        table.add_row(
+            each.name,
+            "yes" if each.beside_burner else "no",
+            f"{each.seconds / 60:.1f}",
+            f"{each.core_seconds:.0f}",
+            str(each.exit_status),
+            each.last_line,
+        )
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
