@@ -40,7 +40,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
-	images test test-system check lock clean check-style check-types check-imports check-protos check-stubs
+	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -130,10 +130,13 @@ images:  ## build the container images for CPUs on BASE, which has Python (BUILD
 # A module's tests run one after another in one process, and share its fixtures.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 test: $(STAMP)  ## run the tests that need no more than one stack, on all cores (ARGS: for pytest)
-	$(PYTEST) -m "not system" $(ARGS)
+	$(PYTEST) -m "not system and not soak" $(ARGS)
 
 test-system: $(STAMP)  ## run the tests of whole stacks: faults, security, HTTP, the dashboard (ARGS: for pytest)
-	$(PYTEST) -m system $(ARGS)
+	$(PYTEST) -m "system and not soak" $(ARGS)
+
+soak: $(STAMP)  ## run all random tests for hours, with new seeds (OUT: a JSON file; stopped at any point, it goes on)
+	@$(BIN)/python -m tests.runs soak $(call flags,OUT) $(ARGS)
 
 simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
