@@ -142,6 +142,7 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
         wait_for(lambda: complete(collector), "the last spans of all processes")
         log = stack.stack.log("frontend-0").read_text()
 
+    assert "Once" not in str(collector.spans)  # no text that a client sends
     (own,) = collector.find("Tokenize")
     assert not own.parent
     assert {span.trace for span in collector.spans} == {TRACE, own.trace}

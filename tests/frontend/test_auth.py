@@ -261,3 +261,12 @@ async def test_a_refusal_that_waits_holds_nothing_of_its_call() -> None:
     context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5")
     with pytest.raises(InvalidArgumentError):
         await interceptor._paced(refuse, None)(None, context)
+
+
+async def test_an_operators_token_is_no_clients(tokens_file: Path, tmp_path: Path) -> None:
+    operators = tmp_path / "operators"
+    operators.write_text(f"{THIRD}\n")
+    files = {"auth_tokens_file": tokens_file, "operator_tokens_file": operators}
+    async with echo_server(**files) as (address, _):
+        assert await status(address, bearer(FIRST)) is grpc.StatusCode.OK
+        assert await status(address, bearer(THIRD)) is grpc.StatusCode.UNAUTHENTICATED

@@ -253,3 +253,19 @@ async def test_a_prompt_is_kept_without_its_message(service: Service) -> None:
     for _ in range(2):
         service.scheduler.step()
     assert len(join(await rest(call)).token_ids) == 2
+
+
+async def test_eight_chunks_are_written_per_turn_of_the_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.scheduler.automatic = False
+    calls = [service.stub.GenerateStream(request(max_tokens=1)) for _ in range(60)]
+    for _ in calls:
+        await service.scheduler.submits.get()
+    with counting_turns() as turns:
+        count(monkeypatch, CompletionBuilder, "feed", turns, lambda *_: 1)
+        service.scheduler.step()
+        for call in calls:
+            assert len(join(await rest(call)).token_ids) == 1
+    assert turns.total == 60
+    assert turns.max <= 8

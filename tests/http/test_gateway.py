@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -17,6 +19,7 @@ from deploy.supervisor import stop_process
 from tests.http.conftest import NAME
 from tests.http.small import half_sent, small_gateway
 from tests.stack import RealStack, running_stack
+from tests.waiting import wait_for
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 1500
@@ -245,3 +248,16 @@ def test_a_full_queue_is_429_and_no_engine_503() -> None:
             assert status(stack, "POST", "/v1/completions", body()) == 429
         stop_process(stack.directory, next(p for p in stack.processes() if p.name == "scheduler-0"))
         assert status(stack, "POST", "/v1/completions", body()) == 503
+
+
+def test_no_more_than_a_hundred_wait_for_a_place(stack: RealStack, door: str) -> None:
+    with small_gateway(door, body_s=100) as address, ExitStack() as connections:
+        sent = [connections.enter_context(half_sent(address)) for _ in range(2 + 100 + 8)]
+
+        def answered() -> list[socket.socket]:
+            return select.select(sent, [], [], 0)[0]
+
+        wait_for(lambda: len(answered()) >= 8, "those beyond to be answered")
+        answers = [each.recv(100) for each in answered()]
+    assert len(answers) == 8
+    assert all(answer.startswith(b"HTTP/1.1 429 ") for answer in answers)

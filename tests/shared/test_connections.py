@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import shared.server
 from frontend.settings import FrontendSettings
 from shared.server import Server
 from tests.http2 import RawConnection, call_frames, connect
-from tests.http2_frames import PREFACE, SETTINGS, frame
+from tests.http2_frames import PREFACE, SETTINGS, dial, frame
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -129,3 +130,16 @@ async def test_of_calls_that_come_all_at_once_none_is_lost(tmp_path: Path) -> No
             finally:
                 await answers.close()
         assert len(answers.received) == count
+
+
+async def test_a_connection_is_told_how_many_calls_it_may_have(tmp_path: Path) -> None:
+    max_concurrent_streams = 3  # a setting: RFC 9113, 6.5.2
+    async with serving(tmp_path) as address, asyncio.timeout(20):
+        reader, writer = await dial(address)
+        writer.write(PREFACE + frame(SETTINGS))
+        head = await reader.readexactly(9)
+        assert head[3] == SETTINGS
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        assert dict(struct.iter_unpack(">HI", payload))[max_concurrent_streams] == 1024
+        writer.close()
+        await writer.wait_closed()

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
@@ -125,3 +126,19 @@ async def test_an_unknown_service_is_unknown(tmp_path: Path) -> None:
             "": SERVING,
             SERVICE: SERVING,
         }
+
+
+async def test_watchers_of_all_hosts_together_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.health, "MAX_WATCHERS", 2)
+    async with serving(tmp_path) as (_, _, stub):
+        watches = [stub.Watch(request()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        refused = stub.Watch(request())
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await refused.details() == "2 watches are open already"
+        trailers = dict(await refused.trailing_metadata())
+        (detail,) = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
+        assert detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)

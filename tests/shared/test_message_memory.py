@@ -216,3 +216,12 @@ async def test_nothing_is_lost_however_calls_end() -> None:
     assert not memory._reading
     assert not memory._used_by
     assert not memory._places
+
+
+async def test_a_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even while nobody waits for its place."""
+    monkeypatch.setattr(message_memory, "_MAX_READ_S", 0.01)
+    memory = MessageMemory(PLACE, TOTAL)
+    with pytest.raises(QueueFullError, match="took too long to arrive"):
+        await Sender(memory, ALICE).task
+    assert memory.used == 0

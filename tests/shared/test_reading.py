@@ -287,3 +287,16 @@ async def test_streams_that_anybody_may_send_are_read_within_the_limits(tmp_path
 async def _nothing_yet() -> AsyncIterator[Any]:
     await asyncio.Event().wait()
     yield None
+
+
+async def test_two_calls_begin_per_turn_of_the_loop() -> None:
+    reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
+    with counting_turns() as turns:
+
+        async def read() -> bytes:
+            turns.done(1)
+            return b"short"
+
+        context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
+        await asyncio.gather(*(reader._read(context, lambda _: None) for _ in range(16)))
+    assert (turns.total, turns.max) == (16, 2)

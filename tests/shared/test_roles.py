@@ -107,3 +107,14 @@ async def test_a_role_can_be_required(authority: Authority, tmp_path: Path) -> N
         connect, load, health = await answers(authority, address, "DNS:a")
         assert connect == load == NONE.replace(".*", "urn:nano-vllm-grpc")
         assert health == "OK"
+
+
+async def test_who_shows_no_certificate_of_the_authority_is_refused(
+    authority: Authority, certificates: Path, tmp_path: Path
+) -> None:
+    files = Authority(certificates, "stranger").issue("client", f"{ROLE}frontend")
+    async with serving(authority, tmp_path, "optional") as address:
+        for tls in (None, ClientTls(authority.ca), ClientTls(authority.ca, files.cert, files.key)):
+            async with open_channel(address, tls) as channel:
+                call = SchedulerServiceStub(channel).GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S)
+                assert await call.code() is grpc.StatusCode.UNAVAILABLE

@@ -213,3 +213,20 @@ async def test_a_process_ends_with_its_parent() -> None:
     # The pipe closes when the last process that holds it is gone.
     assert await process.stdout.read() == b""
     await process.wait()
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+@pytest.mark.parametrize(
+    ("size", "code"),
+    [
+        (2 * LIMIT, grpc.StatusCode.INVALID_ARGUMENT),
+        (5 * LIMIT, grpc.StatusCode.RESOURCE_EXHAUSTED),  # it is not read to its end
+    ],
+)
+async def test_a_message_is_measured_after_decompression(
+    tmp_path: Path, compression: grpc.Compression, size: int, code: grpc.StatusCode
+) -> None:
+    async with serving(tmp_path, Service()) as (channel, _):
+        call = channel.unary_unary(f"/{SERVICE}/Detokenize")
+        error = await failure(call(bytes(size), compression=compression))
+        assert error.code() is code

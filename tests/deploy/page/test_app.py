@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -9,7 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
+from deploy.page import app
 from tests.waiting import wait_for
 
 from .conftest import Page, running_page
@@ -177,3 +181,26 @@ def test_a_request_that_breaks_off_is_logged_without_a_traceback(
                     answer += part
             assert answer.startswith(b"HTTP/1.1 200 " if begins else b"HTTP/1.1 400 ")
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_only_so_many_connections_are_open(page: Page) -> None:
+    host, _, port = page.host.partition(":")
+
+    def status() -> int:
+        with page.ask("/static/page.js") as answer:
+            answer.read()
+            return answer.status
+
+    with ExitStack() as connections:
+        for _ in range(64):
+            connections.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        assert status() == 503
+    wait_for(lambda: status() == 200, "a place")
+
+
+async def test_a_body_that_never_comes_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODY_S", 0.01)
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    with pytest.raises(HTTPException) as refused:
+        await app._read(Request(scope, asyncio.Event().wait))  # type: ignore[arg-type]
+    assert refused.value.status_code == 408
