@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from bench.metrics import Trace
 from bench.peers.driver import Server, main
 from bench.peers.entries import Job
 from bench.workload import TEMPERATURE, Request
+from deploy.ports import free_port
 
 SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
 HOST = "127.0.0.1"
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 def serve(job: Job) -> Iterator[Server]:
     binary = Path(sys.prefix) / "bin" / "llama-server"
     slots = job.sizes.shape.num_seqs
-    port = _free_port()
+    port = free_port(HOST)
     settings = {
         "parallel": slots,
         "ctx-size": slots * SLOT_TOKENS,
@@ -99,13 +99,6 @@ def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
 def _version(binary: Path) -> str:
     done = subprocess.run([binary, "--version"], capture_output=True, check=True)
     return (done.stderr or done.stdout).decode(errors="replace").splitlines()[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

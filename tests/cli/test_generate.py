@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
 from cli.app import app
 from frontend.client import LLM, SamplingParams
 from tests.client.fake_server import FakeServer, running_server
-from tests.stack import running_stack
+from tests.stack import UnmetPreconditionError, running_stack
 from tests.waiting import wait_for
 
+HALTED = psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
@@ -177,7 +179,7 @@ def test_requests_in_flight_are_bounded(server: FakeServer, files: Files) -> Non
     assert len(files.results()) == 8
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.system
 def test_killed_and_stopped_runs_go_on_where_they_were(files: Files) -> None:
     prompts = [f"Once upon a time there were {n} foxes" for n in range(40)]
     params = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
@@ -193,7 +195,12 @@ def test_killed_and_stopped_runs_go_on_where_they_were(files: Files) -> None:
             before = lines()
             run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
             wait_for(lambda before=before: lines() >= before + 4, "some results")
+            run.send_signal(signal.SIGSTOP)
+            wait_for(lambda run=run: psutil.Process(run.pid).status() in HALTED, "it to stop")
+            if lines() > len(prompts) - 8:  # four in flight, and four for the next run
+                raise UnmetPreconditionError("it was stopped too late")
             run.send_signal(number)
+            run.send_signal(signal.SIGCONT)
             _, shown = run.communicate()
             assert run.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number], shown
         assert "the same command goes on" in shown
@@ -202,7 +209,7 @@ def test_killed_and_stopped_runs_go_on_where_they_were(files: Files) -> None:
         run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         before = lines()
         wait_for(lambda: lines() > before, "a result")
-        stack.kill("worker", 0)
+        stack.kill("worker", 0, while_true=lambda: lines() < len(prompts))
         _, shown = run.communicate()
         assert run.returncode == 0, shown
         with LLM(stack.address) as llm:

@@ -191,15 +191,15 @@ def running_server() -> Iterator[FakeServer]:
         await server.start()
         return server, f"127.0.0.1:{port}"
 
-    server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
 
     def stop() -> None:
-        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(60)
 
     try:
         yield FakeServer(service, address, stop)
     finally:
         stop()
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -341,9 +340,7 @@ def test_what_failed_is_not_sent_again(llm: LLM, service: FakeService) -> None:
 
 def test_a_full_server_is_asked_again_when_it_said_to(llm: LLM, service: FakeService) -> None:
     service.refusals.extend(ServerQueueFullError("full", 0.05) for _ in range(3))
-    start = time.perf_counter()
     assert texts(llm, ["a", "c"], SamplingParams(max_tokens=2)) == ["bb", "dd"]
-    assert time.perf_counter() - start >= 0.05
     assert len(service.requests) == 5
 
 

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
-from deploy.commands import down
 from deploy.health import SERVING, UNREACHABLE, check_health
-from deploy.ports import free_port
+from deploy.ports import free_service_port
 from deploy.stack import run_directory
 from tests.waiting import wait_for
 
 from .conftest import Launcher
+
+pytestmark = pytest.mark.system
 
 Gone = Callable[[list[psutil.Process]], bool]
 
@@ -84,7 +86,7 @@ def test_nothing_to_stop_or_show(launcher: Launcher, port: int) -> None:
 
 
 def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, port: int) -> None:
-    other = free_port()
+    other = free_service_port()
     for each in (port, other):
         assert launcher("up", "--port", each, "--services", "frontend").returncode == 0
     assert launcher("down", "--port", other).returncode == 0
@@ -93,8 +95,7 @@ def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, po
     frontend = named(launcher.members(port), "frontend")
     frontend.kill()
     psutil.wait_procs([frontend])
-    while check_health(f"127.0.0.1:{port}") != SERVING:  # bounded by the test's time limit
-        pass
+    wait_for(lambda: check_health(f"127.0.0.1:{port}") == SERVING, "another to serve")
     assert named(launcher.members(port), "frontend").pid != frontend.pid
 
 
@@ -179,11 +180,11 @@ def test_a_bad_value_fails_at_once_in_one_line(launcher: Launcher, port: int) ->
 
 def test_a_host_of_workers_only(launcher: Launcher, port: int) -> None:
     """Ranks 2 and 3 of four; the rest of the stack is elsewhere."""
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    addresses = [f"127.0.0.1:{free_service_port()}" for _ in range(4)]
     up = launcher(
         *("up", "--port", port, "--tp", 4, "--services", "worker", "--ranks", "2-3"),
         NANO_WORKER_ADDRESSES=",".join(addresses),
-        NANO_MASTER_PORT=str(free_port()),
+        NANO_MASTER_PORT=str(free_service_port()),
     )
     assert up.returncode == 0, up.stderr
     assert [check_health(a) for a in addresses] == [UNREACHABLE, UNREACHABLE, SERVING, SERVING]
@@ -222,16 +223,3 @@ def test_run_that_fails_says_why(launcher: Launcher) -> None:
     assert run.stderr
     assert run.stderr.read() == "run: worker-0 cannot start: no weights in this model\n"
     assert run.wait() == 1
-
-
-def test_down_removes_a_directory_without_files(tmp_path: Path) -> None:
-    directory = tmp_path / "6000"
-    (directory / "models").mkdir(parents=True)
-    (directory / "lock").touch()
-    log = directory / "worker-0.log"
-    log.touch()
-    down(directory)
-    assert log.exists()
-    log.unlink()
-    down(directory)
-    assert not directory.exists()

@@ -56,39 +56,39 @@ exit $DOCKER_STATUS
 
 def install_fake(launcher: Launcher, program: str) -> str:
     """The path of a folder with nothing but a stand-in for `program`."""
-    fake = launcher.directory / "bin" / program
+    fake = launcher.directory / f"only-{program}" / program
     fake.parent.mkdir()
     fake.write_text(FAKE_DOCKER)
     fake.chmod(0o755)
     return str(fake.parent)
 
 
-@pytest.mark.parametrize(
-    ("program", "command", "wait"), [("docker", "compose ", " --wait"), ("podman-compose", "", "")]
-)
-def test_what_docker_and_podman_are_asked_to_do(
-    launcher: Launcher, port: int, program: str, command: str, wait: str
-) -> None:
+@pytest.mark.system
+def test_what_docker_and_podman_are_asked_to_do(launcher: Launcher, port: int) -> None:
     # A process stands in for the container that answers the first request.
     assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
-    path = install_fake(launcher, program)
-    up = launcher(
-        *("up", "--runtime", "docker", "--port", port, "--tp", 2, "--max-num-seqs", 7),
-        PATH=path,
-        DOCKER_STATUS="0",
-    )
-    assert up.returncode == 0, up.stderr
-    ranks = f".run/{port}/compose.ranks.json"
-    assert (
-        f"{command}--project-name nano-vllm-{port} --file {DOCKER}/compose.yaml --file {ranks} "
-        f"--profile cpu up --build --detach{wait}\n"
-    ) in up.stdout
-    assert f"model={ROOT}/models/demo ports={port} seqs=7" in up.stdout
-    assert "Once upon a time, there was a fox" in up.stdout
+    for program, command, wait in (
+        ("docker", "compose ", " --wait"),
+        ("podman-compose", "", ""),
+    ):
+        path = install_fake(launcher, program)
+        up = launcher(
+            *("up", "--runtime", "docker", "--port", port, "--tp", 2, "--max-num-seqs", 7),
+            PATH=path,
+            DOCKER_STATUS="0",
+        )
+        assert up.returncode == 0, up.stderr
+        ranks = f".run/{port}/compose.ranks.json"
+        assert (
+            f"{command}--project-name nano-vllm-{port} --file {DOCKER}/compose.yaml "
+            f"--file {ranks} --profile cpu up --build --detach{wait}\n"
+        ) in up.stdout
+        assert f"model={ROOT}/models/demo ports={port} seqs=7" in up.stdout
+        assert "Once upon a time, there was a fox" in up.stdout
 
-    down = launcher("down", "--runtime", "docker", "--port", port, PATH=path, DOCKER_STATUS="3")
-    assert down.returncode == 1
-    assert "ended with status 3" in down.stderr
+        down = launcher("down", "--runtime", "docker", "--port", port, PATH=path, DOCKER_STATUS="3")
+        assert down.returncode == 1
+        assert "ended with status 3" in down.stderr
 
 
 def test_http_is_a_profile(launcher: Launcher, port: int) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
 
 ROOT = Path(__file__).parents[2]
 CLI = ".venv/bin/nano-vllm-grpc"
-DISTRIBUTED = ("-n", "auto", "--dist", "loadgroup")
 
 
 def make(*arguments: str, **environment: str) -> str:
@@ -43,6 +47,12 @@ def test_only_variables_that_are_set_are_passed() -> None:
         *("--max-num-seqs", "4"),
         *("--runtime", "docker"),
     ]
+    words = last_command("gateway", "ENGINE_ADDRESSES=a:1,b:2", "HTTP_PORT=80")
+    assert words[-4:] == ["--engine-addresses", "a:1,b:2", "--http-port", "80"]
+    words = last_command("generate", "IN=a b", "OUT=c", "PORT=6000", "ARGS=--concurrency 4")
+    assert words[2:] == ["a b", "c", "--address", "127.0.0.1:6000", "--concurrency", "4"]
+    words = last_command("bench", "MODE=stack", "TP=2", "ARGS=--num-seqs 4")
+    assert (words[0], words[3:]) == ("NANO_TP=2", ["--mode", "stack", "--num-seqs", "4"])
 
 
 def test_variables_may_come_from_the_environment_except_the_shells_own_host() -> None:
@@ -66,65 +76,38 @@ def test_unknown_variables_are_refused() -> None:
     assert last_command("test", "ARGS=-k a NAME=b ATTACKS=c")[-3:] == ["a", "NAME=b", "ATTACKS=c"]
 
 
-def test_gpu_check() -> None:
-    words = last_command("gpu-check", "OUT=results", "ARGS=prove --seed 7")
-    assert words[1:] == ["-m", "bench.gpu", "--out", "results", "prove", "--seed", "7"]
-    assert last_command("gpu-check", "GPU_PYTHON=python3") == ["python3", "-m", "bench.gpu"]
+TEXT = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+LISTS = re.findall(r"^(?:OF_ENGINE|SECURITY|STACK) :=(.*)$", TEXT, re.MULTILINE)
+OF_UP = [f"{name}=1" for each in LISTS for name in each.split() if "(" not in name]
 
 
-def test_generate_and_doctor() -> None:
-    generate = last_command("generate", "IN=a b", "OUT=c", "PORT=6000", "ARGS=--concurrency 4")
-    assert generate[1:] == [
-        *("generate", "a b", "c", "--address", "127.0.0.1:6000", "--concurrency", "4"),
-    ]
-    doctor = last_command("doctor", "MODEL=m", "RUNTIME=docker", "TP=2")
-    assert doctor == [CLI, "doctor", "--model", "m", "--tp", "2"]
-
-
-def test_chat_and_bench() -> None:
-    chat = last_command("chat", "PORT=6000")
-    assert chat == [CLI, "chat", "--address", "127.0.0.1:6000"]
-    bench = last_command("bench", "MODE=stack", "OUT=a.json", "TP=2", "ARGS=--num-seqs 4")
-    assert bench[0] == "NANO_TP=2"
-    assert bench[2:] == [
-        *("bench", "--mode", "stack", "--out", "a.json", "--num-seqs", "4"),
-    ]
-
-
-def test_chaos() -> None:
-    words = last_command("chaos", "FAULTS=200", "SEED=4", "OUT=a.json")
-    expected = ["-m", "tests.chaos", "--faults", "200", "--seed", "4", "--out", "a.json"]
-    assert words[1:] == expected
-
-
-def test_abuse() -> None:
-    words = last_command("abuse", "ATTACK=half-sent no-token", "CHECK=2", "ARGS=--rounds 1")
-    expected = ["--attack", "half-sent", "no-token", "--check", "2", "--rounds", "1"]
-    assert words[1:] == ["-m", "tests.abuse", *expected]
-
-
-def test_restart() -> None:
-    words = last_command("restart", "PORT=6000", "SERVICE=worker_svc")
-    assert words == [CLI, "restart", "--port", "6000", "--service", "worker_svc"]
-
-
-def test_scale() -> None:
-    words = last_command("scale", "PORT=6000", "ENGINES=3")
-    assert words == [CLI, "scale", "--port", "6000", "--engines", "3"]
-
-
-def test_gateway() -> None:
-    words = last_command("gateway", "ENGINE_ADDRESSES=a:1,b:2", "HTTP_PORT=80", HOST="my-laptop")
-    assert words == [
-        *(".venv/bin/python", "-m", "deploy.gateway", "--gateway-policy", "cache_aware"),
-        *("--engine-addresses", "a:1,b:2", "--http-port", "80"),
-    ]
+@pytest.mark.parametrize(
+    ("target", "variables"),
+    [
+        ("up", OF_UP),
+        ("down", ("PORT=6000", "RUNTIME=ray")),
+        ("restart", ("PORT=6000", "SERVICE=worker", "ENGINE=1", "MODEL=m", "DRAIN_TIMEOUT_S=2")),
+        ("scale", ("PORT=6000", "ENGINES=3")),
+        ("ps", ("PORT=6000",)),
+        ("logs", ("SERVICE=worker",)),
+        ("top", ("PORT=6000",)),
+        ("chat", ("PORT=6000", "HOST=::1")),
+        ("generate", ("IN=a", "OUT=b")),
+        ("doctor", ("TP=2", "RUNTIME=docker", "MODEL=m")),
+    ],
+)
+def test_targets_pass_options_that_their_commands_have(
+    target: str, variables: Sequence[str]
+) -> None:
+    _, command, *words = last_command(target, *variables)
+    assert command == target
+    options = [word for word in words if word.startswith("--")]
+    assert len(options) >= len(variables) - 2
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert {*options} <= {*re.findall(r"--[a-z0-9-]+", shown)}
 
 
 def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Config) -> None:
-    words = last_command("test", "ARGS=tests/x.py -k y")
-    assert words[1:] == ["-m", "pytest", *DISTRIBUTED, "tests/x.py", "-k", "y"]
-
     def workers(*args: str, keyword: str = "") -> int:
         config = SimpleNamespace(args=args, option=SimpleNamespace(keyword=keyword))
         found: int = pytestconfig.hook.pytest_xdist_auto_num_workers(config=config)
@@ -135,6 +118,12 @@ def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Con
     for named in ([__file__], [f"{__file__}::test_x"], [folder, __file__]):
         assert workers(*named) == 0
     assert workers(folder, keyword="x") == 0
+
+
+def test_every_test_is_run_by_one_of_two_targets() -> None:
+    unit, system = (last_command(target)[1:] for target in ("test", "test-system"))
+    assert unit[-2:] == ["-m", "not system"]
+    assert system == [*unit[:-1], "system"]
 
 
 def test_images_are_built_with_what_there_is(tmp_path: Path) -> None:
@@ -163,9 +152,6 @@ def test_tests_run_without_xdist() -> None:
 
 
 def test_help_lists_the_targets() -> None:
-    targets = [line.split()[1] for line in make("help").splitlines()]
-    expected = (
-        "help setup up down restart scale gateway ps logs top chat generate doctor bench gpu-check "
-        "images test simulate chaos abuse check protos lock"
-    )
-    assert targets == [*expected.split(), "clean"]
+    targets = {line.split()[1] for line in make("help").splitlines()}
+    (phony,) = re.findall(r"^\.PHONY:(.*)$", TEXT, re.MULTILINE)
+    assert targets == {each for each in phony.split() if not each.startswith("check-")}

@@ -12,8 +12,7 @@ from tests.waiting import wait_for
 from .conftest import Launcher
 from .test_commands import Gone, complete, named
 
-# Loading torch and a model takes a while when many processes share few cores.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.system
 
 
 def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.waiting import wait_for
 
 from .conftest import Launcher
+
+pytestmark = pytest.mark.system
 
 
 def pids(launcher: Launcher, port: int) -> dict[str, str]:
@@ -61,12 +65,20 @@ def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, 
     assert changed(before, pids(launcher, port)) == ["worker-0"]
 
 
-def test_there_must_be_something_to_restart(launcher: Launcher, port: int) -> None:
-    restart = launcher("restart", "--port", port)
-    assert restart.returncode == 1
-    assert "no stack was started" in restart.stderr
+def test_there_must_be_something_to_restart_or_scale(launcher: Launcher, port: int) -> None:
+    restart = "restart", "--port", port, "--service", "worker"
+    scale = "scale", "--port", port, "--engines", 2
+    for command in (restart, scale):
+        refused = launcher(*command)
+        assert refused.returncode == 1
+        assert "no stack was started" in refused.stderr
 
     assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
-    restart = launcher("restart", "--port", port, "--service", "worker")
-    assert restart.returncode == 1
-    assert "SERVICE: this host's part of the stack has no worker" in restart.stderr
+    for command, reason in (
+        (restart, "SERVICE: this host's part of the stack has no worker"),
+        (scale, "ENGINES: SERVICES has no worker and scheduler"),
+    ):
+        refused = launcher(*command)
+        assert refused.returncode == 1
+        assert reason in refused.stderr
+    assert len(pids(launcher, port)) == 1

@@ -6,20 +6,22 @@ import shutil
 from pathlib import Path
 
 import psutil
+import pytest
 
 from deploy.stack import run_directory
 from tests.stack import DEMO_MODEL
 from tests.waiting import wait_for
 
 from .conftest import Launcher
-from .test_engines import events, listed, pids, rows
+from .test_engines import events, listed, pids, rows, serving
 from .test_restart import changed
 
 BOTH = ["scheduler.sock", "scheduler-1.sock"]
+pytestmark = pytest.mark.system
 
 
-def up(launcher: Launcher, port: int, **environment: str) -> dict[str, str]:
-    up = launcher("up", "--port", port, "--engines", 2, **environment)
+def up(launcher: Launcher, port: int) -> dict[str, str]:
+    up = launcher("up", "--port", port, "--engines", 2)
     assert up.returncode == 0, up.stderr
     return pids(rows(launcher, port))
 
@@ -42,11 +44,12 @@ def other_model(launcher: Launcher, name: str) -> Path:
 def test_engines_restart_one_after_another_when_their_frontends_have_left(
     launcher: Launcher, port: int
 ) -> None:
-    before = up(launcher, port)
+    first = up(launcher, port)
     restart = launcher("restart", "--port", port)
     assert restart.returncode == 0, restart.stderr
     assert "restarted 5 processes" in restart.stdout
-    assert changed(before, pids(rows(launcher, port))) == list(before)
+    second = pids(rows(launcher, port))
+    assert changed(first, second) == list(first)
     assert listed(launcher, port) == BOTH
     for scheduler in ("scheduler-0", "scheduler-1"):
         gone = [each for each in events(launcher, port, scheduler) if each["event"] == "gone"]
@@ -55,15 +58,13 @@ def test_engines_restart_one_after_another_when_their_frontends_have_left(
     names = [line.split("'")[1] for line in log.splitlines() if "spawned:" in line][6:]
     assert names == ["worker-0", "scheduler-0", "worker-1", "scheduler-1", "frontend-0"]
 
-
-def test_restart_of_one_engine_or_of_a_service_of_each(launcher: Launcher, port: int) -> None:
-    first = up(launcher, port)
+    # One engine, then a service of each.
     assert launcher("restart", "--port", port, "--engine", 1).returncode == 0
-    second = pids(rows(launcher, port))
-    assert changed(first, second) == ["worker-1", "scheduler-1"]
-    assert launcher("restart", "--port", port, "--service", "worker").returncode == 0
     third = pids(rows(launcher, port))
-    assert changed(second, third) == ["worker-0", "worker-1"]
+    assert changed(second, third) == ["worker-1", "scheduler-1"]
+    assert launcher("restart", "--port", port, "--service", "worker").returncode == 0
+    fourth = pids(rows(launcher, port))
+    assert changed(third, fourth) == ["worker-0", "worker-1"]
     for words, named in (
         (("--engine", 2), "ENGINE: 2 is none of the 2"),
         (("--engine", 1, "--service", "frontend"), "SERVICE: an engine has no frontend"),
@@ -73,26 +74,13 @@ def test_restart_of_one_engine_or_of_a_service_of_each(launcher: Launcher, port:
         restart = launcher("restart", "--port", port, *words)
         assert restart.returncode == 1
         assert named in restart.stderr
-    assert pids(rows(launcher, port)) == third
+    assert pids(rows(launcher, port)) == fourth
 
 
-def test_a_model_takes_the_place_of_another(launcher: Launcher, port: int) -> None:
-    before = up(launcher, port)
-    model = other_model(launcher, "better; model % #2")
-    restart = launcher("restart", "--port", port, "--model", model)
-    assert restart.returncode == 0, restart.stderr
-    assert changed(before, pids(rows(launcher, port))) == list(before)
-    assert set(models(launcher, port).values()) == {model}
-    # It is the stack's from now on.
-    assert launcher("scale", "--port", port, "--engines", 3).returncode == 0
-    assert len(rows(launcher, port)) == 7
-    assert set(models(launcher, port).values()) == {model}
-
-
-def test_a_model_that_cannot_be_loaded_leaves_the_stack_with_its_own(
+def test_a_model_takes_the_place_of_another_unless_it_cannot_be_loaded(
     launcher: Launcher, port: int
 ) -> None:
-    before = up(launcher, port)
+    first = up(launcher, port)
     model = other_model(launcher, "broken")
     for file in model.glob("*.safetensors"):
         file.unlink()
@@ -100,42 +88,47 @@ def test_a_model_that_cannot_be_loaded_leaves_the_stack_with_its_own(
     assert restart.returncode == 1
     assert "MODEL: worker-0 cannot start: no weights in this model" in restart.stderr
     assert f"Engine 0 serves {DEMO_MODEL} again" in restart.stderr
-    assert changed(before, pids(rows(launcher, port))) == ["worker-0", "scheduler-0"]
+    second = pids(rows(launcher, port))
+    assert changed(first, second) == ["worker-0", "scheduler-0"]
     assert set(models(launcher, port).values()) == {DEMO_MODEL}
     assert listed(launcher, port) == BOTH
 
-
-def test_a_restart_that_was_killed_goes_on(launcher: Launcher, port: int) -> None:
-    behaviour = launcher.directory / "behaviour"
-    before = up(launcher, port, STANDIN_FILE=str(behaviour))
-    behaviour.write_text("silent")
-    restart = launcher.start("restart", "--port", port)
-    assert restart.stdout
-    assert any("worker-0" in line and "SILENT" in line for line in restart.stdout)
-    assert listed(launcher, port) == BOTH[1:]
-    restart.kill()
-    behaviour.unlink()
-    again = launcher("restart", "--port", port)
-    assert again.returncode == 0, again.stderr
-    assert changed(before, pids(rows(launcher, port))) == list(before)
-    assert listed(launcher, port) == BOTH
+    model = other_model(launcher, "better; model % #2")
+    restart = launcher("restart", "--port", port, "--model", model)
+    assert restart.returncode == 0, restart.stderr
+    assert changed(second, pids(rows(launcher, port))) == list(first)
+    assert set(models(launcher, port).values()) == {model}
+    # It is the stack's from now on.
+    assert launcher("scale", "--port", port, "--engines", 3).returncode == 0
+    assert len(rows(launcher, port)) == 7
+    assert set(models(launcher, port).values()) == {model}
 
 
-def test_an_engine_that_does_not_come_back_ends_the_restart(launcher: Launcher, port: int) -> None:
-    """Its worker is tried again, also that of an engine which the watchdog has not begun with."""
+def test_a_restart_that_failed_or_was_killed_goes_on(launcher: Launcher, port: int) -> None:
+    """A worker that does not come back ends the restart, and is tried again: also that of an engine
+    which the watchdog has not begun with."""
     behaviour = launcher.directory / "behaviour"
     assert launcher("up", "--port", port, STANDIN_FILE=str(behaviour)).returncode == 0
     assert launcher("scale", "--port", port, "--engines", 2).returncode == 0
-    before = pids(rows(launcher, port))
+    first = pids(rows(launcher, port))
     behaviour.write_text("refuse")
     restart = launcher("restart", "--port", port, "--engine", 1)
     assert restart.returncode == 1
     assert "worker-1 cannot start: no weights in this model" in restart.stderr
     assert listed(launcher, port) == BOTH
     behaviour.unlink()
+    wait_for(lambda: serving(launcher, port) == 5, "the worker to serve again")
+    second = pids(rows(launcher, port))
+    assert changed(first, second) == ["worker-1", "scheduler-1"]
 
-    def serving() -> bool:
-        return launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 5
-
-    wait_for(serving, "the worker to serve again")
-    assert changed(before, pids(rows(launcher, port))) == ["worker-1", "scheduler-1"]
+    behaviour.write_text("silent")
+    killed = launcher.start("restart", "--port", port)
+    assert killed.stdout
+    assert any("worker-0" in line and "SILENT" in line for line in killed.stdout)
+    assert listed(launcher, port) == BOTH[1:]
+    killed.kill()
+    behaviour.unlink()
+    again = launcher("restart", "--port", port)
+    assert again.returncode == 0, again.stderr
+    assert changed(second, pids(rows(launcher, port))) == list(first)
+    assert listed(launcher, port) == BOTH

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
+from deploy.commands import down
 from deploy.errors import SupervisorGoneError
 from deploy.plan import Layout, plan_stack
 from deploy.supervisor import (
@@ -24,8 +24,6 @@ from deploy.supervisor import (
     supervised_processes,
 )
 from deploy.supervisor_config import render_config
-
-_LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 
@@ -98,21 +96,13 @@ def test_no_supervisor(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
-    for _ in range(1000):  # others may come between; start times have a resolution of 10 ms
-        with member(tmp_path) as first:
-            assert [each.pid for each in stack_members(tmp_path)] == [first.pid]
-            started = psutil.Process(first.pid).create_time()
-        try:
-            _LAST_PID.write_text(str(first.pid - 1))
-        except OSError as error:
-            pytest.skip(f"pids cannot be chosen here: {error}")
-        with member(tmp_path) as second:
-            if second.pid == first.pid and psutil.Process(second.pid).create_time() > started:
-                (found,) = stack_members(tmp_path)
-                found.terminate()
-                assert second.wait() == -signal.SIGTERM
-                return
-    raise AssertionError("nobody got the pid of a process before")
+    with member(tmp_path) as process:
+        (earlier,) = stack_members(tmp_path)
+        # As psutil remembers a process from which this one has taken the pid over.
+        earlier._ident = (process.pid, earlier.create_time() - 1)
+        (found,) = stack_members(tmp_path)
+        found.terminate()
+        assert process.wait() == -signal.SIGTERM
 
 
 @contextmanager
@@ -147,3 +137,16 @@ def test_what_ignores_signals_is_killed_after_the_grace(tmp_path: Path) -> None:
         assert stop_stack(tmp_path, 0.1, said.append) == 1
         assert process.wait() == -9
     assert "killing 1 processes" in said[0]
+
+
+def test_down_removes_a_directory_without_files(tmp_path: Path) -> None:
+    directory = tmp_path / "6000"
+    (directory / "models").mkdir(parents=True)
+    (directory / "lock").touch()
+    log = directory / "worker-0.log"
+    log.touch()
+    down(directory)
+    assert log.exists()
+    log.unlink()
+    down(directory)
+    assert not directory.exists()

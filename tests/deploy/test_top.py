@@ -7,9 +7,11 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from .conftest import Launcher
 
-END_S = 60.0
+pytestmark = pytest.mark.system
 
 
 class Terminal:
@@ -53,7 +55,9 @@ def shown_on_terminal(launcher: Launcher, port: int) -> Iterator[Terminal]:
         terminal.hang_up()
 
 
-def test_top_has_a_line_for_each_engine_and_one_for_all(launcher: Launcher, port: int) -> None:
+def test_top_has_a_line_for_each_engine_and_ends_with_its_terminal(
+    launcher: Launcher, port: int
+) -> None:
     assert launcher("up", "--port", port, "--engines", 2).returncode == 0
     top = launcher("top", "--port", port)
     assert top.returncode == 0, top.stderr
@@ -65,13 +69,11 @@ def test_top_has_a_line_for_each_engine_and_one_for_all(launcher: Launcher, port
     assert launcher("scale", "--port", port, "--engines", 1).returncode == 0
     assert "all" not in launcher("top", "--port", port).stdout.split()
 
-
-def test_top_ends_with_its_terminal(launcher: Launcher, port: int) -> None:
-    assert launcher("up", "--port", port).returncode == 0
+    # On a terminal, it ends with that.
     with shown_on_terminal(launcher, port) as terminal:
         terminal.wait_for(b"nano-vllm-grpc")
         terminal.hang_up()
-        terminal.top.wait(END_S)
+        terminal.top.wait()
 
 
 def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, port: int) -> None:
@@ -80,4 +82,4 @@ def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, p
         terminal.wait_for(b"the scheduler does not answer", times=3)
         assert launcher("down", "--port", port).returncode == 0
         terminal.wait_for(b"no stack runs on port %d any more" % port)
-        assert terminal.top.wait(END_S) == 0
+        assert terminal.top.wait() == 0

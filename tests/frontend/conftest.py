@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
+from deploy.ports import free_service_port
 from frontend.metrics import RequestMetrics
 from frontend.server import SERVICE_NAME
 from frontend.service import public_server, serve
@@ -26,8 +26,8 @@ from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.server import Server
 from tests.frontend.fake_scheduler import FakeScheduler
 
-# On a busy machine an example may take long; a failure prints what reproduces it.
-hypothesis.settings.register_profile("frontend", deadline=None, print_blob=True)
+# On a busy machine an example may take long. Examples are the same in every run.
+hypothesis.settings.register_profile("frontend", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("frontend")
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -63,6 +63,14 @@ class Service:
             if response.status == wanted:
                 watch.cancel()
                 return
+
+    async def reconnect(self) -> None:
+        """Has the frontend lose its connection and make another."""
+        self.scheduler.ready.clear()  # until the loss has been seen
+        self.scheduler.drop_connection()
+        await self.wait_for_health(False)
+        self.scheduler.ready.set()
+        await self.wait_for_health(True)
 
     async def collect(self, request: pb.GenerateRequest) -> list[pb.GenerateStreamResponse]:
         return [response async for response in self.stub.GenerateStream(request)]
@@ -104,7 +112,7 @@ async def scheduler(socket_path: str) -> AsyncIterator[FakeScheduler]:
 def settings(scheduler: FakeScheduler) -> FrontendSettings:
     return FrontendSettings(
         model=str(DEMO),
-        port=free_port(),
+        port=free_service_port(),
         scheduler_address=scheduler.address,
         drain_timeout_s=0.2,
         max_message_bytes=1 << 20,
@@ -127,10 +135,3 @@ async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> Async
         yield service
     server.stop()
     await serving
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

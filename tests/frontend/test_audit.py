@@ -24,10 +24,10 @@ from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2 as pb2
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS
+from tests.waiting import until
 
 TOKEN = "acme-token-0123456789"
 SECRET = "secretword"
-TIMEOUT_S = 60
 Lines = list[MutableMapping[str, Any]]
 
 
@@ -42,12 +42,6 @@ def settings(settings: FrontendSettings, tmp_path: Path) -> FrontendSettings:
 def lines() -> Iterator[Lines]:
     with structlog.testing.capture_logs() as captured:
         yield captured
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -65,7 +59,7 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
     async def outcome(call: Any) -> tuple[Any, ...]:
         """The client, method, outcome and reason in the line of a call that has ended."""
         await call.code()
-        await until(lambda: any("method" in line for line in lines[len(seen) :]))
+        await until(lambda: any("method" in line for line in lines[len(seen) :]), "its line")
         line = next(line for line in lines[len(seen) :] if "method" in line)
         seen[:] = lines
         return line["client"], line["method"], line["outcome"], line.get("reason")
@@ -133,7 +127,7 @@ async def test_a_flood_of_refusals_is_a_line_a_second(service: Service, lines: L
     def refused() -> Lines:
         return [line for line in lines if line.get("outcome") == "UNAUTHENTICATED"]
 
-    await until(lambda: sum(line["count"] for line in refused()) == 300)
+    await until(lambda: sum(line["count"] for line in refused()) == 300, "their lines")
     assert refused()[0]["count"] == 1  # at once
     assert len(refused()) < 30
     assert {line["peer"] for line in refused()} == {"ipv4:127.0.0.1"}

@@ -26,7 +26,6 @@ from tests.frontend.test_generation import (
     accept_long_sequences,
     begin,
     join,
-    reconnect,
     request,
     rest,
 )
@@ -235,7 +234,7 @@ async def test_requests_are_submitted_again_in_slices(
             await service.scheduler.submits.get()
         with counting_turns() as turns:
             count(monkeypatch, scheduler_client, "submit_message", turns, lambda *_: 1)
-            await reconnect(service)
+            await service.reconnect()
             for _ in calls:
                 await service.scheduler.submits.get()
         assert turns.total == 100

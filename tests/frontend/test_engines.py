@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import tempfile
 import weakref
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.ports import free_port
+from deploy.ports import free_service_port
 from frontend.engines import pool
+from frontend.engines.engine import Engine
 from frontend.engines.pool import Engines
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.request import Request, Sampling
@@ -31,6 +33,7 @@ from shared.errors import (
 from shared.pb import scheduler_pb2 as pb
 from tests.frontend.conftest import read
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
+from tests.waiting import until
 
 PROMPT = [11, 12, 13]
 BLOCK = INFO.block_size
@@ -53,6 +56,8 @@ class Cluster:
         self.readiness: asyncio.Queue[bool] = asyncio.Queue()
         self.engines = Engines([f"file:{self.file}"], self.readiness.put)
         self.schedulers: dict[str, FakeScheduler] = {}
+        self.numbers = itertools.count(1)
+        self.taken: list[pb.BlockEvents] = []  # what the frontend knows of prefix caches
         self._task: asyncio.Task[None] | None = None
 
     async def add(self, name: str, model: str = "model", **info: Any) -> FakeScheduler:
@@ -74,19 +79,13 @@ class Cluster:
         new.rename(self.file)
         if self._task is None:
             self._task = asyncio.create_task(self.engines.run())
-        await self.until(lambda: self.connected() == sorted(names))
+        await until(lambda: self.connected() == sorted(names), f"{names} to be connected")
 
     def connected(self) -> list[str]:
         try:
             return sorted(info.name for info, _ in self.engines.connected())
         except UnavailableError:
             return []
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Polls: what a frontend knows is not told to anybody."""
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
 
     def submit(self, *args: Any, **kwargs: Any) -> TokenStream:
         return self.engines.submit(request(*args, **kwargs))[0]
@@ -100,11 +99,17 @@ class Cluster:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    take = Engine._take
+
+    async def take_and_note(self: Engine, message: pb.BlockEvents, index: PrefixIndex) -> None:
+        await take(self, message, index)
+        cluster.taken.append(message)
+
+    monkeypatch.setattr(Engine, "_take", take_and_note)
     with tempfile.TemporaryDirectory(prefix="nano") as directory:  # short: sockets allow 107 bytes
         cluster = Cluster(Path(directory))
-        async with asyncio.timeout(60):
-            yield cluster
+        yield cluster
         await cluster.close()
 
 
@@ -168,9 +173,9 @@ async def test_when_the_last_engine_is_lost_streams_wait_for_any(
     a.step()
     await tokens(stream, 1)
     await b.stop()
-    await cluster.until(lambda: cluster.connected() == ["a"])
+    await until(lambda: cluster.connected() == ["a"], "the frontend to know")
     await a.stop()
-    await cluster.until(lambda: not cluster.connected())
+    await until(lambda: not cluster.connected(), "the frontend to know")
     with pytest.raises(UnavailableError):
         cluster.submit()
     await b.start()
@@ -200,7 +205,10 @@ async def test_what_an_engine_cannot_go_on_with_moves(
     if how == "workers lost":
         await asyncio.wait_for(a.aborts.get(), 20)
         a.tell(serving=True)
-        await cluster.until(lambda: all(e.serving for e in cluster.engines._engines.values()))
+        await until(
+            lambda: all(e.serving for e in cluster.engines._engines.values()),
+            "the frontend to know",
+        )
         cluster.submit(engine="a")
         await submitted(a)
 
@@ -232,7 +240,7 @@ async def test_streams_keep_to_their_model(cluster: Cluster) -> None:
     assert (await submitted(b)).generated_ids == b""  # without a token, it may go anywhere
     assert await finish(b, waiting) == expected()
     assert await finish(a, begun) == expected()
-    await cluster.until(lambda: cluster.connected() == ["b"])
+    await until(lambda: cluster.connected() == ["b"], "the frontend to know")
 
 
 async def test_the_only_engine_is_let_go_once_its_streams_have_ended(cluster: Cluster) -> None:
@@ -243,7 +251,7 @@ async def test_the_only_engine_is_let_go_once_its_streams_have_ended(cluster: Cl
     a.ready.clear()
     a.tell(draining=True)
     assert await finish(a, stream) == expected()
-    await cluster.until(lambda: cluster.connected() == [])
+    await until(lambda: cluster.connected() == [], "the frontend to know")
 
 
 async def test_streams_of_a_model_that_is_gone_fail(cluster: Cluster) -> None:
@@ -271,11 +279,11 @@ async def test_what_was_lost_twice_in_a_row_takes_no_third_engine_along(
     await submitted(a)
     await submitted(b)
     c.tell(serving=False)
-    await cluster.until(lambda: len(cluster.engines._serving()) == 2)
+    await until(lambda: len(cluster.engines._serving()) == 2, "the frontend to know")
     a.tell(serving=False)
     await submitted(b)
     c.tell(serving=True)
-    await cluster.until(lambda: len(cluster.engines._serving()) == 2)
+    await until(lambda: len(cluster.engines._serving()) == 2, "the frontend to know")
     b.tell(serving=False)
     moved = await submitted(c)
     assert moved.request == other.number  # which was there at one loss only
@@ -294,11 +302,11 @@ async def test_what_was_lost_twice_moves_in_the_end(
     stream = cluster.submit(engine="a")
     await submitted(a)
     c.tell(serving=False)
-    await cluster.until(lambda: len(cluster.engines._serving()) == 2)
+    await until(lambda: len(cluster.engines._serving()) == 2, "the frontend to know")
     a.tell(serving=False)
     await submitted(b)
     c.tell(serving=True)
-    await cluster.until(lambda: len(cluster.engines._serving()) == 2)
+    await until(lambda: len(cluster.engines._serving()) == 2, "the frontend to know")
     b.tell(serving=False)
     await submitted(c)
     assert await finish(c, stream) == expected()
@@ -435,12 +443,14 @@ def stored(prompt: Sequence[int], salt: str = "", name: bytes = b"") -> pb.Block
     return pb.BlockEvents(events=events, load=pb.GetLoadResponse(blocks_free=1))
 
 
-async def tell(scheduler: FakeScheduler, *messages: pb.BlockEvents) -> None:
-    """Has a frontend know what happens in the prefix cache: it does when the second is taken."""
-    for message in (*messages, pb.BlockEvents(load=messages[-1].load)):
+async def tell(cluster: Cluster, scheduler: FakeScheduler, *messages: pb.BlockEvents) -> None:
+    """Has a frontend know what happens in the prefix cache: it does once it has taken a last
+    message, which says nothing new."""
+    last = pb.BlockEvents(load=messages[-1].load)
+    last.load.steps = next(cluster.numbers)
+    for message in (*messages, last):
         scheduler.block_events.put_nowait(message)
-    await asyncio.wait_for(scheduler.block_events.join(), 20)
-    await asyncio.sleep(0.05)  # on its way
+    await until(lambda: last in cluster.taken, "the frontend to know")
 
 
 async def taker(cluster: Cluster, *args: Any, **kwargs: Any) -> str:
@@ -458,19 +468,19 @@ async def test_a_request_goes_to_the_engine_that_has_its_prefix(
     cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], holder: str
 ) -> None:
     scheduler = cluster.schedulers[holder]
-    await tell(scheduler, stored(LONG_PROMPT, name=b"x"))
+    await tell(cluster, scheduler, stored(LONG_PROMPT, name=b"x"))
     assert await taker(cluster, LONG_PROMPT) == holder
     stream = cluster.submit(LONG_PROMPT)
     assert (await submitted(scheduler)).expected_cached_tokens == 4 * BLOCK
     stream.close()
     # Salts have prefixes of their own, and what is evicted is there no more.
     other = "b" if holder == "a" else "a"
-    await tell(cluster.schedulers[other], stored(LONG_PROMPT, "salt", b"y"))
+    await tell(cluster, cluster.schedulers[other], stored(LONG_PROMPT, "salt", b"y"))
     assert await taker(cluster, LONG_PROMPT, cache_salt="salt") == other
     assert await taker(cluster, LONG_PROMPT) == holder
     removed = [pb.BlockEvent(removed=b"x" + bytes([i])) for i in range(3, 0, -1)]
-    await tell(scheduler, pb.BlockEvents(events=removed))
-    await tell(cluster.schedulers[other], stored(LONG_PROMPT, name=b"z"))
+    await tell(cluster, scheduler, pb.BlockEvents(events=removed))
+    await tell(cluster, cluster.schedulers[other], stored(LONG_PROMPT, name=b"z"))
     assert await taker(cluster, LONG_PROMPT) == other
 
 
@@ -478,15 +488,15 @@ async def test_a_watch_that_fails_starts_anew(
     cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, _ = two
-    await tell(a, stored(LONG_PROMPT, name=b"x"))
+    await tell(cluster, a, stored(LONG_PROMPT, name=b"x"))
     (engine,) = (each for each in cluster.engines._engines.values() if each.name == "a")
     with monkeypatch.context() as patch:
         patch.setattr(PrefixIndex, "apply", lambda *_: 1 / 0)
         a.block_events.put_nowait(stored(LONG_PROMPT, name=b"y"))
-        await cluster.until(lambda: engine.index is None)
-    await cluster.until(lambda: engine.index is not None)
+        await until(lambda: engine.index is None, "the frontend to know")
+    await until(lambda: engine.index is not None, "the frontend to know")
     assert not engine.index._names.get(engine.number)  # type: ignore[union-attr]
-    await tell(a, stored(LONG_PROMPT, name=b"z"))
+    await tell(cluster, a, stored(LONG_PROMPT, name=b"z"))
     assert await taker(cluster, LONG_PROMPT) == "a"
 
 
@@ -495,7 +505,7 @@ async def test_requests_that_come_together_share_what_one_of_them_computes(
 ) -> None:
     slow = pb.GetLoadResponse(prompt_token_s=0.01)
     for scheduler in two:
-        await tell(scheduler, pb.BlockEvents(load=slow))
+        await tell(cluster, scheduler, pb.BlockEvents(load=slow))
     first = await taker(cluster, LONG_PROMPT)
     streams = [cluster.submit(LONG_PROMPT) for _ in range(3)]
     engines = cluster.engines._engines.values()
@@ -508,13 +518,13 @@ async def test_a_prefix_is_not_worth_any_wait(
     a, b = two
     busy = stored(LONG_PROMPT)
     busy.load.CopyFrom(pb.GetLoadResponse(waiting_uncached_tokens=10_000, prompt_token_s=0.001))
-    await tell(a, busy)
-    await tell(b, pb.BlockEvents(load=pb.GetLoadResponse(prompt_token_s=0.001)))
+    await tell(cluster, a, busy)
+    await tell(cluster, b, pb.BlockEvents(load=pb.GetLoadResponse(prompt_token_s=0.001)))
     assert await taker(cluster, LONG_PROMPT) == "b"
 
 
 async def test_names_are_resolved(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_service_port()
     scheduler = FakeScheduler(f"127.0.0.1:{port}")
     await scheduler.start()
     ready: asyncio.Queue[bool] = asyncio.Queue()
@@ -533,11 +543,11 @@ async def test_what_an_engine_holds_is_asked_again_after_an_orderly_end(
 ) -> None:
     """The stream of requests ends first; its channel is closed with the other calls on it."""
     a, _ = two
-    await tell(a, stored(LONG_PROMPT))
+    await tell(cluster, a, stored(LONG_PROMPT))
     a.drop_connection()
-    await cluster.until(lambda: cluster.connected() == ["b"])
-    await cluster.until(lambda: cluster.connected() == ["a", "b"])
-    await tell(a, stored(LONG_PROMPT))
+    await until(lambda: cluster.connected() == ["b"], "the frontend to know")
+    await until(lambda: cluster.connected() == ["a", "b"], "the frontend to know")
+    await tell(cluster, a, stored(LONG_PROMPT))
     assert await taker(cluster, LONG_PROMPT) == "a"
 
 
@@ -549,11 +559,13 @@ async def test_what_has_no_token_waits_for_any_engine(
     stream = cluster.submit(engine="a")
     await submitted(a)
     await b.stop()
-    await cluster.until(lambda: cluster.connected() == ["a"])
+    await until(lambda: cluster.connected() == ["a"], "the frontend to know")
     listing = asyncio.create_task(cluster.list("b"))
-    await cluster.until(lambda: any(not e.listed for e in cluster.engines._engines.values()))
+    await until(
+        lambda: any(not e.listed for e in cluster.engines._engines.values()), "the frontend to know"
+    )
     await a.stop()
-    await cluster.until(lambda: not cluster.connected())
+    await until(lambda: not cluster.connected(), "the frontend to know")
     await b.start()
     await submitted(b)
     assert await finish(b, stream) == expected()
@@ -571,7 +583,9 @@ async def test_streams_outlive_the_replacement_of_the_only_engine(cluster: Clust
     await tokens(begun, 1)
     await a.stop()
     await cluster.list()
-    await cluster.until(lambda: not any(e.listed for e in cluster.engines._engines.values()))
+    await until(
+        lambda: not any(e.listed for e in cluster.engines._engines.values()), "the frontend to know"
+    )
     await cluster.list("b")
     assert {len((await submitted(b)).generated_ids) for _ in range(2)} == {0, 4}
     assert await finish(b, begun) == await finish(b, waiting) == expected()
@@ -588,7 +602,7 @@ async def test_a_requests_completions_are_of_one_model(
     await b.stop()
     b.info.model_fingerprint = "new"
     await b.start()
-    await cluster.until(lambda: cluster.connected() == ["a", "b"])
+    await until(lambda: cluster.connected() == ["a", "b"], "the frontend to know")
     await a.stop()
     a.info.model_fingerprint = "new"
     await a.start()

@@ -74,15 +74,9 @@ async def rest(call: Any) -> list[pb.GenerateStreamResponse]:
     return responses
 
 
-async def reconnect(service: Service) -> None:
-    service.scheduler.drop_connection()
-    await service.wait_for_health(False)
-    await service.wait_for_health(True)
-
-
 async def accept_long_sequences(service: Service) -> None:
     service.scheduler.info.max_model_len = 10_000
-    await reconnect(service)
+    await service.reconnect()
 
 
 async def test_each_of_n_completions_is_what_its_seed_gives_alone(service: Service) -> None:
@@ -183,7 +177,7 @@ async def test_completions_go_on_after_a_lost_connection(service: Service) -> No
     service.scheduler.step()
     service.scheduler.step()
     responses = [await call.read() for _ in range(3)]
-    await reconnect(service)
+    await service.reconnect()
     submits = [await service.scheduler.submits.get() for _ in range(3)]
     assert [(s.n, s.sampling.seed) for s in submits] == [(0, 7), (0, 8), (0, 9)]
     while service.scheduler.connection.live:
@@ -259,7 +253,7 @@ async def test_the_first_chunk_waits_for_the_prompts_logprobs(service: Service) 
     """After a lost connection, completion 1 resumes before the prompt's rows arrive again."""
     service.scheduler.automatic = False
     call = await begin(service, request(n=2, prompt_logprobs=0, max_tokens=1))
-    await reconnect(service)
+    await service.reconnect()
     first, second = [await service.scheduler.submits.get() for _ in range(2)]
     assert first.sampling.HasField("prompt_logprobs")
     assert not second.sampling.HasField("prompt_logprobs")
@@ -318,7 +312,7 @@ async def test_beams_begin_anew_after_a_lost_connection(service: Service) -> Non
     message = request(beam_width=3, max_tokens=4)
     whole = await service.stub.Generate(message)
     call = await begin(service, message)
-    await reconnect(service)
+    await service.reconnect()
     assert (await service.scheduler.submits.get()).sampling.beam_width == 3
     assert service.scheduler.submits.empty()
     service.scheduler.step()
@@ -387,7 +381,7 @@ async def test_a_resumed_completion_survives_a_lost_connection(service: Service)
     call = await begin(service, message)
     service.scheduler.step()
     responses = [await call.read()]
-    await reconnect(service)
+    await service.reconnect()
     submit = await service.scheduler.submits.get()
     assert np.frombuffer(submit.generated_ids, "<i4").tolist() == PROMPT[:3]
     while service.scheduler.connection.live:

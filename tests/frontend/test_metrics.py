@@ -76,7 +76,5 @@ async def test_requests_that_fail_are_no_aborts(service: Service) -> None:
 
 async def test_a_lost_scheduler_is_a_pause(service: Service) -> None:
     assert samples(service)["recovery_seconds_count/scheduler"] == 0
-    service.scheduler.drop_connection()
-    await service.wait_for_health(False)
-    await service.wait_for_health(True)
+    await service.reconnect()
     assert samples(service)["recovery_seconds_count/scheduler"] == 1

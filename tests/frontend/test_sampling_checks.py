@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
 from frontend.model_files import ModelFacts
 from frontend.request import Grammar, GrammarKind, Sampling
@@ -115,10 +116,6 @@ def test_what_changes_nothing_is_sent_as_off() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -0.1}, "sampling.temperature: -0.1"),
-    ({"temperature": 2.1}, r"sampling.temperature: 2.09.* must be in \[0, 2\]"),
-    ({"temperature": NAN}, "sampling.temperature: nan"),
-    ({"temperature": INFINITY}, "sampling.temperature: inf"),
     ({"max_tokens": 0}, "sampling.max_tokens: 0 .* at least 1"),
     ({"max_tokens": -5}, "sampling.max_tokens: -5"),
     ({"max_tokens": 51}, "sampling.max_tokens: 51; .* room for 50"),
@@ -130,30 +127,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x" * 1025]}, r"sampling.stop\[0\]: 1025 characters; must be 1 to 1024"),
     ({"stop_token_ids": [0] * 65}, "sampling.stop_token_ids: 65 given; the limit is 64"),
     ({"stop_token_ids": [1, 1000]}, r"sampling.stop_token_ids\[1\]: 1000 .* 1000"),
-    ({"top_k": -1}, "sampling.top_k: -1 is out of range; must be at least 0"),
-    ({"top_p": 0}, r"sampling.top_p: 0.0 is out of range; must be in \(0, 1\]"),
-    ({"top_p": 2}, "sampling.top_p: 2.0 is out of range"),
-    ({"top_p": NAN}, "sampling.top_p: nan is out of range"),
-    ({"min_p": 1.5}, r"sampling.min_p: 1.5 is out of range; must be in \[0, 1\]"),
-    ({"min_p": -0.5}, "sampling.min_p: -0.5 is out of range"),
-    ({"repetition_penalty": 0}, r"sampling.repetition_penalty: 0.0 .* in \[1e-30, 1e\+30\]"),
-    ({"repetition_penalty": INFINITY}, "sampling.repetition_penalty: inf is out of range"),
-    ({"presence_penalty": -3}, r"sampling.presence_penalty: -3.0 .* in \[-2, 2\]"),
-    ({"frequency_penalty": NAN}, "sampling.frequency_penalty: nan is out of range"),
-    ({"frequency_penalty": 2.5}, r"sampling.frequency_penalty: 2.5 .* in \[-2, 2\]"),
-    ({"logprobs": -1}, r"sampling.logprobs: -1 is out of range; must be in \[0, 20\]"),
-    ({"logprobs": 21}, r"sampling.logprobs: 21 is out of range; must be in \[0, 20\]"),
-    ({"prompt_logprobs": 21}, r"sampling.prompt_logprobs: 21 .* \[0, 20\]"),
-    ({"n": 0}, r"sampling.n: 0 is out of range; must be in \[1, 16\]"),
-    ({"n": 17}, "sampling.n: 17 is out of range"),
     ({"logit_bias": dict.fromkeys(range(1000), 1) | {1000: 1}}, "sampling.logit_bias: 1000 is not"),
     ({"logit_bias": dict.fromkeys(range(1025), 1)}, "sampling.logit_bias: 1025 given; .* is 1024"),
     ({"logit_bias": {3: 100.5}}, r"sampling.logit_bias\[3\]: 100.5 .* in \[-100, 100\]"),
     ({"logit_bias": {3: NAN}}, r"sampling.logit_bias\[3\]: nan"),
-    ({"beam_width": -1}, r"sampling.beam_width: -1 .* in \[0, 16\]"),
-    ({"beam_width": 17}, "sampling.beam_width: 17 is out of range"),
-    ({"length_penalty": 11, "beam_width": 2}, r"sampling.length_penalty: 11.0 .* \[-10, 10\]"),
-    ({"length_penalty": NAN, "beam_width": 2}, "sampling.length_penalty: nan"),
     ({"length_penalty": 2}, "sampling.length_penalty: 2 without sampling.beam_width"),
     (
         {"structured_output": REGEX, "ignore_eos": True},
@@ -171,12 +148,14 @@ def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -
 @pytest.mark.parametrize("name", BOUNDS)
 def test_every_range_is_checked(name: str) -> None:
     valid = BOUNDS[name].public
-    bad = [value for value in (valid.low - 1, 2 * valid.high + 1) if abs(value) < 2**31]
+    bad = [valid.low - 1, *([valid.low] if valid.above else [])]
+    bad += [valid.high + 1] if valid.high < 2**31 else []
+    if pb.SamplingParams.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_FLOAT:
+        bad += [NAN, INFINITY, -INFINITY]
     for value in bad:
         message = re.escape(f"is out of range; must be {valid}")
         with pytest.raises(InvalidArgumentError, match=f"^sampling.{name}: .* {message}$"):
             check(**{name: value})
-    assert bad
 
 
 def test_every_field_of_the_contract_is_checked_or_free() -> None:

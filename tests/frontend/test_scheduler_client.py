@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import structlog
 
-from deploy.ports import free_port
+from deploy.ports import free_service_port
 from frontend import scheduler_client
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind, Request, Sampling
@@ -31,6 +31,7 @@ from shared.pb import scheduler_pb2 as pb
 from tests.frontend.conftest import read
 from tests.frontend.fake_scheduler import FakeScheduler, logprob_row, logprob_rows
 from tests.names import name_server
+from tests.waiting import until
 
 PROMPT = [11, 12, 13]
 
@@ -453,14 +454,13 @@ async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_client, "_CONNECT_TIMEOUT_S", 0.5)
-    fake = FakeScheduler(f"127.0.0.1:{free_port()}")
+    fake = FakeScheduler(f"127.0.0.1:{free_service_port()}")
     await fake.start()
     async with name_server() as names:
         address = names.address(fake.address.replace("127.0.0.1", "scheduler.test"))
         with structlog.testing.capture_logs() as lines:
             connected = Connected(address, resume_timeout_s=30)
-            while len(lines) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: len(lines) >= 2, "two tries")
         for line in lines:
             assert line["event"] == "no connection to the scheduler"
             assert line["reason"].startswith("UNAVAILABLE: errors resolving scheduler.test:")

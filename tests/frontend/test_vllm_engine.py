@@ -19,12 +19,13 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from deploy.ports import free_service_port
 from frontend.settings import FrontendSettings
 from frontend.vllm_engine.kv_events import KvEventStream
 from frontend.vllm_engine.tokenizer_files import TokenizerArchive
 from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
-from tests.frontend.conftest import Service, free_port
+from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import (
     CACHED_PROMPT_TOKENS,
     INFO,
@@ -42,7 +43,7 @@ def settings(
     settings: FrontendSettings, request: pytest.FixtureRequest, tmp_path: Path
 ) -> FrontendSettings:
     """`request.param`: more of them, and the `tokens` in the file of tokens."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_service_port()}"
     more = dict(getattr(request, "param", {}))
     if tokens := more.pop("tokens", ""):
         (tmp_path / "tokens").write_text(tokens)
@@ -239,7 +240,6 @@ REFUSED: list[tuple[vllm.GenerateRequest, str]] = [
     (request(max_tokens=1 << 31), "sampling.max_tokens: 2147483648 is too large"),
     (request(max_tokens=500), "sampling.max_tokens: 500; after this prompt"),
     (request(top_k=1 << 31), "sampling.top_k: 2147483648 is too large"),
-    (request(logprobs=-1), "sampling.logprobs: -1 is out of range"),
     (request(logit_bias={-4: 1.0}), "sampling.logit_bias: -4 is no token's id"),
     (request(json_schema="{"), "sampling.structured_output.json_schema: not JSON"),
     (request(choice=vllm.ChoiceConstraint()), "sampling.structured_output.choice.options: 0"),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 from collections import deque
 
 import pytest
@@ -375,9 +374,7 @@ def test_one_ahead_gives_the_same_outputs(num_blocks: int) -> None:
 
 
 def test_random_traffic_gives_every_sequence_its_tokens() -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(1)
     for _ in range(30):
         scheduler = make_scheduler(
             num_blocks=rng.randint(8, 30),

@@ -30,6 +30,7 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion, start_worker
 from tests.names import name_server
 from tests.oracle import logprobs, states
+from tests.waiting import WAIT_S, until
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -248,11 +249,10 @@ async def test_workers_whose_names_are_not_known_are_found_once_they_are(
     monkeypatch.setattr(worker_client, "_REOPEN_S", 0.1)
     server, address = await start_worker(FakeWorker())
     with structlog.testing.capture_logs() as lines:
-        async with name_server() as names, asyncio.timeout(20):
+        async with name_server() as names, asyncio.timeout(WAIT_S):
             name = names.address(address.replace("127.0.0.1", "worker.test"))
             async with running(settings_for(tmp_path, [name], allow_plaintext=True)) as stack:
-                while names.num_asked < 20:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: names.num_asked >= 20, "lookups")
                 assert not await stack.serving()
                 names.known = True
                 frontend = await stack.frontend()
@@ -532,9 +532,10 @@ async def test_a_rank_that_falls_silent_in_its_first_step_is_given_up(tmp_path: 
     assert worker.steps[-1].epoch > 2
 
 
-async def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:
+async def test_a_slow_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_LOOK_SHARE", 0.001)
     worker = FakeWorker()
-    async with stack_of(tmp_path, worker, hang_timeout_s=0.2) as stack:
+    async with stack_of(tmp_path, worker, hang_timeout_s=30) as stack:
         frontend = await stack.frontend()
         worker.gate.clear()
         await frontend.submit(1, [1, 2], 9)
@@ -551,7 +552,7 @@ async def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:
 async def test_workers_lost_while_there_is_nothing_to_do_are_found_again(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/w.sock"
     server, _ = await start_worker(FakeWorker(), address)
-    async with running(settings_for(tmp_path, [address], hang_timeout_s=1)) as stack:
+    async with running(settings_for(tmp_path, [address], hang_timeout_s=5)) as stack:
         frontend = await stack.frontend()
         await server.stop(None)
         while await stack.serving():
@@ -615,7 +616,7 @@ async def test_a_suspect_that_takes_long_is_not_alone_for_ever(tmp_path: Path) -
 async def test_a_frontend_that_does_not_confirm_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.trials._CONFIRMATION_S", 0.1)
+    monkeypatch.setattr("scheduler_svc.trials._CONFIRMATION_S", 2.0)
     async with stack_of(tmp_path, FakeWorker()) as stack:
         owner, hung = await stack.frontend(), await stack.frontend()
         await owner.tell_suspects({7: 2})
@@ -823,9 +824,6 @@ async def test_every_feature_reaches_the_worker(tmp_path: Path) -> None:
     ("fields", "n", "word"),
     [
         ({"top_p": float("nan")}, 1, "sampling.top_p: nan; must be in (0, 1]"),
-        ({"min_tokens": 4}, 1, "sampling.min_tokens: 4; must be in [0, 3]"),
-        ({"bias_ids": bytes(4)}, 1, "sampling.logit_bias"),
-        ({"logprobs": 5000}, 1, "sampling.logprobs: 5000"),
         ({}, 65, "sampling.n: 65"),
     ],
 )

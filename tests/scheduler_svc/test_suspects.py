@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import ceil, log2
@@ -61,9 +60,7 @@ def test_one_culprit_is_found_in_a_logarithm_of_losses(num: int, at: int) -> Non
 
 
 def test_any_number_of_culprits_among_innocents() -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(1)
     for _ in range(200):
         num = rng.randint(1, 40)
         poison = {n: rng.randrange(12) for n in rng.sample(range(num), rng.randint(0, min(num, 4)))}
@@ -74,9 +71,7 @@ def test_any_number_of_culprits_among_innocents() -> None:
 
 
 def test_losses_for_other_reasons_convict_nobody() -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(1)
     for _ in range(200):
         losses = iter([rng.random() < 0.3 for _ in range(5)])
         left = MIN_LOSSES - 1

@@ -23,6 +23,7 @@ from tests.http2_frames import PREFACE, SETTINGS, dial, frame
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
+TIMEOUT_S = 60
 
 
 @asynccontextmanager
@@ -51,8 +52,10 @@ async def read_to_the_end(address: str, sent: bytes) -> None:
 
 
 async def check(address: str) -> None:
+    """Gets an answer, on a connection that may take several tries."""
     async with aio.insecure_channel(address) as channel:
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        stub = health_pb2_grpc.HealthStub(channel)
+        await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
 
 
 @pytest.mark.parametrize("sent", [b"", PREFACE[:10], PREFACE])
@@ -60,7 +63,7 @@ async def test_silent_connections_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(shared.server, "_HANDSHAKE_S", 0.1)
-    async with serving(tmp_path) as address, asyncio.timeout(20):
+    async with serving(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
         await read_to_the_end(address, sent)
         await check(address)
 
@@ -69,18 +72,22 @@ async def test_connections_without_calls_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared.server, "_IDLE_S", 0.1)
-    async with serving(tmp_path) as address, connect(address) as watcher, asyncio.timeout(20):
-        watcher.open_call(1, WATCH)
-        watcher.send_message(1, b"")
+    async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
+        while True:  # until one has been in time
+            watcher = await stack.enter_async_context(connect(address))
+            watcher.open_call(1, WATCH)
+            watcher.send_message(1, b"")
+            await watcher.wait_until(lambda: watcher.received.get(1) or watcher.closed)  # noqa: B023
+            if not watcher.closed:
+                break
         async with connect(address) as idle:
             await idle.wait_until(lambda: idle.closed)
-        await watcher.wait_until(lambda: watcher.received.get(1))
         assert not watcher.closed
 
 
 async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.server, "MAX_CONNECTIONS", 4)
-    async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(30):
+    async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
         for _ in range(3):
             connection = await stack.enter_async_context(connect(address))
             connection.open_call(1, WATCH)
@@ -90,16 +97,13 @@ async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
             fourth.send(SETTINGS)
             await read_to_the_end(address, PREFACE + bytes(3) + b"\x04" + bytes(5))
             assert not fourth.closed
-        while True:  # its place is free again
-            with suppress(aio.AioRpcError):
-                await check(address)
-                break
+        await check(address)  # its place is free again
 
 
 async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have not even sent their message count, too."""
     monkeypatch.setattr(shared.server, "MAX_CALLS", 3)
-    async with serving(tmp_path) as address, connect(address) as client, asyncio.timeout(20):
+    async with serving(tmp_path) as address, connect(address) as client, asyncio.timeout(TIMEOUT_S):
         for stream in (1, 3, 5, 7):
             client.open_call(stream, WATCH)
         await client.wait_until(lambda: client.ended == {7})
@@ -126,7 +130,7 @@ async def test_of_calls_that_come_all_at_once_none_is_lost(tmp_path: Path) -> No
             reader, writer = await asyncio.open_unix_connection(sock=client)
             answers = RawConnection(reader, writer)
             try:
-                await answers.wait_until(lambda: len(answers.ended) == count, timeout_s=60)
+                await answers.wait_until(lambda: len(answers.ended) == count, TIMEOUT_S)
             finally:
                 await answers.close()
         assert len(answers.received) == count

@@ -22,6 +22,7 @@ from tests.http2 import connect
 
 SERVICE = "some.Service"
 WATCH = "/grpc.health.v1.Health/Watch"
+TIMEOUT_S = 60  # for what takes milliseconds
 SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
 
 
@@ -55,7 +56,7 @@ async def test_watchers_that_do_not_read_hold_up_nobody(tmp_path: Path) -> None:
         reader = stub.Watch(request())
         assert (await reader.read()).status == NOT_SERVING
         for serving_now in (True, False) * 20:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(TIMEOUT_S):
                 await server.set_serving(serving_now)
                 expected = SERVING if serving_now else NOT_SERVING
                 assert (await reader.read()).status == expected
@@ -83,7 +84,7 @@ async def test_a_write_that_never_ends_holds_up_nobody(tmp_path: Path) -> None:
         context = Stuck()
         watch = asyncio.create_task(server._health.Watch(request(), context))  # type: ignore[arg-type]
         await context.writing.wait()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(TIMEOUT_S):
             await server.set_serving(True)
             assert (await stub.Check(request())).status == SERVING
         watch.cancel()
@@ -108,7 +109,7 @@ async def test_watchers_are_limited_and_checks_are_not(tmp_path: Path) -> None:
         assert await refused.details() == "4 watches are open already"
         assert (await stub.Check(request())).status == NOT_SERVING
         watches.pop().cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(TIMEOUT_S):
             while await (again := stub.Watch(request())).read() is aio.EOF:
                 assert await again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 

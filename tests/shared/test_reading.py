@@ -35,6 +35,7 @@ from shared.server import Server
 from tests.http2 import connect
 from tests.shared.test_wire_scan import FLOODS
 from tests.turns import counting_turns
+from tests.waiting import until
 
 SERVICE = "nanovllm.v1.InferenceService"
 
@@ -113,19 +114,13 @@ async def serving(tmp_path: Path) -> AsyncIterator[Rig]:
         await server.grpc.stop(None)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 async def test_nothing_is_read_before_a_call_is_let_through(tmp_path: Path) -> None:
     """A connection may have sent one window of bytes, whatever number of calls it has open."""
     async with serving(tmp_path) as rig, connect(rig.address) as client:
         calls = range(1, 41, 2)
         for stream in calls:
             client.open_call(stream, f"/{SERVICE}/GenerateStream")
-        await until(lambda: rig.door.arrived == len(calls))
+        await until(lambda: rig.door.arrived == len(calls), "calls")
         message = pb.GenerateRequest(text="x" * (1 << 20)).SerializeToString()
         await client.wait_until(lambda: client.stream_window == 64 << 10)
         assert client.window == 64 << 10
@@ -216,13 +211,13 @@ async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -
         message = pb.TokenizeRequest(text="x" * 1000)
         calls = [rig.stub.Tokenize(message) for _ in range(3)]
         memory = memory_of(rig.server)
-        await until(lambda: memory.used == 3 * message.ByteSize())
+        await until(lambda: memory.used == 3 * message.ByteSize(), "three")
         calls.pop().cancel()
-        await until(lambda: memory.used == 2 * message.ByteSize())
+        await until(lambda: memory.used == 2 * message.ByteSize(), "two")
         rig.service.leave.set()
         for call in calls:
             assert (await call).token_ids == [1000]
-        await until(lambda: memory.used == 0)
+        await until(lambda: memory.used == 0, "none")
 
 
 @pytest.mark.parametrize("flood", FLOODS)
@@ -272,10 +267,10 @@ async def test_streams_that_anybody_may_send_are_read_within_the_limits(tmp_path
     async with aio.insecure_channel(address) as channel:
         stub: Any = ServerReflectionStub(channel)
         calls = [stub.ServerReflectionInfo(_nothing_yet()) for _ in range(100)]
-        await until(lambda: server.messages.used > 0)
+        await until(lambda: server.messages.used > 0, "it")
         for call in calls:
             call.cancel()
-        await until(lambda: server.messages.used == 0)
+        await until(lambda: server.messages.used == 0, "none")
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [each async for each in stub.ServerReflectionInfo(iter([request, request]))]
         assert len(answers) == 2

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
+from deploy.ports import free_service_port
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import wait_for
@@ -30,12 +31,6 @@ from worker_svc.distributed import JOIN_TIMEOUT
 pytestmark = pytest.mark.timeout(400)
 
 NUM_BLOCKS = 64
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def address_of_another_interface() -> str:
@@ -61,7 +56,7 @@ class Ranks:
     ) -> None:
         self._addresses = [f"unix:{directory}/{rank}.sock" for rank in range(tp)]
         self._args = ["--tp", str(tp), "--master-addr", master_addr]
-        self._args += ["--master-port", str(free_port())]
+        self._args += ["--master-port", str(free_service_port())]
         self._args += ["--worker-addresses", ",".join(self._addresses)]
         self._model = model
         self._channels = ExitStack()

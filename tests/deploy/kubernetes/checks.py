@@ -10,7 +10,6 @@ from pathlib import PurePosixPath
 from shared.config import PREFIX
 from shared.tls import ClientTls
 from tests.deploy.kubernetes.addresses import listens, probed_addresses, tls_of
-from tests.deploy.kubernetes.certificates import wrong_certificates
 from tests.deploy.kubernetes.network import wrong_network
 from tests.deploy.kubernetes.pods import GATEWAY, SERVICES, Impossible, Process, named, processes
 from tests.deploy.kubernetes.rendering import Manifest
@@ -30,7 +29,6 @@ def complaints(manifests: list[Manifest]) -> list[str]:
             *_wrong_maps(manifests, found),
             *_wrong_drains(found),
             *wrong_network(manifests, found),
-            *wrong_certificates(manifests, found),
         ]
     except Impossible as error:
         return [str(error)]

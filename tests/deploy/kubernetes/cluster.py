@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from deploy.ports import free_port
+from deploy.ports import free_service_port
 from tests.certificates import Authority
 from tests.deploy.kubernetes.addresses import listens
 from tests.deploy.kubernetes.pods import NAMESPACE, Process, named, processes
@@ -37,11 +37,11 @@ class Cluster:
         self._directory = directory
         self.processes = {str(each): each for each in processes(manifests)}
         self._ports = {
-            (each.pod.name, port): free_port()
+            (each.pod.name, port): free_service_port()
             for each in self.processes.values()
             for port in (*listens(each), 50051, 9001)  # the last two on a pod's loopback
         }
-        self._meeting_port = free_port()
+        self._meeting_port = free_service_port()
         self._issue(manifests)
 
     def port(self, pod: str, port: int) -> int:

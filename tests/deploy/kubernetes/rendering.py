@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,16 @@ def render(directory: Path) -> list[Manifest]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def render_combination(overlay: str, components: tuple[str, ...], scratch: Path) -> list[Manifest]:
-    """An overlay with components, from a kustomization such as users write, in `scratch`."""
-    here = os.path.relpath(KUBERNETES.resolve(), scratch.resolve())
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [f"{here}/overlays/{overlay}"],
-        "components": [f"{here}/components/{name}" for name in components],
-    }
-    (scratch / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return render(scratch)
+@cache
+def render_combination(overlay: str, components: tuple[str, ...] = ()) -> list[Manifest]:
+    """An overlay with components, from a kustomization such as users write."""
+    with tempfile.TemporaryDirectory() as directory:
+        here = os.path.relpath(KUBERNETES.resolve(), Path(directory).resolve())
+        kustomization = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [f"{here}/overlays/{overlay}"],
+            "components": [f"{here}/components/{name}" for name in components],
+        }
+        Path(directory, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return render(Path(directory))

@@ -20,7 +20,7 @@ from tests.deploy.kubernetes.cluster import TOKEN, Cluster, running
 from tests.deploy.kubernetes.rendering import render_combination
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.system
 
 KEY = "secret-api-key"
 PROMPT = "Once upon a time"
@@ -28,9 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    scratch = tmp_path_factory.mktemp("kustomization")
-    manifests = render_combination("cpu", ("cert-manager", "http"), scratch)
+def cluster() -> Iterator[Cluster]:
+    manifests = render_combination("cpu", ("cert-manager", "http"))
     with tempfile.TemporaryDirectory() as directory:
         found = Cluster(manifests, Path(directory))
         # A scheduler is healthy only with its ranks: as sidecars, these start first.
@@ -39,9 +38,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Cluster]:
+def group() -> Iterator[Cluster]:
     """Two ranks in pods of their own."""
-    manifests = render_combination("tp-nodes", ("cert-manager",), tmp_path)
+    manifests = render_combination("tp-nodes", ("cert-manager",))
     with tempfile.TemporaryDirectory() as directory:
         found = Cluster(manifests, Path(directory))
         with running(found, "engine/worker-0", "engine/worker", "engine/scheduler"):

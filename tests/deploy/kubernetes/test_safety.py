@@ -3,8 +3,6 @@ plaintext or to the wrong pod."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from shared.channels import stays_on_host
@@ -28,8 +26,8 @@ def combination(request: pytest.FixtureRequest) -> Combination:
 
 
 @pytest.fixture(scope="module")
-def manifests(combination: Combination, tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
-    return render_combination(*combination, tmp_path_factory.mktemp("kustomization"))
+def manifests(combination: Combination) -> list[Manifest]:
+    return render_combination(*combination)
 
 
 def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
@@ -47,8 +45,8 @@ def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
             assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
         for container in pod.containers:
             own = container["securityContext"]
-            if container["name"] == "frontend":
-                assert container["resources"]["limits"]["memory"] == "8Gi"
+            if limit := {"frontend": "8Gi", "gateway": "2Gi"}.get(container["name"]):
+                assert container["resources"]["limits"]["memory"] == limit
             assert own["allowPrivilegeEscalation"] is False
             assert own["readOnlyRootFilesystem"] is True
             assert own["capabilities"] == {"drop": ["ALL"]}
@@ -118,6 +116,6 @@ def test_the_pod_for_copying_is_without_privileges() -> None:
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
-def test_the_namespace_refuses_privileges(tmp_path: Path) -> None:
-    (namespace,) = named(render_combination("cpu", (), tmp_path), "Namespace").values()
+def test_the_namespace_refuses_privileges() -> None:
+    (namespace,) = named(render_combination("cpu"), "Namespace").values()
     assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -28,21 +27,18 @@ ALL = ("cert-manager", "http", "autoscaling")
 
 
 @pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
-    return render_combination("tp", ALL, tmp_path_factory.mktemp("kustomization"))
+def manifests() -> list[Manifest]:
+    return render_combination("tp", ALL)
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
-    scratch = tmp_path_factory.mktemp("kustomization")
-    return render_combination("tp-nodes", ("cert-manager",), scratch)
+def group() -> list[Manifest]:
+    return render_combination("tp-nodes", ("cert-manager",))
 
 
 @pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
-def test_manifests_fit_the_settings(
-    overlay: str, components: tuple[str, ...], tmp_path: Path
-) -> None:
-    assert complaints(render_combination(overlay, components, tmp_path)) == []
+def test_manifests_fit_the_settings(overlay: str, components: tuple[str, ...]) -> None:
+    assert complaints(render_combination(overlay, components)) == []
 
 
 # What somebody may rename or forget in one place, and what is said about it.
@@ -50,35 +46,17 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "a flag": ('"--rank"', '"--rang"', "--rang"),
     "a flag of the gateway": ("--worker-urls=", "--wrong=", "http/gateway: "),
     "a variable": ('"NANO_ENGINE_NAME"', '"NANO_ENGINE_TITLE"', "NANO_ENGINE_TITLE"),
-    "a variable in a map": ('"NANO_TP"', '"NANO_TENSORS"', "NANO_TENSORS"),
-    "another service's variable": ('"NANO_ENGINE_NAME"', '"NANO_DEVICE"', "NANO_DEVICE"),
     "a value": ('"NANO_TP": "2"', '"NANO_TP": "two"', "tp: "),
     "a listening port": ("0.0.0.0:50052", "0.0.0.0:50062", "it listens on [9464, 50062]"),
-    "a container's port": ('"containerPort": 50051', '"containerPort": 50061', "50061"),
     "a called port": ("svc:50052", "svc:50062", "no scheduler listens at"),
-    "a called name": ("dns:engines.", "dns:motors.", "not all pods of a headless Service"),
     "a policy's port": ('[{"port": 8443}]', '[{"port": 8444}]', "nobody listens on [8444]"),
     "a port that stays closed": ('{"port": 9466}', '{"port": 9465}', "reach [9466]"),
     "a Service's port": ('"targetPort": "https"', '"targetPort": "http"', "Service http"),
     "an annotation": ('prometheus.io/port": "9464"', 'prometheus.io/port": "9465"', "annotation"),
     "a probe's address": ('health", "localhost:50052"', 'health", "localhost:52"', "served at"),
-    "a probe's command": (
-        '"deploy.health", "localhost',
-        '"deploy.probe", "localhost',
-        "its health",
-    ),
     "a probe without TLS": ('"NANO_TLS_CA": "/etc/nano/public/tls.crt", ', "", "the probe trusts"),
-    "a socket": ('worker-1.sock"]', 'worker-2.sock"]', "served at unix:/run/nano/worker-1.sock"),
     "a directory of sockets": ('"mountPath": "/run/nano"', '"mountPath": "/run"', "no socket"),
     "a mount": ('"mountPath": "/etc/nano/tokens"', '"mountPath": "/tokens"', "auth_tokens_file"),
-    "a model elsewhere": ('"NANO_MODEL": "/models/', '"NANO_MODEL": "/model/', "model: no volume"),
-    "a certificate's name": ('"localhost", ', "", "not for localhost"),
-    "a certificate's role": ("role:frontend", "role:client", "does not make it a frontend"),
-    "a certificate's secret": (
-        '"secretName": "public-tls", "usages"',
-        '"secretName": "x", "usages"',
-        "public-tls",
-    ),
     "a drain": (
         '"NANO_DRAIN_TIMEOUT_S": "120"',
         '"NANO_DRAIN_TIMEOUT_S": "140"',
@@ -92,16 +70,12 @@ def test_what_does_not_fit_is_found(plant: str, manifests: list[Manifest]) -> No
     old, new, said = PLANTS[plant]
     text = json.dumps(manifests)
     assert old in text
-    assert said in "\n".join(found := complaints(json.loads(text.replace(old, new))))
-    assert found
+    assert said in "\n".join(complaints(json.loads(text.replace(old, new))))
 
 
 GROUP_PLANTS: dict[str, tuple[str, str, str]] = {
     "a rank's pod": ("$(NANO_ENGINE_NAME)-1.", "$(NANO_ENGINE_NAME)-2.", "calls rank 1 at"),
     "a variable of the controller": ("$(LWS_WORKER_INDEX)", "$(LWS_INDEX)", "$(LWS_INDEX)"),
-    "a group's size": ('"size": 2', '"size": 3', "rank: 2 is not below tp"),
-    "a name out of order": ('"name": "NANO_ENGINE_NAME"', '"name": "NAME"', "nothing sets"),
-    "a name in a certificate": ("*.engine.nano-vllm.svc", "*.nano-vllm.svc", "not for engine-0"),
 }
 
 
@@ -135,11 +109,6 @@ def test_the_gateway_is_set_up_as_the_launcher_does(manifests: list[Manifest]) -
     }
 
 
-def test_the_gateway_cannot_take_its_nodes_memory(manifests: list[Manifest]) -> None:
-    (gateway,) = named(manifests, "Deployment")["http"]["spec"]["template"]["spec"]["containers"]
-    assert gateway["resources"]["limits"] == {"memory": "2Gi"}
-
-
 def test_autoscaling_asks_for_metrics_that_there_are(manifests: list[Manifest]) -> None:
     metrics = EngineMetrics()
     metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
@@ -157,9 +126,9 @@ def test_the_number_of_engines_is_the_autoscalers_alone(manifests: list[Manifest
     assert "replicas" not in named(manifests, target["kind"])[target["name"]]["spec"]
 
 
-def test_several_engines_are_told_apart(tmp_path: Path) -> None:
+def test_several_engines_are_told_apart() -> None:
     needs_kubectl()
-    rendered = render_combination("engines", (), tmp_path)
+    rendered = render_combination("engines")
     assert named(rendered, "StatefulSet")["engine"]["spec"]["replicas"] == 3
     (scheduler,) = [each for each in processes(rendered) if str(each) == "engine/scheduler"]
     assert scheduler.settings.engine_name == "engine-0"

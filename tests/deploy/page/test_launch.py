@@ -11,7 +11,7 @@ import pytest
 from deploy.errors import LaunchError
 from deploy.health import SERVING, http_health
 from deploy.plan import Layout, plan_stack
-from deploy.ports import free_port
+from deploy.ports import free_service_port
 from deploy.stack import Process, Stack
 from tests.deploy.conftest import Launcher, launching
 from tests.stack import DEMO_MODEL
@@ -24,8 +24,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
+@pytest.mark.system
 def test_the_page_from_up_to_down(launcher: Launcher) -> None:
-    port, ui_port = free_port(), free_port()
+    port, ui_port = free_service_port(), free_service_port()
     url = f"http://127.0.0.1:{ui_port}"
     up = launcher("up", "--port", port, "--ui-port", ui_port)
     assert up.returncode == 0, up.stderr
@@ -37,16 +38,13 @@ def test_the_page_from_up_to_down(launcher: Launcher) -> None:
     page.kill()
     page.wait(30)
     wait_for(lambda: http_health(url) == SERVING, "another")
+
+    # It shows engines that come.
+    assert launcher("scale", "--port", port, "--engines", 2).returncode == 0
+    with urlopen(f"{url}/events") as events:
+        assert any(b'"scheduler-1"' in line for line in events)
     assert launcher("down", "--port", port).returncode == 0
     assert http_health(url) != SERVING
-
-
-def test_the_page_shows_engines_that_come(launcher: Launcher) -> None:
-    port, ui_port = free_port(), free_port()
-    assert launcher("up", "--port", port, "--ui-port", ui_port).returncode == 0
-    assert launcher("scale", "--port", port, "--engines", 2).returncode == 0
-    with urlopen(f"http://127.0.0.1:{ui_port}/events") as events:
-        assert any(b'"scheduler-1"' in line for line in events)
 
 
 @pytest.fixture

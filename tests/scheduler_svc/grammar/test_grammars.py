@@ -126,6 +126,12 @@ async def soon(work: Awaitable[Result]) -> Result:
     return await asyncio.wait_for(work, 60)
 
 
+async def transports_closed() -> None:
+    """Gives the event loop the turns that it takes to close what was aborted."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Grammars) -> None:
     compilers = make_compilers(VOCABULARY)
     for kind, text in TEXTS:
@@ -331,8 +337,9 @@ async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
 
 @pytest.mark.parametrize("limit", [{"max_processes": 1}, {"max_bytes": 1}])
 async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestHost) -> None:
-    grammars = Grammars(host.link, timeout_s=0.3, **limit)
+    grammars = Grammars(host.link, **limit)
     matcher = Completion(await grammars.compile(REGEX, "a", ENDS)).matcher
+    grammars._timeout_s = 0.01
     with pytest.raises(GrammarsBusyError, match="other grammars"):
         await grammars.compile(REGEX, "b", ENDS)
     assert await grammars.masks([matcher])
@@ -349,7 +356,7 @@ async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestH
 async def test_a_client_with_a_name_takes_half_of_the_processes_at_most(host: TestHost) -> None:
     grammars = Grammars(host.link, max_processes=4)
     kept = [await grammars.compile(REGEX, text, ENDS, "many") for text in "ab"]
-    grammars._timeout_s = 0.3
+    grammars._timeout_s = 0.01
     with pytest.raises(GrammarsBusyError):
         await grammars.compile(REGEX, "c", ENDS, "many")
     grammars._timeout_s = 30.0
@@ -389,7 +396,7 @@ async def test_who_gives_up_while_connecting_leaves_no_socket_open(
         await asyncio.wait([starting])
         assert starting.cancelled()
         del starting
-        await asyncio.sleep(0.01)
+        await transports_closed()
         gc.collect()
     assert [str(each.message) for each in leaks] == []
 
@@ -445,6 +452,7 @@ async def test_a_host_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_
         grammars = Grammars(host.link)
         asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
         await asyncio.to_thread(host.restart)
+        monkeypatch.undo()
         for missing in ("config.json", "tokenizer.json"):  # a model without a tokenizer says so
             with pytest.raises(VocabularyError, match=missing):
                 await soon(asking)
@@ -487,8 +495,8 @@ async def test_what_is_no_answer_ends_its_process(
             async for _ in made.masks([Row(1, None, [])], [], careful=False):
                 pass
         assert not made.is_usable
-        assert child.wait(10) == -signal.SIGKILL
-        await asyncio.sleep(0.01)  # the transports close
+        assert child.wait(60) == -signal.SIGKILL
+        await transports_closed()
 
 
 @pytest.fixture
