@@ -7,8 +7,10 @@ runs code here (the files hold pickles and machine code), so it has to be this u
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property
@@ -26,6 +28,8 @@ from worker_svc.user_cache import cache_folder, private_folder
 log = structlog.get_logger(__name__)
 
 _KEPT = 8  # folders; other checkouts and branches have theirs
+_COMPILATION_S = 60.0  # at most, of one kernel; waiting longer would be for a stopped process
+_POLL_S = 0.05
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -92,12 +96,23 @@ class _KernelCache(NullCache):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._lock: int | None = None
 
     @cached_property
     def _files(self) -> Any:
         return _Files(self._function) if _folder() else NullCache()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Waits while another process compiles this kernel, such as another rank. Without that, one
+        of two that write to the kernel's index would also lose its entry."""
+        found = self._load(sig, target_context)
+        if found is None and self._take_lock():
+            found = self._load(sig, target_context)
+            if found is not None:
+                self._release_lock()
+        return found
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return self._files.load_overload(sig, target_context)
         except Exception as error:  # unpickling raises any
@@ -111,10 +126,36 @@ class _KernelCache(NullCache):  # type: ignore[misc]
             self._files.save_overload(sig, data)
         except OSError as error:
             self._report("compiled kernel is not kept", error)
+        finally:
+            self._release_lock()
+
+    def _take_lock(self) -> bool:
+        """Returns False if there is no folder, or whoever has the lock does not get on."""
+        self._release_lock()  # of a compilation that failed
+        if _folder() is None:
+            return False
+        with suppress(OSError):
+            path = f"{_FOLDER}/{self._name}.lock"
+            self._lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            for _ in range(round(_COMPILATION_S / _POLL_S)):
+                with suppress(BlockingIOError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+                time.sleep(_POLL_S)
+        self._release_lock()
+        return False
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def _name(self) -> str:
+        return f"{self._function.__module__}.{self._function.__qualname__}"
 
     def _report(self, event: str, error: Exception) -> None:
-        name = f"{self._function.__module__}.{self._function.__qualname__}"
-        log.warning(event, kernel=name, path=str(_FOLDER), reason=str(error))
+        log.warning(event, kernel=self._name, path=str(_FOLDER), reason=str(error))
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +45,39 @@ def test_another_checkout_loads_them(folder: Path) -> None:
     assert start("/checkout") == (False, [])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert start("/another") == (True, [])
+
+
+@pytest.fixture
+def compiling(folder: Path) -> Iterator[Callable[[], None]]:
+    """Another process compiles the kernel, until the function that this is has been called."""
+    start()
+    files = {path: path.read_bytes() for path in folder.glob("*.nb?")}
+    for path in files:
+        path.unlink()
+    (path,) = folder.glob("*.lock")
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def finish() -> None:
+            for path, content in files.items():
+                path.write_bytes(content)
+            lock.close()
+
+        yield finish
+
+
+def test_what_another_process_compiles_is_awaited(
+    compiling: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "time", SimpleNamespace(sleep=lambda _: compiling()))
+    assert start() == (True, [])
+
+
+def test_a_process_that_does_not_get_on_is_not_awaited(
+    compiling: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "time", SimpleNamespace(sleep=lambda _: None))
+    assert start() == (False, [])
 
 
 def test_the_folder_depends_on_the_sources_alone(tmp_path: Path) -> None:
