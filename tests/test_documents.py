@@ -16,7 +16,7 @@ PROMISES = {  # the sections with such tables
     "security.md": {"Who may do what", "Settings", "What listens", "What bounds a client"}
     | {"What bounds a process", "Caches on disk", "Structured output"},
 }
-WARNINGS = ("numba's compiled kernels", "Triton's compiled kernels")  # rows that promise nothing
+WARNINGS = ("Triton's compiled kernels",)  # rows that promise nothing
 
 
 @cache

@@ -1,6 +1,6 @@
 """`python -m tools.readme_lines`: writes the table of line counts into README.md.
 
-`--check` writes nothing, and fails if a number is off by more than a tenth. A test runs it.
+`--check`, of `make check`, writes nothing, and fails if a number is off by more than a tenth.
 """
 
 from __future__ import annotations

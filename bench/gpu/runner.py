@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -17,9 +18,11 @@ from bench.gpu.records import Journal, Outcome, Records
 START_LIMIT_S = 90.0
 TEST_LIMIT_S = 120.0
 LOG_LINES = 40
-# Makes a hanging process say where it hangs (`plugin`), and the time it has for that.
+# Makes a hanging process say where it hangs (`plugin`), the time it has to begin, and the pause
+# after which it has ended.
 STACKS_SIGNAL = signal.SIGUSR1
-_STACKS_S = 0.3
+_STACKS_S, _QUIET_S = 5.0, 0.2
+_MAX_READS = 100  # of what a process that never falls silent prints
 # Exit statuses: passed, a test failed, and `plugin`'s when the process has lost the GPU.
 EXIT_DEVICE_LOST = 70
 _WELL = (0, 1, EXIT_DEVICE_LOST)
@@ -132,11 +135,22 @@ class ModuleRun:
     def _end_current(self, outcome: Outcome, reason: str) -> None:
         before = self.records.running
         if not _has_ended(self._process):
-            self._process.send_signal(STACKS_SIGNAL)
-            time.sleep(_STACKS_S)
+            self._ask_where()
         self._kill()
         if before is None or self.records.running:  # otherwise it has just ended
             self._record(outcome, reason)
+
+    def _ask_where(self) -> None:
+        """Has the process print its stacks, and reads them."""
+        self._drain()
+        self._process.send_signal(STACKS_SIGNAL)
+        pause = _STACKS_S
+        for _ in range(_MAX_READS):
+            readable, _, _ = select.select([self._output], [], [], pause)
+            if not readable or _has_ended(self._process):
+                break
+            self._drain()
+            pause = _QUIET_S
 
     def _record(self, outcome: Outcome, reason: str) -> None:
         """Records the end of the running test, or of what comes before or after the tests."""

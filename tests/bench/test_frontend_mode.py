@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from bench.frontend_mode import main
 from bench.http2 import Connection
 from bench.step_clock import StepClock
 from bench.stream_client import METHOD
 from shared.pb import frontend_pb2 as pb
+from tests.bench.command import status
 from tests.client.fake_server import FakeServer
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 CALLS, TOKENS = 6, 10
@@ -35,19 +38,12 @@ def frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
     return header + payload
 
 
-def bench(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.frontend_mode", *args],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-    )
-
-
+@pytest.mark.system
 def test_every_token_is_delivered_and_the_figures_are_written(tmp_path: Path) -> None:
     out = tmp_path / "frontend.json"
-    done = bench("--calls", str(CALLS), "--tokens", str(TOKENS), "--rate", "600", "--out", out)
+    sizes = ["--calls", str(CALLS), "--tokens", str(TOKENS), "--rate", "600", "--out", out]
+    command = [sys.executable, "-m", "bench.frontend_mode", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
@@ -76,11 +72,11 @@ def test_every_token_is_delivered_and_the_figures_are_written(tmp_path: Path) ->
         (["--model", "/nowhere"], "--model: "),
     ],
 )
-def test_what_cannot_be_measured_is_a_plain_message(flags: list[str], message: str) -> None:
-    done = bench(*flags)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_be_measured_is_a_plain_message(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert status(main, flags) != 0
+    assert message in capsys.readouterr().err
 
 
 async def test_the_client_reads_streams_of_a_real_server(server: FakeServer) -> None:
@@ -100,7 +96,7 @@ async def test_the_client_reads_streams_of_a_real_server(server: FakeServer) -> 
 
         return connection.call(request.SerializeToString(), on_message)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(call(7), call(8))
     connection.close()
     assert received == {7: 50 * [8], 8: 50 * [9]}

@@ -12,6 +12,7 @@ import pytest
 from bench.in_process import InProcessEngine
 from bench.workload import Request, Shape, reference_workload, warm_up_request
 from frontend.client import EngineCapacity, ModelInfo, SamplingParams
+from tests.waiting import WAIT_S
 from tools.make_model import make_model
 
 MAX_MODEL_LEN = 128
@@ -72,6 +73,7 @@ async def test_prefix_cache_hits_are_counted(tiny_model: Path) -> None:
     assert run.stats.cached_prompt_tokens == 32
 
 
+@pytest.mark.system
 def test_bench_starts_a_private_stack_and_prints_the_ratio(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +83,7 @@ def test_bench_starts_a_private_stack_and_prints_the_ratio(
         [sys.executable, "-m", "bench", "--model", tiny_model, "--out", out, *flags.split()],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=WAIT_S,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
 
+from bench import load_mode
 from bench.load_mode import Goals, arrivals, summarize_load
 from bench.metrics import Trace
-from tests.bench.test_stack import bench
+from bench.workload import Request
+from frontend.client import AsyncLLM
+from tests.bench.command import status
 from tests.client.fake_server import FakeServer
 
 
@@ -36,22 +40,49 @@ def test_only_requests_that_meet_both_goals_are_good() -> None:
     assert load.goodput == 0.25
 
 
+async def test_each_request_is_sent_when_it_is_due(server: FakeServer) -> None:
+    requests = [Request([5, 6], 3, seed) for seed in range(3)]
+    before = time.perf_counter()
+    async with AsyncLLM(server.address) as llm:
+        traces = await load_mode._send(llm, [0.0, 0.01, 0.02], requests)
+    assert [trace.output_tokens for trace in traces] == [3, 3, 3]
+    assert [each.sampling.seed for each in server.service.requests] == [0, 1, 2]
+    first, second, third = (trace.sent for trace in traces)
+    assert before <= first
+    assert (second - first, third - first) == pytest.approx((0.01, 0.02))
+    assert all(trace.arrivals[0][0] >= trace.sent for trace in traces)
+
+
 def test_the_rate_rises_until_the_server_falls_behind(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A server that answers 100 requests/s, one after another, in a time without noise."""
+
+    async def send(llm: AsyncLLM, due: list[float], requests: list[Request]) -> list[Trace]:
+        traces, free = [], 0.0
+        for when, request in zip(due, requests, strict=True):
+            free = max(free, when) + 0.01
+            arrivals = [(free, 1), (free, request.output_len - 1)]
+            traces.append(Trace(len(request.prompt), sent=when, arrivals=arrivals))
+        return traces
+
+    monkeypatch.setattr(load_mode, "_send", send)
     monkeypatch.setattr("tests.client.fake_server.ENDLESS_SEED", None)
     out = tmp_path / "load.json"
-    server.service.tokens_per_chunk = 128
-    words = ["--mode", "load", "--address", server.address, "--rate", "20", "--growth", "6"]
-    done = bench(*words, "--seconds", "0.5", "--out", out, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+    words = ["--address", server.address, "--rate", "20", "--growth", "2", "--seconds", "10"]
+    assert load_mode.main([*words, "--out", str(out)]) == 0
+    found, said = json.loads(out.read_text()), capsys.readouterr().out
     loads = found["loads"]
-    assert len(loads) > 1
-    assert [load["duration_s"] > 0.75 for load in loads] == [False] * (len(loads) - 1) + [True]
-    assert loads[-1]["achieved_rate"] < loads[-1]["offered_rate"] / 1.5
+    # At 160 requests/s the last is answered 16 s after the first came, more than 1.5 times 10 s.
+    sent = [len(arrivals(rate, 10.0, seed)) for seed, rate in enumerate((20, 40, 80, 160))]
+    assert [load["offered_rate"] for load in loads] == [count / 10 for count in sent]
+    assert [load["duration_s"] > 15 for load in loads] == [False, False, False, True]
+    assert loads[-1]["achieved_rate"] == pytest.approx(100, rel=0.01)
     for load in loads:
-        assert f"{load['offered_rate']:.2f}" in done.stdout
+        assert f"{load['offered_rate']:.2f}" in said
         assert 0 < load["ttft_p50_s"] <= load["ttft_p99_s"]
     assert (found["mode"], found["model"], found["goals"]["ttft_s"]) == ("load", "fake", 2.0)
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -67,9 +98,7 @@ def test_the_rate_rises_until_the_server_falls_behind(
     ],
 )
 def test_what_cannot_be_measured_is_a_plain_message(
-    server: FakeServer, tmp_path: Path, flags: list[str], message: str
+    server: FakeServer, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    done = bench("--mode", "load", "--address", server.address, *flags, cwd=tmp_path)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert status(load_mode.main, ["--address", server.address, *flags]) != 0
+    assert message in capsys.readouterr().err

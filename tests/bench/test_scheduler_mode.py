@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
+from bench.scheduler_mode import main
 from bench.scheduler_planning import measure_planning
 from bench.scheduler_processes import Sizes, running_scheduler
+from tests.bench.command import status
+from tests.waiting import WAIT_S
 
 SMALL = ["--num-seqs", "4", "--context", "40", "--steps", "12", "--rounds", "2"]
 SMALL += ["--waiting", "0", "5", "--long-prompts", "5", "--long-prompt-tokens", "300"]
 
 
-def bench(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench", "--mode", "scheduler", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=cwd)
-
-
+@pytest.mark.system
 def test_tables_and_json(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    done = bench(*SMALL, "--out", out, cwd=tmp_path)
+    command = [sys.executable, "-m", "bench", "--mode", "scheduler", *SMALL, "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     for label in ("steps/s", "plan+apply", "first token of a short prompt"):
@@ -57,11 +57,10 @@ def test_tables_and_json(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_a_plain_message(
-    tmp_path: Path, flags: list[str], message: str
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    done = bench(*flags, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert status(main, flags) == 2
+    assert message in capsys.readouterr().err
 
 
 async def test_a_scheduler_that_does_not_start_says_why() -> None:

@@ -11,32 +11,31 @@ from typing import Any
 import pytest
 from grpc import aio
 
+from bench.__main__ import main
 from bench.engine_stats import EngineStats, stats_reader
 from bench.errors import BenchError
 from bench.single_stream import measure_single_stream
 from bench.stack import run_request, run_stack
 from bench.workload import Request
 from frontend.client import AsyncLLM
-from shared.errors import InternalError
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import (
     SchedulerServiceServicer,
     add_SchedulerServiceServicer_to_server,
 )
+from tests.bench.command import status
 from tests.client.fake_server import FakeServer
+from tests.waiting import WAIT_S
 
 SMALL = ["--num-seqs", "6", "--min-input", "4", "--max-input", "9"]
 SMALL += ["--min-output", "5", "--max-output", "20"]
 
 
-class FakeScheduler(SchedulerServiceServicer):
+class BusyScheduler(SchedulerServiceServicer):
     """Reports 10 more steps, each of 4 sequences and 5 tokens, every time it is asked."""
 
     def __init__(self) -> None:
         self._asked = 0
-
-    def Connect(self, request_iterator: Any, context: Any) -> Any:
-        raise InternalError("the benchmark is not a frontend")
 
     async def GetLoad(self, request: Any, context: Any) -> scheduler_pb2.GetLoadResponse:
         self._asked += 1
@@ -48,15 +47,9 @@ class FakeScheduler(SchedulerServiceServicer):
         )
 
 
-def bench(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *args], capture_output=True, text=True, timeout=90, cwd=cwd
-    )
-
-
 async def test_stats_are_those_of_the_run(server: FakeServer) -> None:
     scheduler = aio.server()
-    add_SchedulerServiceServicer_to_server(FakeScheduler(), scheduler)
+    add_SchedulerServiceServicer_to_server(BusyScheduler(), scheduler)
     port = scheduler.add_insecure_port("127.0.0.1:0")
     await scheduler.start()
     read_stats = stats_reader(server.address, f"127.0.0.1:{port}")
@@ -111,7 +104,8 @@ async def test_single_stream_needs_a_model_that_is_long_enough(server: FakeServe
 
 def test_table_json_and_plot(server: FakeServer, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    done = bench("--address", server.address, *SMALL, "--out", out, cwd=tmp_path)
+    command = [sys.executable, "-m", "bench", "--address", server.address, *SMALL, "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     for label in ("output tokens/s", "time to first token p99", "inter-token latency p50"):
@@ -146,9 +140,7 @@ def test_table_json_and_plot(server: FakeServer, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_a_plain_message(
-    server: FakeServer, tmp_path: Path, flags: list[str], message: str
+    server: FakeServer, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    done = bench("--address", server.address, *flags, cwd=tmp_path)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert status(main, ["--address", server.address, *flags]) != 0
+    assert message in capsys.readouterr().err

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,15 +23,18 @@ from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from deploy.ports import free_service_port
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
 from tests.worker_svc.quantization.writers import FORMATS, save_quantized
 from worker_svc.distributed import JOIN_TIMEOUT
 
-# Four loading ranks share the cores with other tests.
+# Several loading ranks share the cores with other tests.
 pytestmark = pytest.mark.timeout(400)
 
 NUM_BLOCKS = 64
+ALL, FIRST = slice(None), slice(3)  # steps of a workload
+
+Workload = Callable[[int, int], list[Any]]  # of an epoch and a vocabulary's size
 
 
 def address_of_another_interface() -> str:
@@ -60,6 +64,8 @@ class Ranks:
         self._args += ["--worker-addresses", ",".join(self._addresses)]
         self._model = model
         self._channels = ExitStack()
+        self._epochs = itertools.count(1)
+        self.epoch = 0
         self.processes = [self._spawn(rank) for rank in range(tp)]
         self.stubs = [self._dial(rank) for rank in range(tp)]
 
@@ -81,18 +87,25 @@ class Ranks:
     def dial_again(self) -> None:
         self.stubs = [self._dial(rank) for rank in range(len(self.stubs))]
 
-    def configure(self, epoch: int, timeout_s: float = 60) -> None:
-        request = ConfigureRequest(
-            epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
+    def next_epoch(self) -> ConfigureRequest:
+        self.epoch = next(self._epochs)
+        return ConfigureRequest(
+            epoch=self.epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
         )
+
+    def configure(self, timeout_s: float = WAIT_S) -> None:
+        """Begins a new epoch."""
+        request = self.next_epoch()
         for future in [stub.Configure.future(request) for stub in self.stubs]:
             future.result(timeout=timeout_s)
 
-    def execute(self, requests: list[Any]) -> list[StepResponse]:
-        """Returns rank 0's answers; those of the others must hold nothing."""
+    def execute(self, workload: Workload, steps: slice = ALL) -> list[StepResponse]:
+        """Runs a workload's steps in this epoch -> rank 0's answers; those of the others must hold
+        nothing."""
+        requests = workload(self.epoch, 301)[steps]
 
         def execute(stub: WorkerServiceStub) -> list[StepResponse]:
-            return list(stub.Execute(iter(requests), timeout=60))
+            return list(stub.Execute(iter(requests), timeout=WAIT_S))
 
         with ThreadPoolExecutor(len(self.stubs)) as pool:
             first, *others = pool.map(execute, self.stubs)
@@ -100,9 +113,10 @@ class Ranks:
             assert answer.token_ids == answer.logprob_ids == answer.logprob_values == b""
         return first
 
-    def run(self, requests: list[Any]) -> list[list[int]]:
-        """Runs steps -> the tokens."""
-        return [np.frombuffer(a.token_ids, "<i4").tolist() for a in self.execute(requests)]
+    def run(self, steps: slice = ALL) -> list[list[int]]:
+        """Runs steps of the plain workload -> the tokens."""
+        answers = self.execute(workload, steps)
+        return [np.frombuffer(answer.token_ids, "<i4").tolist() for answer in answers]
 
     def listening(self, rank: int) -> set[str]:
         """The IP addresses at which the processes of a rank take connections."""
@@ -118,7 +132,7 @@ class Ranks:
         self._channels.close()
         for process in self.processes:
             process.terminate()
-        assert all(process.wait(timeout=30) == 0 for process in self.processes)
+        assert all(process.wait(WAIT_S) == 0 for process in self.processes)
 
 
 @contextmanager
@@ -181,23 +195,30 @@ class OneRank:
 
 
 @pytest.fixture(scope="module")
-def one_rank(odd_model: Path, tmp_path_factory: pytest.TempPathFactory) -> OneRank:
-    with ranks(odd_model, 1, tmp_path_factory.mktemp("one") / "1") as one:
-        one.configure(1)
-        tokens = one.run(workload(1, 301))
-        one.configure(2)
-        return OneRank(tokens, one.execute(workload_of_features(2, 301)))
+def one(odd_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(odd_model, 1, tmp_path_factory.mktemp("one") / "1") as started:
+        yield started
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_give_the_tokens_of_one(
-    odd_model: Path, tmp_path: Path, one_rank: OneRank, tp: int
-) -> None:
-    with ranks(odd_model, tp, tmp_path / "ranks") as several:
-        several.configure(1)
-        assert several.run(workload(1, 301)) == one_rank.tokens
-        several.configure(2)
-        answers = several.execute(workload_of_features(2, 301))
+@pytest.fixture(scope="module")
+def two(odd_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(odd_model, 2, tmp_path_factory.mktemp("two") / "2") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def one_rank(one: Ranks) -> OneRank:
+    one.configure()
+    tokens = one.run()
+    one.configure()
+    return OneRank(tokens, one.execute(workload_of_features))
+
+
+def check_tokens(several: Ranks, one_rank: OneRank) -> None:
+    several.configure()
+    assert several.run() == one_rank.tokens
+    several.configure()
+    answers = several.execute(workload_of_features)
     for ours, theirs in zip(answers, one_rank.of_features, strict=True):
         assert ours.token_ids == theirs.token_ids
         values = [np.frombuffer(each.logprob_values, "<f4") for each in (ours, theirs)]
@@ -207,62 +228,76 @@ def test_ranks_give_the_tokens_of_one(
         assert ours.logprob_ids[:24] == theirs.logprob_ids[:24]
 
 
-@pytest.mark.parametrize("where", ["loopback", "another interface"])
-def test_ranks_listen_only_where_they_meet(odd_model: Path, tmp_path: Path, where: str) -> None:
-    address = "127.0.0.1" if where == "loopback" else address_of_another_interface()
-    with ranks(odd_model, 2, tmp_path / "2", address) as two:
-        two.configure(1)
-        assert two.run(workload(1, 301)[:3])
-        assert [two.listening(rank) for rank in (0, 1)] == [{address}, {address}]
+def test_two_ranks_give_the_tokens_of_one(two: Ranks, one_rank: OneRank) -> None:
+    check_tokens(two, one_rank)
+
+
+@pytest.mark.system
+def test_four_ranks_give_the_tokens_of_one(
+    odd_model: Path, tmp_path: Path, one_rank: OneRank
+) -> None:
+    with ranks(odd_model, 4, tmp_path / "ranks") as four:
+        check_tokens(four, one_rank)
+
+
+def check_addresses(two: Ranks, address: str) -> None:
+    two.configure()
+    assert two.run(FIRST)
+    assert [two.listening(rank) for rank in (0, 1)] == [{address}, {address}]
+
+
+def test_ranks_listen_only_on_loopback(two: Ranks) -> None:
+    check_addresses(two, "127.0.0.1")
+
+
+@pytest.mark.system
+def test_ranks_listen_only_where_they_meet(odd_model: Path, tmp_path: Path) -> None:
+    address = address_of_another_interface()
+    with ranks(odd_model, 2, tmp_path / "2", address) as elsewhere:
+        check_addresses(elsewhere, address)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_restarted_rank_joins_the_survivor(odd_model: Path, tmp_path: Path, lost: int) -> None:
+def test_a_restarted_rank_joins_the_survivor(two: Ranks, lost: int) -> None:
     survivor = 1 - lost
-    with ranks(odd_model, 2, tmp_path / "2") as two:
-        two.configure(1)
-        expected = two.run(workload(1, 301)[:3])
-        incarnation = two.stubs[survivor].GetInfo(GetInfoRequest()).incarnation
-        two.processes[lost].kill()
-        two.processes[lost].wait()
-        with pytest.raises(grpc.RpcError) as error:
-            list(two.stubs[survivor].Execute(iter(workload(1, 301)[3:4]), timeout=60))
-        assert error.value.code() == grpc.StatusCode.INTERNAL
-        two.restart(lost)
-        two.configure(2)
-        assert two.run(workload(2, 301)[:3]) == expected
-        assert two.stubs[survivor].GetInfo(GetInfoRequest()).incarnation == incarnation
+    two.configure()
+    expected = two.run(FIRST)
+    incarnation = two.stubs[survivor].GetInfo(GetInfoRequest()).incarnation
+    two.processes[lost].kill()
+    two.processes[lost].wait()
+    with pytest.raises(grpc.RpcError) as error:
+        list(two.stubs[survivor].Execute(iter(workload(two.epoch, 301)[3:4]), timeout=WAIT_S))
+    assert error.value.code() == grpc.StatusCode.INTERNAL
+    two.restart(lost)
+    two.configure()
+    assert two.run(FIRST) == expected
+    assert two.stubs[survivor].GetInfo(GetInfoRequest()).incarnation == incarnation
 
 
-def test_nobody_is_waited_for_once_a_newer_epoch_begins(odd_model: Path, tmp_path: Path) -> None:
+def test_nobody_is_waited_for_once_a_newer_epoch_begins(two: Ranks) -> None:
     """This happens when a rank is killed before it has come to the meeting."""
-    with ranks(odd_model, 2, tmp_path / "2") as two:
-        for epoch in (1, 2):
-            request = ConfigureRequest(
-                epoch=epoch, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256
-            )
-            rank = two.stubs[epoch - 1]
-            alone = rank.Configure.future(request)
-            while rank.GetInfo(GetInfoRequest()).epoch < epoch:
-                pass  # calls may overtake each other
-        two.configure(3, timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
-        assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
-        assert two.run(workload(3, 301)[:3])
+    for rank in two.stubs:
+        request = two.next_epoch()
+        alone = rank.Configure.future(request)
+        while rank.GetInfo(GetInfoRequest()).epoch < request.epoch:
+            pass  # calls may overtake each other
+    two.configure(timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
+    assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
+    assert two.run(FIRST)
 
 
-def test_a_fork_takes_the_place_of_one_that_died(odd_model: Path, tmp_path: Path) -> None:
-    with ranks(odd_model, 1, tmp_path / "1") as one:
-        one.configure(1)
-        expected = one.run(workload(1, 301)[:3])
-        before = one.stubs[0].GetInfo(GetInfoRequest()).incarnation
-        (serving,) = psutil.Process(one.processes[0].pid).children()
-        serving.kill()
-        psutil.wait_procs([serving])
-        one.dial_again()
-        one.configure(2)
-        assert one.run(workload(2, 301)[:3]) == expected
-        assert one.stubs[0].GetInfo(GetInfoRequest()).incarnation != before
-        assert one.processes[0].poll() is None
+def test_a_fork_takes_the_place_of_one_that_died(one: Ranks) -> None:
+    one.configure()
+    expected = one.run(FIRST)
+    before = one.stubs[0].GetInfo(GetInfoRequest()).incarnation
+    (serving,) = psutil.Process(one.processes[0].pid).children()
+    serving.kill()
+    psutil.wait_procs([serving])
+    one.dial_again()
+    one.configure()
+    assert one.run(FIRST) == expected
+    assert one.stubs[0].GetInfo(GetInfoRequest()).incarnation != before
+    assert one.processes[0].poll() is None
 
 
 def reason_not_to_start(model: Path, *args: str) -> str:
@@ -271,7 +306,7 @@ def reason_not_to_start(model: Path, *args: str) -> str:
         command(model, "--worker-addresses", f"unix:{model}/w.sock", "--log-format", "json", *args),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert process.returncode == 2
     assert "Traceback" not in process.stderr

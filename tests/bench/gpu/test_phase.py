@@ -10,20 +10,24 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.gpu import __main__ as program
+from bench.gpu import phase as phase_module
+from bench.gpu import runner
 from bench.gpu.modules import ROOT, Module
 from bench.gpu.phase import Phase
 from bench.gpu.records import Figure, Journal, Records, Result
 from bench.gpu.runner import Plan
 from bench.gpu.summary import LINE_LENGTH, MAX_LINES, summary
+from tests.waiting import WAIT_S, wait_for
 
 ROUGH = """
-import os, time
+import os
 import pytest
 
 def test_raises():
@@ -38,11 +42,6 @@ def test_takes_the_process_along():
 
 def test_needs_much_memory():
     raise RuntimeError("CUDA error: out of memory")
-
-@pytest.mark.timeout(1)
-def test_hangs(report):
-    report.figure("before", 1.0, "ms")
-    time.sleep(100)
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_passes(n, record_property):
@@ -71,7 +70,18 @@ def measure_after(report):
     assert report.value("sweep") == {"a": None, "2": 3}
     assert report.value("unknown") is None
 """
-STUCK = "import time\ndef test_stuck(): time.sleep(100)\ndef test_left(): pass\n"
+HANGS = """
+import threading
+import pytest
+
+@pytest.mark.timeout(1000)
+def test_hangs(report):
+    report.figure("before", 1.0, "ms")
+    threading.Event().wait()
+
+def test_after(): pass
+"""
+STUCK = "import threading\ndef test_stuck(): threading.Event().wait()\ndef test_left(): pass\n"
 
 
 def make_plan(module: Module, journal_file: int, compile_only: bool) -> Plan:
@@ -79,7 +89,7 @@ def make_plan(module: Module, journal_file: int, compile_only: bool) -> Plan:
     return program.make_plan(module, journal_file, compile_only, options, Path("no-model"))
 
 
-def write_module(directory: Path, name: str, text: str, limit_s: float = 60) -> Module:
+def write_module(directory: Path, name: str, text: str, limit_s: float = 110) -> Module:
     path = directory / name
     path.write_text(text)
     return Module(str(path), limit_s, measures=name.endswith("_speed.py"))
@@ -92,7 +102,6 @@ def rough(tmp_path_factory: pytest.TempPathFactory) -> Phase:
         write_module(directory, "test_rough.py", ROUGH),
         write_module(directory, "test_broken.py", "import no_such_package"),
         write_module(directory, "test_fine.py", "def test_fine(): pass"),
-        write_module(directory, "test_stuck.py", STUCK, limit_s=4),
         write_module(directory, "test_empty.py", ""),
         write_module(directory, "test_exit.py", EXIT),
     ]
@@ -119,7 +128,6 @@ def test_a_test_that_fails_takes_no_other_along(rough: Phase) -> None:
         "test_loses_the_device": "failed",
         "test_takes_the_process_along": "crashed",
         "test_needs_much_memory": "failed",
-        "test_hangs": "out of time",
         "test_passes[1]": "passed",
         "test_passes[2]": "passed",
         "test_skips": "skipped",
@@ -129,20 +137,18 @@ def test_a_test_that_fails_takes_no_other_along(rough: Phase) -> None:
     assert "ValueError: no such thing" in found["test_raises"]
     assert found["test_takes_the_process_along"].startswith("exit status 9\n")
     assert found["test_takes_the_process_along"].endswith("last words")
-    assert "in test_hangs" in found["test_hangs"]  # where it hung
     assert found["test_skips"] == "not here"
     assert "setup: " in found["test_with_it"]
     tests = {name.rpartition("::")[2]: test for name, test in records.tests.items()}
     assert tests["test_passes[2]"].properties == {"n": 2}
-    assert tests["test_hangs"].figures  # recorded before it hung
     assert not rough.passed
 
 
 def test_a_test_after_a_lost_device_has_a_new_process(rough: Phase) -> None:
-    """A process each after the loss, the crash and the hang, besides the first; too little memory
-    needs none."""
+    """A process each after the loss and the crash, besides the first; too little memory needs
+    none."""
     log = rough.path.with_suffix(".log").read_text()
-    assert log.count("rough: rootdir: ") == 4
+    assert log.count("rough: rootdir: ") == 3
 
 
 def test_modules_that_do_not_begin_or_end_well(rough: Phase) -> None:
@@ -151,8 +157,6 @@ def test_modules_that_do_not_begin_or_end_well(rough: Phase) -> None:
     assert outcomes(results["broken"]) == {"start": "crashed"}
     assert "No module named 'no_such_package'" in messages(results["broken"])["start"]
     assert outcomes(results["empty"]) == {"start": "crashed"}
-    assert outcomes(results["stuck"]) == {"test_stuck": "out of time", "test_left": "out of time"}
-    assert "it had not begun" in messages(results["stuck"])["test_left"]
     assert outcomes(results["exit"]) == {"test_fine": "passed", "exit": "crashed"}
     assert "SIGABRT" in messages(results["exit"])["exit"]
 
@@ -160,9 +164,9 @@ def test_modules_that_do_not_begin_or_end_well(rough: Phase) -> None:
 def test_the_json_has_it_all(rough: Phase) -> None:
     content = json.loads(rough.path.read_text())
     assert (content["seed"], content["passed"]) == (1, False)
-    assert list(content["modules"]) == ["rough", "broken", "fine", "stuck", "empty", "exit"]
+    assert list(content["modules"]) == ["rough", "broken", "fine", "empty", "exit"]
     found = content["modules"]["rough"]
-    assert found["verdict"] == "2 passed, 1 skipped, 4 failed, 1 crashed, 1 out of time"
+    assert found["verdict"] == "2 passed, 1 skipped, 4 failed, 1 crashed"
     assert {path.suffix for path in rough.path.parent.glob("prove*")} == {".json", ".jsonl", ".log"}
 
 
@@ -186,11 +190,68 @@ def test_measurements_come_one_by_one_after_a_pass_that_compiles(tmp_path: Path)
     assert not phase.passed  # for lack of a model, not because of a target
 
 
-def test_what_has_not_begun_at_the_deadline_is_out_of_time(tmp_path: Path) -> None:
-    modules = [write_module(tmp_path, f"test_{name}.py", STUCK) for name in ("one", "two")]
-    phase = Phase("prove", tmp_path, {}, make_plan, threading.Event(), limit_s=3)
+class Clock:
+    """The program's, which runs away as long as `its_time` holds."""
+
+    def __init__(self, its_time: Callable[[], bool], step_s: float) -> None:
+        self._its_time = its_time
+        self._step_s = step_s
+        self._ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        if self._its_time():
+            self._ahead_s += self._step_s
+        return time.monotonic() + self._ahead_s
+
+
+def prove(
+    modules: list[Module],
+    monkeypatch: pytest.MonkeyPatch,
+    hangs: Callable[[Result], object],
+    step_s: float,
+    limit_s: float = 1e9,
+) -> Phase:
+    """Runs modules one by one; the clock runs away, by steps, while the first one's running test
+    `hangs`."""
+
+    def its_time() -> bool:
+        running = phase.results[modules[0].name].running if phase.results else None
+        return bool(running and hangs(running))
+
+    directory = Path(modules[0].path).parent
+    phase = Phase("prove", directory, {}, make_plan, threading.Event(), limit_s)
+    clock = Clock(its_time, step_s)
+    for each in (phase_module, runner):
+        monkeypatch.setattr(each, "time", clock)
     phase.prove(modules, side_by_side=1)
-    assert phase.seconds < 6
+    return phase
+
+
+def test_a_test_that_hangs_is_ended_and_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_module(tmp_path, "test_rough.py", HANGS, limit_s=1e6)
+    phase = prove([module], monkeypatch, lambda running: running.figures, step_s=2000)
+    records = phase.results["rough"]
+    assert outcomes(records) == {"test_hangs": "out of time", "test_after": "passed"}
+    assert "in test_hangs" in messages(records)["test_hangs"]  # where it hung
+    hung = next(test for name, test in records.tests.items() if name.endswith("test_hangs"))
+    assert hung.figures  # recorded before it hung
+    assert not phase.passed
+
+
+def test_a_module_has_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = write_module(tmp_path, "test_stuck.py", STUCK, limit_s=1e5)
+    records = prove([module], monkeypatch, bool, step_s=1e6).results["stuck"]
+    assert outcomes(records) == {"test_stuck": "out of time", "test_left": "out of time"}
+    assert "it had not begun" in messages(records)["test_left"]
+
+
+def test_what_has_not_begun_at_the_deadline_is_out_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = [write_module(tmp_path, f"test_{name}.py", STUCK, 1e9) for name in ("one", "two")]
+    phase = prove(modules, monkeypatch, bool, step_s=1e6, limit_s=1e5)
     assert outcomes(phase.results["one"])["test_stuck"] == "out of time"
     assert outcomes(phase.results["two"]) == {"start": "out of time"}
 
@@ -275,11 +336,10 @@ def test_a_signal_ends_all_processes_and_leaves_what_is_known(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert any("fine: 1 passed" in line for line in process.stdout)
-        while not processes_of(f"{tmp_path}/test_stuck.py"):
-            time.sleep(0.05)
+        wait_for(lambda: processes_of(f"{tmp_path}/test_stuck.py"), "the test that hangs")
         process.send_signal(number)
         output = process.stdout.read()
-        assert process.wait(20) == 1
+        assert process.wait(WAIT_S) == 1
     assert processes_of(f"{tmp_path}/test_stuck.py") == []
     assert output.splitlines()[-1].startswith("prove stopped, ")
     content = json.loads((tmp_path / "prove.json").read_text())["modules"]

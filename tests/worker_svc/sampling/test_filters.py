@@ -210,8 +210,13 @@ def on_wrong_side(logits: torch.Tensor, kept: torch.Tensor, params: Params) -> i
     return outside(*((weights >= bound).sum(dim=1) for bound in bounds))
 
 
-@pytest.mark.parametrize("ops", by_device(cpu=[DEVICE_OPS, triton_ops], gpu=[triton_ops]))
-@pytest.mark.parametrize("rows", by_device(cpu=[1, 5], gpu=ROWS))
+@pytest.mark.parametrize(
+    ("ops", "rows"),
+    by_device(
+        cpu=[(DEVICE_OPS, 1), (DEVICE_OPS, 5), (triton_ops, 2)],
+        gpu=[(triton_ops, rows) for rows in ROWS],
+    ),
+)
 @pytest.mark.parametrize("vocab", by_device(cpu=[301], gpu=VOCAB_SIZES))
 def test_filters_by_their_definition(vocab: int, rows: int, ops: Ops) -> None:
     """Each works by itself, all at once as one after another, and on the same tokens wherever in

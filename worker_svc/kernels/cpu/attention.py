@@ -28,6 +28,7 @@ from worker_svc.kernels.cpu.attention_loops import (
     score,
     weigh,
 )
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.kv_store import padded
 from worker_svc.kernels.cpu.linear import PARALLEL_PRODUCTS
 from worker_svc.kernels.cpu.simd import FASTMATH, LANES, exp, larger, largest, num_threads, take
@@ -263,7 +264,7 @@ def _attend_tiles(
                 out[start + token, kv_head * group + head, d] = totals[i, d] / sums[i]
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def attend(
     q: NDArray[np.float32],
     cache: NDArray[Any],

@@ -7,6 +7,7 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.simd import exp
 from worker_svc.kernels.cpu.tokens import PARALLEL_ROWS
 from worker_svc.kernels.logits import BIN_BITS, LARGEST_WEIGHT, SIGN
@@ -106,7 +107,7 @@ def _count_row(row: Float32s, low: int, shift: int, bins: Int64s) -> None:
                     bins[(_key(logit) - low) >> shift] += 1
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@kernel(parallel=True, nogil=True)
 def _count_by_key(
     logits: Float32s, rows: Int32s, num_tokens: int, low: Int64s, shifts: Int64s, bins: Int64s
 ) -> None:
@@ -137,7 +138,7 @@ def _weigh_row(
                     bins[(_key(logit) - low) >> shift] += np.int64(weights[i])
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@kernel(parallel=True, nogil=True)
 def _weigh_by_key(
     logits: Float32s,
     rows: Int32s,
@@ -160,7 +161,7 @@ def _weigh_by_key(
                 _weigh_row(row, maxima[g], scales[g], low[g], shifts[g], bins[g])
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def _pick_bins(bins: Int64s, targets: Int64s, low: Int64s, shifts: Int64s, above: Int64s) -> None:
     for g in range(len(bins)):
         shift = shifts[g]

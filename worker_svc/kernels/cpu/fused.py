@@ -14,6 +14,7 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.simd import FASTMATH, bits, exp, widen
 
 Floats = NDArray[np.float32]
@@ -56,7 +57,7 @@ def _norm_row(x: Floats, weight: NDArray[Any], eps: float, out: Floats, row: int
         out[row, i] = x[row, i] * scale * widen(weight[i])
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _rms_norm(x: Floats, weight: NDArray[Any], eps: float, out: Floats) -> None:
     if len(x) < PARALLEL_TOKENS:
         for row in range(len(x)):
@@ -72,7 +73,7 @@ def _add_row(x: Floats, residual: Floats, row: int) -> None:
         residual[row, i] += x[row, i]
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _add_rms_norm(
     x: Floats, residual: Floats, weight: NDArray[Any], eps: float, out: Floats
 ) -> None:
@@ -94,7 +95,7 @@ def _silu_and_multiply_row(gate_up: Floats, out: Floats, row: int) -> None:
         out[row, i] = gate / (np.float32(1) + exp(-gate)) * gate_up[row, size + i]
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _silu_and_multiply(gate_up: Floats, out: Floats) -> None:
     if len(out) < PARALLEL_TOKENS:
         for row in range(len(out)):

@@ -10,6 +10,7 @@ from numba import njit, prange
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.linear import PARALLEL_TOKENS
 from worker_svc.kernels.cpu.simd import FASTMATH, LANES, larger, narrow, num_threads, put, widen
 
@@ -130,7 +131,7 @@ def _store_rows(
                 scales[1, block, head, first_scale + slot] = scale
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def normalize_and_store(
     qkv: NDArray[np.float32],
     q_weight: NDArray[Any],

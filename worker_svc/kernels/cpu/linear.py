@@ -9,6 +9,7 @@ from numba import njit, prange
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.panels import MAX_ROWS, PANEL, product, store_scaled
 from worker_svc.kernels.cpu.simd import FASTMATH, float_of, narrow, num_threads, put, take
 
@@ -242,7 +243,7 @@ def _multiply_panels(
         unit = following
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def linear(
     x: NDArray[np.float32],
     codes: NDArray[Any],

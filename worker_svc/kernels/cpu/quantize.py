@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.simd import F32, I64, constant, function, larger, loop, splat
 from worker_svc.quantization.formats import Format, QuantizedWeight
 from worker_svc.quantization.quantize import DIVISORS, empty
@@ -99,7 +100,7 @@ def _extremes(weight: Any, row: int, start: int, end: int) -> Any:
     return high, -opposite
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+@kernel(parallel=True, nogil=True, error_model="numpy")
 def _quantize_int8(weight: Any, scales: Any, codes: Any) -> None:
     columns = weight.shape[1]
     for row in prange(len(weight)):
@@ -110,7 +111,7 @@ def _quantize_int8(weight: Any, scales: Any, codes: Any) -> None:
             codes[row, i] = np.int8(np.rint(weight[row, i] * inverse))
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+@kernel(parallel=True, nogil=True, error_model="numpy")
 def _quantize_int4(weight: Any, divisors: Any, scales: Any, codes: Any) -> None:
     columns, groups = weight.shape[1], scales.shape[1]
     size = columns // groups

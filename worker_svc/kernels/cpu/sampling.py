@@ -14,6 +14,7 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.simd import FASTMATH, exp, largest, num_threads, take
 from worker_svc.kernels.logits import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -124,7 +125,7 @@ def _take_chunks(
         sums[row, chunk] = total
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _chunk_statistics(
     logits: Floats,
     chunk_size: int,
@@ -165,7 +166,7 @@ def _invert(weights: Doubles, uniform: float) -> tuple[int, float]:
 
 
 # Not in parallel: it reads two numbers per chunk and one chunk per row.
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(nogil=True, error_model="numpy")
 def _select_tokens(
     logits: Floats,
     chunk_size: int,

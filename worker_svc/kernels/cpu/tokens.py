@@ -7,6 +7,8 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from worker_svc.kernels.cpu.compiled import kernel
+
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
@@ -62,7 +64,7 @@ def apply_masks(
     _apply_masks(logits.numpy(), start, count, masked.numpy(), masks.numpy())
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def _store_tokens(
     cache: Int32s, slot_mapping: Int32s, input_ids: Int32s, last_tokens: Int32s
 ) -> None:
@@ -72,7 +74,7 @@ def _store_tokens(
             cache[slot_mapping[i]] = token if token >= 0 else last_tokens[-1 - token]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(nogil=True, error_model="numpy")
 def _penalize(
     logits: Float32s,
     start: int,
@@ -123,7 +125,7 @@ def _mask_row(logits: Float32s, start: int, mask: Int32s) -> None:
                 logits[token - start] = IMPOSSIBLE
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+@kernel(parallel=True, nogil=True, error_model="numpy")
 def _apply_masks(logits: Float32s, start: int, count: int, masked: Int32s, masks: Int32s) -> None:
     if len(masked) < PARALLEL_ROWS:
         for m in range(len(masked)):

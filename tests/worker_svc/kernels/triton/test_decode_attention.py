@@ -75,19 +75,21 @@ def test_equals_the_reference(
     check([*contexts, 0], seed=rows, splits=splits, tile=None, **shape)
 
 
-@pytest.mark.parametrize("group", by_device(cpu=[1, 2, 3, 4, 5, 8, 17], gpu=[1, 5, 8]))
+@pytest.mark.parametrize("group", by_device(cpu=[1, 3, 8, 17], gpu=[1, 5, 8]))
 def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
     check([5, 33], seed=group, heads=2 * group, kv_heads=2, splits=group % 2 + 1)
 
 
-@pytest.mark.parametrize("head_dim", by_device(cpu=[16, 18, 24, 80, 128, 256], gpu=[64, 256]))
+@pytest.mark.parametrize("head_dim", by_device(cpu=[16, 18, 80, 256], gpu=[64, 256]))
 def test_any_head_dim(head_dim: int) -> None:
     check([5, 33], seed=head_dim, head_dim=head_dim)
     check([5, 33], seed=head_dim, head_dim=head_dim, splits=2)
 
 
-@pytest.mark.parametrize("tile", by_device(cpu=[16, 32, 64], gpu=[None]))
-@pytest.mark.parametrize("block_size", by_device(cpu=[16, 48, 64, 256], gpu=[48, 64]))
+@pytest.mark.parametrize(
+    ("block_size", "tile"),
+    by_device(cpu=[(16, 16), (48, 16), (16, 32), (48, 64)], gpu=[(48, None), (64, None)]),
+)
 def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int | None) -> None:
     tiles = [tile] if tile else [16, 32, 64, 128]  # whichever a GPU uses
     bounds = {bound for each in tiles for bound in (each, block_size, each + block_size)}
@@ -95,7 +97,7 @@ def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int |
     check(contexts, seed=0, block_size=block_size, tile=tile, heads=1, head_dim=16, splits=2)
 
 
-@pytest.mark.parametrize("splits", by_device(cpu=range(1, 9), gpu=(2, 7, 32)))
+@pytest.mark.parametrize("splits", by_device(cpu=(2, 3, 8), gpu=(2, 7, 32)))
 def test_any_number_of_splits(splits: int) -> None:
     """Even more than a sequence has tiles, or positions."""
     check([1, 3, 17, 64, 65, 150], seed=splits, splits=splits, heads=2, head_dim=16)
@@ -139,10 +141,8 @@ def test_caches_beyond_32_bit_offsets(tmp_path: Path) -> None:
 
 
 def test_random_batches() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    for _ in range(4):
+    rng = random.Random(1)
+    for _ in range(by_device(cpu=2, gpu=4)):
         kv_heads = rng.choice([1, 2])
         check(
             [rng.choice([0, rng.randint(1, 8), rng.randint(1, 200)]) for _ in range(4)],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -20,10 +22,20 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("tokens", by_device(cpu=[20], gpu=TOKENS))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", by_device(cpu=[16, 100, 1024, 2560], gpu=WIDTHS))
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "size", "dtype", "tokens"),
+    by_device(
+        cpu=[
+            (1, 16, torch.float32, 20),
+            (1, 2560, torch.bfloat16, 20),
+            (2, 100, torch.bfloat16, 20),
+            (2, 1024, torch.float32, 20),
+            (4, 100, torch.float16, 20),
+            (4, 2560, torch.float16, 20),
+        ],
+        gpu=product((1, 2, 4), WIDTHS, DTYPES, TOKENS),
+    ),
+)
 def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens: int) -> None:
     """The parts of all ranks add up to the rows of the whole matrix. Given and sampled ids, first
     those at the ends of parts; rows past the vocabulary are NaN and never read."""

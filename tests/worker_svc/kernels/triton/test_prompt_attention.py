@@ -83,18 +83,20 @@ def test_equals_the_reference(heads: Heads, block_size: int, dtype: torch.dtype)
     check(queries, contexts, seed=0, tile=None, **shape)
 
 
-@pytest.mark.parametrize("group", by_device(cpu=[1, 2, 3, 4, 5, 8, 17], gpu=[1, 5, 8]))
+@pytest.mark.parametrize("group", by_device(cpu=[1, 3, 8, 17], gpu=[1, 5, 8]))
 def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
     check([9, 20], [9, 30], seed=group, heads=2 * group, kv_heads=2, head_dim=16)
 
 
-@pytest.mark.parametrize("head_dim", by_device(cpu=[16, 18, 24, 80, 128], gpu=[64, 256]))
+@pytest.mark.parametrize("head_dim", by_device(cpu=[16, 18, 80], gpu=[64, 256]))
 def test_any_head_dim(head_dim: int) -> None:
     check([19, 33], [19, 40], seed=head_dim, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("tile", by_device(cpu=[16, 64], gpu=[None]))
-@pytest.mark.parametrize("block_size", by_device(cpu=[16, 48, 256], gpu=[48, 64]))
+@pytest.mark.parametrize(
+    ("block_size", "tile"),
+    by_device(cpu=[(16, 16), (48, 16), (16, 64), (48, 64)], gpu=[(48, None), (64, None)]),
+)
 def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int | None) -> None:
     tiles = [tile] if tile else [32, 64, 128]  # whichever a GPU uses
     bounds = {bound for each in tiles for bound in (each, block_size, each + block_size)}
@@ -142,9 +144,7 @@ def test_caches_beyond_32_bit_offsets(tmp_path: Path) -> None:
 
 
 def test_random_batches() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(1)
     for _ in range(3):
         kv_heads = rng.choice([1, 2])
         contexts = [rng.randint(1, rng.choice([8, 120])) for _ in range(3)]

@@ -96,9 +96,9 @@ def test_equals_the_numbers(case: Case) -> None:
     bias = some_x(1, out)[0]
     numbers = weight.dequantized()
     indices = torch.tensor([out - 1, 0, 3], device=DEVICE)
-    for each in (packed, unpack(packed.state())):
+    for each, sizes in ((packed, ROWS), (unpack(packed.state()), ROWS[:1])):
         assert_rows_close(each.rows(indices), numbers[indices], row_bound(DTYPE))
-        for rows in ROWS:
+        for rows in sizes:
             x = some_x(rows, columns)
             # cuBLAS refuses to be deterministic without a setting of its own.
             with nullcontext() if isinstance(each, Fp8Weight) else poisoned_memory():
