@@ -32,7 +32,8 @@ def _run(world: str, seeds: range, processes: int, to_first_failure: bool) -> in
     summary = run_seeds(world, seeds, processes, to_first_failure=to_first_failure, progress=True)
     for name, count in sorted(summary.counts.items()):
         print(f"  {name:<44}{count:>12,}")
-    print(f"{len(seeds)} seeds in {time.monotonic() - started:.0f} s, {len(summary.failures)} fail")
+    took_s, failures = time.monotonic() - started, len(summary.failures)
+    print(f"{summary.num_seeds} seeds in {took_s:.0f} s, {failures} fail")
     if summary.failures:
         print(f"\n{summary.failures[0]}", flush=True)
     return 1 if summary.failures else 0

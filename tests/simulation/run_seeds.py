@@ -35,6 +35,7 @@ _CHUNK = 20
 
 @dataclass
 class Summary:
+    num_seeds: int = 0  # that were run
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)  # in order of the seeds
 
@@ -51,6 +52,7 @@ def run_seeds(
     summary = Summary()
     with _results(partial(_run, world), seeds, processes) as results:
         for counts in tqdm(results, total=len(seeds), disable=not progress, unit="seed"):
+            summary.num_seeds += 1
             if isinstance(counts, str):
                 summary.failures.append(counts)
                 if to_first_failure:

@@ -57,7 +57,7 @@ SEEDS: dict[str, tuple[range, list[str]]] = {
 
 
 @pytest.mark.parametrize("world", SEEDS)
-def test_a_world_with_faults_is_as_it_should_be(world: str) -> None:
+def test_no_seed_fails(world: str) -> None:
     seeds, reached = SEEDS[world]
     summary = run_seeds(world, seeds)
     assert not summary.failures, summary.failures[0]
