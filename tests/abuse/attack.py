@@ -13,7 +13,7 @@ from typing import Any, Literal
 from grpc import aio
 
 from shared.pb import frontend_pb2 as pb
-from tests.http2_frames import RawConnection, raw_connection
+from tests.http2 import RawConnection, connect
 
 SERVICE = "nanovllm.v1.InferenceService"
 HEALTH = "/grpc.health.v1.Health"
@@ -144,8 +144,8 @@ class Target:
     @asynccontextmanager
     async def raw(self, **how: Any) -> AsyncIterator[RawConnection]:
         """A connection for frames by hand, whose answers are counted at its end; `how`: as for
-        `raw_connection`."""
-        async with raw_connection(self.address, received=self.loot.answers, **how) as connection:
+        `connect`."""
+        async with connect(self.address, counts=self.loot.answers, **how) as connection:
             self.loot.sent["connections"] += 1
             try:
                 yield connection

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 _SILENT_S = 3.0  # without any token on any stream, health should have said something
+_SILENT_CHECKS = 100  # answers meanwhile: fewer, and the machine itself was silent
 _FLOWING_S = 0.2  # since a token on some stream, nothing is out of order
 _LATE_S = 0.5  # after a change, tokens may still be on their way
 
@@ -47,6 +48,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._last_token_at = self._served_at = time.monotonic()
+        self._silent_checks = 0  # that said SERVING since the last token
         self.begin()
 
     def begin(self) -> None:
@@ -62,6 +64,7 @@ class Recorder:
     def token(self, waited_s: float, count: int, *, first: bool) -> None:
         """Notes a chunk of `count` tokens, `waited_s` after the previous, or after the request."""
         self._last_token_at = time.monotonic()
+        self._silent_checks = 0
         self._figures.tokens += count
         (self._firsts if first else self._gaps).append(waited_s)
 
@@ -85,7 +88,9 @@ class Recorder:
         silent_s = now - self._last_token_at
         if serving:
             self._served_at = now
-            self._figures.lies += silent_s > _SILENT_S
+            self._silent_checks += 1
+            silent = silent_s > _SILENT_S and self._silent_checks > _SILENT_CHECKS
+            self._figures.lies += silent
         else:
             self._figures.lies += silent_s < _FLOWING_S and now - self._served_at > _LATE_S
 

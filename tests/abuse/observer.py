@@ -46,8 +46,8 @@ _SCHEMA = {
 _CHECK_EVERY_S = 0.01
 _CONNECT_EVERY_S = 0.2
 _TIMEOUT_S = 60.0
-_CHECK_TIMEOUT_S = 10.0
-_STUCK_S = 20.0
+_CHECK_TIMEOUT_S = 30.0
+_STUCK_S = 60.0  # less than the campaign waits for figures
 _AGAIN_AFTER_S = 0.05  # of an error
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 

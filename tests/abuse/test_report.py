@@ -64,7 +64,8 @@ def test_health_that_serves_while_nothing_flows_lies(clock: list[float]) -> None
     clock.append(104.0)
     recorder.health("scheduler", 0.01, serving=True)
     assert not recorder.end().lies
-    recorder.health("frontend", 0.01, serving=True)
+    for _ in range(100):  # fewer answers, and the machine was silent, not the stack
+        recorder.health("frontend", 0.01, serving=True)
     assert recorder.end().lies == 1
 
 

@@ -29,24 +29,22 @@ _VALID = pb.GenerateRequest(
 )
 
 
-async def fuzz_gateway(_: Path, count: int, seed: int) -> Tally:
-    """Sends `count` requests to what the gateway serves, and the corpus."""
-    cases = [*draw_cases(_GATEWAY, count, seed), *load_cases("http")]
-    with running_stack(http_port="auto", **_SMALL) as stack:
-        return await _fuzz(stack, stack.stack.url, cases)
+async def fuzz(_: Path, count: int, seed: int) -> Tally:
+    """Sends `count` requests to what the gateway serves, as many to the page's routes, and the
+    corpus."""
+    tally = Tally()
+    with running_stack(http_port="auto", ui_port="auto", **_SMALL) as stack:
+        cases = [*draw_cases(_GATEWAY, count, seed), *load_cases("http")]
+        await _fuzz(stack, stack.stack.url, cases, tally)
+        cases = [*draw_cases(_PAGE, count, seed), *load_cases("page")]
+        await _fuzz(stack, stack.stack.page_url, cases, tally)
+    return tally
 
 
-async def fuzz_page(_: Path, count: int, seed: int) -> Tally:
-    """Sends `count` requests to the page's routes, and the corpus."""
-    cases = [*draw_cases(_PAGE, count, seed), *load_cases("page")]
-    with running_stack(ui_port="auto", **_SMALL) as stack:
-        return await _fuzz(stack, stack.stack.page_url, cases)
-
-
-async def _fuzz(stack: RealStack, url: str, cases: Sequence[Case]) -> Tally:
+async def _fuzz(stack: RealStack, url: str, cases: Sequence[Case], tally: Tally) -> None:
     """Sends the cases beside valid streams, which must get what they get alone. Each must be
     answered; no process may die, or log a traceback, and nothing may be left in the end."""
-    tally, left = Tally(), list(cases)
+    left = list(cases)
     pids = await asyncio.to_thread(stack.pids)
 
     async def send() -> None:
@@ -66,7 +64,6 @@ async def _fuzz(stack: RealStack, url: str, cases: Sequence[Case]) -> Tally:
     for process in stack.processes():
         if "Traceback" in stack.stack.log(process.name).read_text():
             tally.problem(f"{process.name} logged a traceback", url)
-    return tally
 
 
 async def _stream(channel: aio.Channel) -> list[int]:

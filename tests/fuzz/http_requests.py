@@ -16,7 +16,7 @@ import h11
 from tests.fuzz import mutations
 from tests.fuzz.corpus import Case
 from tests.fuzz.json_values import twist
-from tests.http2_frames import dial
+from tests.http2 import dial
 
 _READ_BYTES = 64 << 10
 _JSON = "application/json"

@@ -10,12 +10,6 @@ from tests.fuzz.stack import SERVICE, running_stack
 from tests.fuzz.tally import Tally
 
 
-async def fuzz_service(service: str, directory: Path, count: int, seed: int) -> Tally:
-    """Starts the service in this process, with sockets in `directory`, or `processes` of their own,
-    and sends `count` hostile messages."""
-    return await SERVICES[service](directory, count, seed)
-
-
 async def _frontend(directory: Path, count: int, seed: int) -> Tally:
     async with running_stack(directory) as stack:
         tally = await frontend.fuzz(stack, count, seed)
@@ -46,12 +40,13 @@ async def _worker(directory: Path, count: int, seed: int) -> Tally:
         return tally
 
 
+# Each starts a service in this process, with sockets in a directory, or processes of its own, and
+# sends it this many messages, drawn from a seed.
 SERVICES: dict[str, Callable[[Path, int, int], Awaitable[Tally]]] = {
     "frontend": _frontend,
     "engine": _engine,
     "scheduler": _scheduler,
     "worker": _worker,
     "processes": processes.fuzz,
-    "http": http.fuzz_gateway,
-    "page": http.fuzz_page,
+    "http": http.fuzz,
 }

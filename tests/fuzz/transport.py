@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, suppress
 import grpc
 from grpc import aio
 
-from tests import http2_frames as http2
+from tests import http2
 from tests.fuzz.tally import DEADLINE_S, Tally, unary
-from tests.http2_frames import PREFACE, RawConnection, frame, raw_connection
+from tests.http2 import PREFACE, RawConnection, connect, frame
 
 _PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
 _STALLED = 40  # connections at a time
@@ -41,9 +41,8 @@ async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally)
             for size in (0, 1 << 10, 1 << 18, 1 << 24, 1 << 26):
                 await _send(channel, name, bytes(size), tally)
     await _stall(address, name, tally, rng)
-    for garbage in _garbage(rng):
-        await _throw(address, garbage)
-        tally.counts["garbage"] += 1
+    thrown = [_throw(address, garbage) for garbage in _garbage(rng)]
+    tally.counts["garbage"] += len(await asyncio.gather(*thrown))
 
 
 async def _send(
@@ -140,11 +139,10 @@ def _garbage(rng: random.Random) -> Iterator[bytes]:
 
 
 async def _throw(address: str, garbage: bytes) -> None:
-    async with raw_connection(address, preface=False) as connection:
+    async with connect(address, preface=False) as connection:
         await connection.send(garbage)
         with suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S):
-                await connection.ended()
+            await connection.wait_until(lambda: connection.closed, _PATIENCE_S)
 
 
 async def _stall(address: str, name: str, tally: Tally, rng: random.Random) -> None:
@@ -155,7 +153,7 @@ async def _stall(address: str, name: str, tally: Tally, rng: random.Random) -> N
     try:
         for stack in leaving:
             way = rng.choice(_WAYS_TO_STALL)
-            opened = raw_connection(
+            opened = connect(
                 address,
                 window=rng.choice(windows),
                 reads=rng.random() < 0.5,
@@ -212,7 +210,7 @@ async def _half_a_frame(connection: RawConnection, name: str, rng: random.Random
 
 async def _endless_headers(connection: RawConnection, name: str, rng: random.Random) -> None:
     """Sends headers without their end."""
-    headers = http2.call_headers("a", name)
+    headers = http2.call_headers(name)
     more = frame(http2.CONTINUATION, http2.literal("a", "b"), stream=1)
     await connection.send(frame(http2.HEADERS, headers, stream=1), more * rng.randint(0, 9))
 

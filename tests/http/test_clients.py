@@ -71,6 +71,8 @@ def test_a_load_generator(given: dict[str, Any], tmp_path: Path) -> None:
     command += [f"--url={given['url']}", "--endpoint-type=chat", "--streaming"]
     command += [f"--tokenizer={DEMO_MODEL}", "--use-server-token-count", "--ui=none"]
     command += ["--concurrency=8", "--request-count=40", "--random-seed=1"]
+    command += ["--workers-max=1", "--record-processors=1"]  # each is a process
+    command += ["--no-gpu-telemetry", "--no-server-metrics"]
     command += ["--synthetic-input-tokens-mean=32", "--output-tokens-mean=24"]
     command += ["--extra-inputs=ignore_eos:true", f"--artifact-dir={tmp_path}"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

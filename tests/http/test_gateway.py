@@ -15,14 +15,28 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from deploy.ports import free_service_port
 from deploy.supervisor import stop_process
-from tests.http.conftest import NAME
 from tests.http.small import half_sent, small_gateway
 from tests.stack import RealStack, running_stack
 from tests.waiting import wait_for
 
+NAME = "acme/fox-1.5"  # of its model
 PROMPT = "Once upon a time"
 NUM_TOKENS = 1500
+
+
+@pytest.fixture(scope="module")
+def door() -> str:
+    """Where its frontend serves the engine protocol."""
+    return f"127.0.0.1:{free_service_port()}"
+
+
+@pytest.fixture(scope="module")
+def stack(door: str) -> Iterator[RealStack]:
+    given = {"NANO_ENGINE_ADDRESSES": door}
+    with running_stack(given, http_port="auto", served_model_name=NAME) as running:
+        yield running
 
 
 @contextmanager
@@ -120,7 +134,7 @@ def test_a_lost_frontend_breaks_streams_off_and_the_next_request_works(
 ) -> None:
     with streaming(stack) as response:
         lines = read_some(response)
-        stack.kill("frontend")
+        stack.kill("frontend", while_true=lambda: stack.load().running)
         lines += response.readlines()
     assert_broken_off(lines, expected)
     assert b'"error"' in b"".join(lines)  # told in the stream, whose status was sent long ago
@@ -132,7 +146,7 @@ def test_a_lost_gateway_breaks_connections_and_is_back(stack: RealStack, expecte
     old = stack.pid("gateway")
     with streaming(stack) as response:
         lines = read_some(response)
-        stack.kill("gateway")
+        stack.kill("gateway", while_true=lambda: stack.load().running)
         with suppress(ConnectionError):
             lines += response.readlines()
     assert_broken_off(lines, expected)

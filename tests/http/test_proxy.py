@@ -11,28 +11,30 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from deploy.ports import free_port
-from tests.http.conftest import NAME
 from tests.http.small import half_sent, small_gateway
-from tests.stack import ROOT, RealStack
+from tests.http.stacks import Side
+from tests.stack import ROOT
 from tests.waiting import wait_for
 
 HOST = "llm.example"
 PATIENCE_S = 300  # of the gateway, with bodies: longer than requests wait for a place
-BODY = json.dumps({"model": NAME, "prompt": "Once", "max_tokens": 1})
+BODY = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 1})
 
-pytestmark = [
-    pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed"),
-]
+pytestmark = pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
 
 
 @pytest.fixture(scope="module")
-def gateway(stack: RealStack, door: str) -> Iterator[str]:
-    with small_gateway(door, PATIENCE_S) as address:
-        yield address
+def gateway() -> Iterator[str]:
+    with ExitStack() as processes:
+        directory = processes.enter_context(TemporaryDirectory(prefix="nano"))  # a short path
+        side = Side(Path(directory), processes)
+        side.wait_serving()
+        yield processes.enter_context(small_gateway(side.door, PATIENCE_S))
 
 
 @pytest.fixture(scope="module")

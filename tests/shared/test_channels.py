@@ -15,7 +15,7 @@ from shared.channels import Dialer
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.echo_server import echo_server
-from tests.http2_frames import PING, frame, raw_connection
+from tests.http2 import PING, connect, frame
 from tests.waiting import wait_for
 
 KEEPALIVE_S = 2.0  # a ping answered late, on a busy machine, must not look unanswered
@@ -101,14 +101,14 @@ async def test_a_silent_stream_outlives_many_pings() -> None:
 
 
 async def test_any_number_of_pings_is_answered() -> None:
-    async with echo_server() as (address, _), raw_connection(address) as connection:
+    async with echo_server() as (address, _), connect(address) as connection:
         for _ in range(100):
             await connection.send(*[frame(PING, bytes(8))] * 500)
         await asyncio.to_thread(
-            wait_for, lambda: connection.received["PING"] == 50_000 or connection.closed, "answers"
+            wait_for, lambda: connection.counts["PING"] == 50_000 or connection.closed, "answers"
         )
-        assert connection.received["PING"] == 50_000
-        assert connection.received["GOAWAY"] == 0
+        assert connection.counts["PING"] == 50_000
+        assert connection.counts["GOAWAY"] == 0
 
 
 async def test_both_ends_notice_that_the_other_is_gone() -> None:

@@ -18,8 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import shared.server
 from frontend.settings import FrontendSettings
 from shared.server import Server
-from tests.http2 import RawConnection, call_frames, connect
-from tests.http2_frames import PREFACE, SETTINGS, dial, frame
+from tests.http2 import PREFACE, SETTINGS, RawConnection, call_frames, connect, dial, frame
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -94,7 +93,7 @@ async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
             connection.send_message(1, b"")
             await connection.wait_until(lambda: connection.received.get(1))  # noqa: B023
         async with connect(address) as fourth:
-            fourth.send(SETTINGS)
+            fourth.write(frame(SETTINGS))
             await read_to_the_end(address, PREFACE + bytes(3) + b"\x04" + bytes(5))
             assert not fourth.closed
         await check(address)  # its place is free again

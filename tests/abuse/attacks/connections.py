@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
 
-from tests import http2_frames as http2
+from tests import http2
 from tests.abuse.attack import SERVICE, Target, attack
-from tests.http2_frames import RawConnection
+from tests.http2 import RawConnection
 
 _SILENT = 1_500  # more than the descriptors that a shell gives by default, 1,024
 _AT_ONCE = 4  # connections of a flood
 _FRAMES = 500  # in a write
-_CANCEL = struct.pack(">I", 8)
 _PATH = f"/{SERVICE}/GetModel"
 
 
@@ -100,7 +98,7 @@ async def rapid_reset(target: Target) -> None:
         for _ in range(100):
             stream, headers = connection.call(_PATH, target.metadata)
             body = http2.frame(http2.DATA, http2.message(b""), http2.END_STREAM, stream)
-            reset = http2.frame(http2.RST_STREAM, _CANCEL, stream=stream)
+            reset = http2.frame(http2.RST_STREAM, http2.CANCEL, stream=stream)
             frames.append(headers + body + reset)
         return frames
 
@@ -114,7 +112,7 @@ async def continuations(target: Target) -> None:
     def frames(connection: RawConnection) -> list[bytes]:
         stream, _ = connection.call(_PATH)
         block = http2.literal("x-a", "b" * 100) * 100
-        first = http2.frame(http2.HEADERS, http2.call_headers("a", _PATH), stream=stream)
+        first = http2.frame(http2.HEADERS, http2.call_headers(_PATH), stream=stream)
         return [first, *[http2.frame(http2.CONTINUATION, block, stream=stream)] * 50]
 
     await _flood(target, "frames of headers", frames)

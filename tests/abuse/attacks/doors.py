@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from frontend.vllm_engine.servicer import SERVICE_NAME
 from tests.abuse.attack import Target, attack
 from tests.abuse.observer import STREAMS
-from tests.http2_frames import RawConnection
+from tests.http2 import RawConnection
 
 _LIMIT = (4 << 20) - 1024  # bytes of a body that is still read
 _PIECE_EVERY_S = 0.1

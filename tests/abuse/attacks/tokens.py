@@ -6,9 +6,9 @@ import asyncio
 import itertools
 
 from shared.pb import frontend_pb2 as pb
-from tests import http2_frames as http2
+from tests import http2
 from tests.abuse.attack import HEALTH, Target, attack
-from tests.http2_frames import RawConnection
+from tests.http2 import RawConnection
 
 _LARGE = pb.GenerateRequest(text="a" * (1 << 20)).SerializeToString()
 

@@ -40,11 +40,8 @@ def simulate(seed: int) -> Result:
         try:
             return virtual_time.run(simulation.run())
         except Exception as error:
-            raise SimulationError(
-                f"cluster seed {seed} fails\n{type(error).__name__}: {error}\n"
-                f"{simulation.described}\n"
-                f"replay: python -m tests.simulation --of cluster --seeds 1 --seed {seed}"
-            ) from error
+            described = simulation.described
+            raise SimulationError(f"{type(error).__name__}: {error}\n{described}") from error
 
 
 class Simulation:

@@ -1,0 +1,84 @@
+"""Some seeds of each simulated world; `python -m tests.simulation` runs random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from scheduler_svc.sequence import FinishCause
+from tests.simulation import virtual_time
+from tests.simulation.cluster.faults import KINDS
+from tests.simulation.cluster.long_run import LongRun
+from tests.simulation.cluster.simulate import simulate as simulate_cluster
+from tests.simulation.deadly_requests import SCENES
+from tests.simulation.run_seeds import run_seeds
+from tests.simulation.simulate import simulate
+
+# The seeds, and what they must reach among other things.
+SEEDS: dict[str, tuple[range, list[str]]] = {
+    "engine": (
+        range(150),
+        [
+            *(f"ended {cause.name}" for cause in FinishCause),
+            "cached prompt tokens",
+            "copies",
+            "disconnects",
+            "logprobs",
+            "losses",
+            "poisonings",
+            "preemptions",
+            "prompt logprobs",
+            "resumed",
+            "rows mid-prompt",
+            "siblings",
+            "tokens not known yet",
+        ],
+    ),
+    "cluster": (
+        range(100),
+        [
+            *KINDS,
+            "DeadlineError",
+            "FailedPreconditionError",
+            "InternalError",
+            "QueueFullError",
+            "blocks without the one before them",
+            "cached prompt tokens",
+            "moves with tokens",
+            "poisonings",
+            "refusals",
+        ],
+    ),
+    "successions": (range(20), [scene for scene in SCENES if scene != "killed by nothing"]),
+    "prefix-index": (range(50), ["messages", "parts of snapshots"]),
+}
+
+
+@pytest.mark.parametrize("world", SEEDS)
+def test_no_seed_fails(world: str) -> None:
+    seeds, reached = SEEDS[world]
+    summary = run_seeds(world, seeds)
+    assert not summary.failures, summary.failures[0]
+    assert not [name for name in reached if not summary.counts[name]]
+
+
+@pytest.mark.parametrize("seed", [3, 14])
+def test_a_seed_gives_the_same_steps_again(seed: int) -> None:
+    first, second = simulate(seed), simulate(seed)
+    assert first.counts["steps"] > 0
+    assert first == second
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_seed_of_a_cluster_gives_the_same_tokens_at_the_same_times(seed: int) -> None:
+    assert simulate_cluster(seed) == simulate_cluster(seed)
+
+
+def test_a_cluster_under_load_is_balanced_and_finds_most_prefixes(tmp_path: Path) -> None:
+    run = LongRun(Random(1), tmp_path, engines=8, frontends=2, requests_per_s=2000, seconds=1.0)
+    summary = virtual_time.run(run.run())
+    assert summary.counts["moves with tokens"]
+    assert summary.cached_tokens > 0.75 * summary.ideal_cached_tokens
+    assert max(summary.imbalances) < 2
