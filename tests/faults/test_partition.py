@@ -94,10 +94,8 @@ def _start(name: str, hosts: Hosts, logs: Path) -> None:
     ],
     ids=lambda ways: " and ".join(map("-".join, ways)),
 )
-def test_a_cut_that_connections_outlive_and_one_that_they_do_not(
-    network: Network, ways: list[tuple[str, str]]
-) -> None:
-    """Both ways or one way."""
+def test_a_short_cut_and_a_long_one(network: Network, ways: list[tuple[str, str]]) -> None:
+    """Connections outlive the first, not the second."""
     hosts, (one, other) = network.hosts, ways[0]
 
     def packets_are_lost() -> bool:
