@@ -36,7 +36,7 @@ async def test_no_stream_notices_engines_that_come_restart_and_go(tmp_path: Path
             for command, engines, said in (
                 (("scale", "--engines", 3), "012", "3 engines serve"),
                 (("restart",), "012", "restarted 8 processes"),
-                (("scale", "--engines", 1), "0", "1 engines serve"),
+                (("scale", "--engines", 1), "0", "1 engine serves"),
             ):
                 done = await asyncio.to_thread(launcher, *command, "--port", port)
                 assert done.returncode == 0, (command, done.stderr)
