@@ -2,6 +2,9 @@
 
 python = others_python()  # has requirements/test-clients.txt: what they need is not the project's
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH
+folder = node_modules()  # has what examples/typescript needs
+
+A test that asks for what is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -14,6 +17,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_LOCKED = {
+    "test-clients": ROOT / "requirements" / "test-clients.txt",
+    "ray": ROOT / "requirements" / "ray.txt",
+    "node": ROOT / "examples" / "typescript" / "package-lock.json",
+}
 _INSTALL = [
     *("-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
     *("--require-hashes", "--no-deps", "--only-binary", ":all:"),
@@ -21,21 +29,25 @@ _INSTALL = [
 
 
 def others_python() -> Path:
-    """The Python of an environment with others' clients; skips the test where there is none."""
+    """The Python of an environment with others' clients."""
     return _installed("test-clients") / "bin" / "python"
 
 
 def ray_packages() -> Path:
-    """A folder with Ray and what it needs, beside those that all have; skips the test where there
-    is none."""
+    """A folder with Ray and what it needs, beside those that all have."""
     return _installed("ray")
+
+
+def node_modules() -> Path:
+    """The npm packages of the example in TypeScript."""
+    return _installed("node") / "node_modules"
 
 
 def _installed(name: str) -> Path:
     if not _stamp(name).exists():
         import pytest  # not at the top: a program installs them, too
 
-        pytest.skip(f"requirements/{name}.txt is not installed: python -m tests.others")
+        pytest.skip(f"{_LOCKED[name].relative_to(ROOT)} is not installed: python -m tests.others")
     return _folder(name)
 
 
@@ -44,9 +56,8 @@ def _folder(name: str) -> Path:
 
 
 def _stamp(name: str) -> Path:
-    """A file in the folder, once all of requirements/NAME.txt is installed in it."""
-    locked = (ROOT / "requirements" / f"{name}.txt").read_bytes()
-    return _folder(name) / hashlib.sha256(locked).hexdigest()[:16]
+    """A file in the folder, once all that is locked is installed in it."""
+    return _folder(name) / hashlib.sha256(_LOCKED[name].read_bytes()).hexdigest()[:16]
 
 
 def install() -> None:
@@ -54,17 +65,22 @@ def install() -> None:
     (ROOT / ".run").mkdir(exist_ok=True)
     with (ROOT / ".run" / "tests-others.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (clients := _stamp("test-clients")).exists():
-            _run(sys.executable, "-m", "venv", "--clear", clients.parent)
-            _install("test-clients", clients.parent / "bin" / "python")
-        if not (ray := _stamp("ray")).exists():
-            shutil.rmtree(ray.parent, ignore_errors=True)
-            _install("ray", sys.executable, "--target", ray.parent)
-
-
-def _install(name: str, python: str | Path, *where: str | Path) -> None:
-    _run(python, *_INSTALL, *where, "-r", ROOT / "requirements" / f"{name}.txt")
-    _stamp(name).touch()
+        for name, locked in _LOCKED.items():
+            if _stamp(name).exists() or (name == "node" and not shutil.which("npm")):
+                continue
+            folder = _folder(name)
+            shutil.rmtree(folder, ignore_errors=True)
+            if name == "test-clients":
+                _run(sys.executable, "-m", "venv", folder)
+                _run(folder / "bin" / "python", *_INSTALL, "-r", locked)
+            elif name == "ray":
+                _run(sys.executable, *_INSTALL, "--target", folder, "-r", locked)
+            else:
+                folder.mkdir()
+                for file in (locked, locked.with_name("package.json")):
+                    shutil.copy(file, folder)
+                _run("npm", "ci", "--ignore-scripts", "--no-fund", "--prefix", folder)
+            _stamp(name).touch()
 
 
 def _run(*command: str | Path) -> None:
@@ -73,4 +89,3 @@ def _run(*command: str | Path) -> None:
 
 if __name__ == "__main__":
     install()
-    print(_folder("test-clients"), _folder("ray"))

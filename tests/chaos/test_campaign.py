@@ -1,39 +1,18 @@
-"""A short campaign, and whether a campaign would notice damage."""
+"""Whether a campaign would notice damage. `make soak` runs campaigns."""
 
 from __future__ import annotations
 
 import json
 import random
-import secrets
 from pathlib import Path
 
 import pytest
 
 from frontend.client.types import Chunk
-from tests.chaos.campaign import run_campaign
 from tests.chaos.faults import FAULTS, draw_faults
 from tests.chaos.report import Report, Rest, quantiles
 from tests.chaos.workload import draw_requests
 from tests.faults.transcript import Damage, Transcript
-
-FAULTS_OF_A_SHORT_CAMPAIGN = 5
-# 200 faults have shown that none of its requests draws a random number so close to the boundary
-# between two tokens that rounding decides (docs/reliability.md); with some seeds, one does.
-SEED = 2026
-
-
-@pytest.mark.timeout(900)
-def test_a_short_campaign_damages_no_token(tmp_path: Path) -> None:
-    tp = secrets.choice([1, 2])
-    print(f"python -m tests.chaos --seed {SEED}: the part at TP {tp}")
-    report = run_campaign(SEED, FAULTS_OF_A_SHORT_CAMPAIGN, tp, print)
-    assert not report.failures
-    assert (report.lost, report.duplicated, report.wrong) == (0, 0, 0)
-    assert report.faults.total() == FAULTS_OF_A_SHORT_CAMPAIGN
-    assert report.tokens
-    assert any(report.pauses_s.values())
-    report.save(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["seed"] == SEED
 
 
 def chunk(*token_ids: int, offset: int = 0, finished: bool = False) -> Chunk:
@@ -108,6 +87,16 @@ def test_a_report_of_damage_is_not_ok() -> None:
     report.add(Report(1, failures=["the end"]))
     assert not report.ok
     assert not Report(1, wrong=1).ok
+
+
+def test_a_report_is_saved(tmp_path: Path) -> None:
+    rest = Rest(0, 0, 0, 5, {"frontend-0": 100.0})
+    report = Report(7, pauses_s={"worker killed": [1.0, 2.0]}, rest=[{"start": rest, "end": rest}])
+    report.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["seed"] == 7
+    assert saved["pauses_s"]["worker killed"]["longest"] == 2.0
+    assert saved["rest"][0]["end"]["processes"] == 5
 
 
 def test_quantiles_are_of_the_pauses() -> None:

@@ -1,8 +1,12 @@
-"""vLLM's engine protocol of a real stack: what only the engine itself can tell."""
+"""vLLM's engine protocol of a real stack: what only the engine itself can tell, and profiles of its
+workers."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,16 +22,18 @@ from tests.stack import RealStack, running_stack
 BLOCK = 16
 TOKEN = "an-operators-token"
 OPERATOR = (("authorization", f"Bearer {TOKEN}"),)
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealStack, Any]]:
-    """A stack with a small cache, and a client of its engine protocol."""
+    """A stack of two ranks with a small cache, and a client of its engine protocol."""
     tokens = tmp_path_factory.mktemp("tokens") / "operators"
     tokens.write_text(f"{TOKEN}\n")
     address = f"127.0.0.1:{free_service_port()}"
     with (
         running_stack(
+            tp=2,
             engine_addresses=address,
             operator_tokens_file=tokens,
             kv_blocks=24,
@@ -171,3 +177,87 @@ def test_loads_are_the_engines(stack: tuple[RealStack, Any]) -> None:
     assert (load.max_total_num_tokens, load.max_running_requests) == (24 * BLOCK, 8)
     assert load.num_running_reqs == load.num_waiting_reqs == load.num_used_tokens == 0
     assert load.gen_throughput > 0
+
+
+class Operator:
+    """An operator of the stack, and a client."""
+
+    def __init__(self, running: RealStack, stub: Any) -> None:
+        self.running = running
+        self._stub = stub
+
+    def start(self, **fields: Any) -> str:
+        request = common.StartProfileRequest(**fields)
+        return self._succeeded(self._stub.StartProfile(request, metadata=OPERATOR))
+
+    def stop(self) -> str:
+        request = common.StopProfileRequest()
+        return self._succeeded(self._stub.StopProfile(request, metadata=OPERATOR))
+
+    def _succeeded(self, response: Any) -> str:
+        assert response.success
+        return str(response.message)
+
+    def generate(self) -> list[list[int]]:
+        with LLM(self.running.address) as llm:
+            outputs = llm.generate(["Once upon a time", "What is 3 + 4?"], GREEDY, use_tqdm=False)
+        return [output["token_ids"] for output in outputs]
+
+
+@pytest.fixture
+def operator(stack: tuple[RealStack, Any]) -> Operator:
+    return Operator(*stack)
+
+
+def traces(message: str, verb: str) -> list[Path]:
+    first, *paths = message.replace(",", "").split()
+    assert first == verb
+    return [Path(path) for path in paths]
+
+
+def names_in(trace: Path) -> set[str]:
+    with gzip.open(trace) as file:
+        return {event["name"] for event in json.load(file)["traceEvents"]}
+
+
+def test_every_rank_leaves_a_trace_and_no_token_changes(operator: Operator) -> None:
+    expected = operator.generate()
+    started = traces(operator.start(with_stack=True), "recording")
+    assert operator.generate() == expected
+    stopped = traces(operator.stop(), "wrote")
+    assert stopped == started
+    assert {path.parent for path in stopped} == {operator.running.stack.directory / "profiles"}
+    for rank, trace in enumerate(stopped):
+        assert trace.name.startswith(f"rank-{rank}-")
+        names = names_in(trace)
+        assert "aten::copy_" in names
+        assert any("worker_svc/models/qwen3.py" in name for name in names)
+    assert operator.generate() == expected
+
+
+def test_a_worker_takes_its_profile_with_it(operator: Operator) -> None:
+    expected = operator.generate()
+    operator.start()
+    operator.running.kill("worker", 1)
+    assert operator.generate() == expected
+    with pytest.raises(grpc.RpcError) as refused:  # by the rank that still records
+        operator.start()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert refused.value.details() == "a profile is in progress: StopProfile ends it"
+    (trace,) = traces(operator.stop(), "wrote")
+    assert trace.name.startswith("rank-0-")
+    assert len(traces(operator.start(num_steps=3), "recording")) == 2
+    assert operator.generate() == expected
+    assert len(traces(operator.stop(), "wrote")) == 2
+    operator.running.wait_serving()
+
+
+def test_the_workers_refusals_reach_the_operator(operator: Operator) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        operator.start(activities=["TPU"])
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == "activities: TPU; known: CPU, GPU, MEM"
+    with pytest.raises(grpc.RpcError) as refused:
+        operator.stop()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert refused.value.details() == "no profile is in progress"

@@ -24,7 +24,7 @@ from shared.pb.frontend_pb2 import (
     TokenizeRequest,
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.e2e.transformers_model import TransformersModel
+from tests.e2e.transformers_model import TransformersModel, token_prompts
 from tests.stack import running_stack
 
 TIMEOUT_S = 100
@@ -128,19 +128,34 @@ def test_a_crowd_changes_nothing(demo_stack: str, alone: dict[str, GenerateRespo
     check_all(demo_stack, alone)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"tp": 2, "sync": 1},
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"tp": 2, "frontends": 2, "sync": 1},
         {"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 5},
     ],
     ids=["two ranks, no step ahead", "preempted, short chunks"],
 )
+def configured(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a stack with settings that must not matter."""
+    with running_stack(**request.param) as stack:
+        yield stack.address
+
+
 def test_no_configuration_changes_a_token(
-    variables: dict[str, object], alone: dict[str, GenerateResponse]
+    configured: str, alone: dict[str, GenerateResponse]
 ) -> None:
-    with running_stack(**variables) as stack:
-        check_all(stack.address, alone)
+    check_all(configured, alone)
+
+
+def test_no_configuration_changes_what_transformers_would_say(
+    configured: str, oracle: TransformersModel
+) -> None:
+    prompts = token_prompts(len(oracle.tokenizer), 12)
+    expected = [[oracle.greedy(p, 40, ignore_eos=True)] for p in prompts]
+    params = sampling(temperature=0, max_tokens=40)
+    requests = [GenerateRequest(token_ids=TokenIds(ids=p), sampling=params) for p in prompts]
+    assert [tokens_of(answer) for answer in run_all(configured, requests)] == expected
 
 
 @pytest.mark.parametrize("name", FEATURES)

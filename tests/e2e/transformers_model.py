@@ -45,3 +45,15 @@ class TransformersModel:
         with torch.no_grad():
             logits = self.model(torch.tensor([token_ids])).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
+
+
+def token_prompts(vocab_size: int, count: int) -> list[list[int]]:
+    """Prompts from one token to several chunks long, no two alike, some sharing a prefix."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = []
+    for number in range(count):
+        length = 1 + number * number % 211
+        prompts.append(torch.randint(3, vocab_size, (length,), generator=generator).tolist())
+    for number in range(1, count, 3):
+        prompts[number] = prompts[count - 1][:40] + prompts[number]
+    return prompts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,13 +32,29 @@ class Victim:
         self.stack.wait_idle()
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["TP 1", "TP 2"])
-def victim(request: pytest.FixtureRequest) -> Iterator[Victim]:
+@pytest.fixture(scope="module")
+def victims() -> Iterator[Callable[[int], Victim]]:
+    """A module's victims, by tensor parallelism; each starts when it is first asked for."""
     limits: dict[str, Any] = {
         "max_num_batched_tokens": 32,
         "max_num_prefill_tokens": 16,
         "max_num_seqs": 32,
     }
-    with running_stack(tp=request.param, kv_blocks=1024, block_size=16, **limits) as stack:
-        every: dict[str, GenerateRequest] = REQUESTS | LONG_PROMPTS
-        yield Victim(stack, request.param, undisturbed(stack.address, every))
+    with ExitStack() as stacks:
+
+        @cache
+        def victim_of(tp: int) -> Victim:
+            started = running_stack(tp=tp, kv_blocks=1024, block_size=16, **limits)
+            stack = stacks.enter_context(started)
+            every: dict[str, GenerateRequest] = REQUESTS | LONG_PROMPTS
+            return Victim(stack, tp, undisturbed(stack.address, every))
+
+        yield victim_of
+
+
+@pytest.fixture
+def victim(request: pytest.FixtureRequest, victims: Callable[[int], Victim]) -> Victim:
+    """The victim with this tensor parallelism, at rest also after a test that was given up."""
+    found = victims(request.param)
+    found.rest()
+    return found

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.stack import ROOT, RealStack, running_stack
+from tests.waiting import WAIT_S
 
 TRIGGER = (1500, 1501, 1500)  # sets off the workers' fault
 
@@ -58,7 +59,7 @@ class HealthHistory:
     def wait_for(self, *expected: str) -> None:
         """Returns once the whole history is exactly this."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.seen == [*expected], 180), self.seen
+            assert self._changed.wait_for(lambda: self.seen == [*expected], WAIT_S), self.seen
 
     def close(self) -> None:
         self._call.cancel()

@@ -15,15 +15,20 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO
+
+import psutil
 
 from tests.stack import ROOT
 
 _ROUTER = "router"
+_ESTABLISHED = "01"  # in /proc/PID/net/tcp
 
 
 def missing() -> str | None:
@@ -95,13 +100,36 @@ class Hosts:
         _kill_all(name)
 
     def kill(self, name: str) -> None:
-        """Kills a host's process with SIGKILL. If the host is cut off, nobody ever hears of it."""
-        # Otherwise the host's kernel would keep announcing for minutes that the connections ended.
-        retries = "echo 1 > /proc/sys/net/ipv4/tcp_orphan_retries"
-        _ip("netns", "exec", _name(name), "sh", "-c", retries)
+        """Kills a host's process with SIGKILL."""
         process = self._processes.pop(name)
         process.kill()
         process.wait()
+
+    @contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """Stops a host's processes, all at once, so that none takes another for hung."""
+        first = psutil.Process(self._processes[name].pid)
+        family = [first, *first.children(recursive=True)]
+        for each in family:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in family:
+                each.resume()
+
+    def retransmissions(self, name: str, other: str) -> list[int]:
+        """For each connection that `name` holds open to `other`: how often it has sent the oldest
+        byte without an answer again."""
+        address = socket.inet_aton(self.address(other))[::-1].hex().upper()
+        found = []
+        for kind in ("tcp", "tcp6"):  # IPv4 over a socket for IPv6 has the address at its end
+            table = Path(f"/proc/{self._processes[name].pid}/net/{kind}").read_text()
+            for line in table.splitlines()[1:]:
+                _, _, remote, state, _, _, retransmissions, *_ = line.split()
+                if remote.partition(":")[0].endswith(address) and state == _ESTABLISHED:
+                    found.append(int(retransmissions, 16))
+        return found
 
     def cut(self, source: str, target: str) -> None:
         """Drops everything that `source` sends to `target`, until `heal`."""

@@ -19,6 +19,7 @@ from shared.pb.frontend_pb2 import (
 )
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.transcript import Transcript
+from tests.stack import UnmetPreconditionError
 from tests.waiting import WAIT_S
 
 # Long enough to stay open through a fault, short enough to end soon.
@@ -62,6 +63,9 @@ REQUESTS: dict[str, GenerateRequest] = {
     "regex": _structured("Answer: ", regex=r"(yes|no)(, [a-z]{3,8}){15}!"),
     "choice": _structured("Fox or hen? ", choice=Choice(options=["the fox", "the hen"])),
 }
+
+# Those with the most tokens.
+LONG = ("greedy", "seeded", "filters", "penalties", "several", "stop string")
 
 
 def long_prompts(count: int, length: int, vocab_size: int) -> dict[str, GenerateRequest]:
@@ -110,6 +114,28 @@ class OpenStreams:
                 for name in names
             )
         )
+
+    def wait_for_more(self, count: int, *names: str) -> None:
+        """Returns once each of these streams has `count` tokens more than now, or has ended."""
+        for name in names:
+            self.wait_for_tokens(self.transcripts[name].num_tokens + count, name)
+
+    def are_open(self, *names: str) -> bool:
+        """Whether all of these streams are open, for `RealStack.kill`."""
+        assert not self.errors, self.errors
+        return self.open.issuperset(names)
+
+    def require_open(self, *names: str) -> None:
+        """
+        Raises:
+            UnmetPreconditionError: one of these streams has ended, without an error.
+        """
+        if not self.are_open(*names):
+            raise UnmetPreconditionError(f"ended too early: {set(names) - self.open}")
+
+    def any_without_a_token(self) -> bool:
+        assert not self.errors, self.errors
+        return any(not each.num_tokens for each in self.transcripts.values())
 
     def wait_ended(self) -> dict[str, Transcript]:
         """Returns the transcripts once all requests have ended without an error."""

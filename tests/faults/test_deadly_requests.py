@@ -23,8 +23,8 @@ from tests.fake_worker import FakeWorker, completion, start_worker
 from tests.faults.faulty import deadly_environment
 from tests.faults.faulty_scheduler.sitecustomize import FAILURE, READ, STEP, TOKEN
 from tests.stack import ROOT
+from tests.waiting import WAIT_S
 
-WAIT_S = 120.0
 WORKERS = 905
 POISON = np.array([WORKERS, 2], "<i4").tobytes()  # workers cannot compute these two
 

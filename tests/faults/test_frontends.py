@@ -45,10 +45,22 @@ REQUESTS: Mapping[str, SamplingParams] = {
 }
 
 
+# They run to `max_tokens`.
+_LONG = ("greedy", "seeded", "features", "logprobs", "stop string")
+
+
 @pytest.fixture(scope="module")
-def stack() -> Iterator[RealStack]:
+def stack_of_module() -> Iterator[RealStack]:
     with running_stack(frontends=2, kv_blocks=1024, block_size=16) as running:
         yield running
+
+
+@pytest.fixture
+def stack(stack_of_module: RealStack) -> RealStack:
+    """The module's stack, at rest also after a test that was given up halfway."""
+    stack_of_module.wait_serving()
+    stack_of_module.wait_idle()
+    return stack_of_module
 
 
 @dataclass
@@ -68,6 +80,11 @@ class Streams:
                     for name, each in self.transcripts.items()
                 )
             )
+
+    def are_open(self) -> bool:
+        """Whether the long ones are open, for `RealStack.kill`."""
+        assert not any(task.done() and task.exception() for task in self.tasks.values())
+        return not any(self.tasks[name].done() for name in _LONG)
 
     async def ended(self) -> dict[str, Transcript]:
         """Returns the transcripts once all requests have ended without an error."""
@@ -118,10 +135,10 @@ async def test_streams_go_on_at_another_frontend(stack: RealStack) -> None:
         open_streams(llm) as streams,
     ):
         await streams.wait_for_tokens(10)
-        pid = await asyncio.to_thread(stack.kill, "frontend", 0)
+        pid = await asyncio.to_thread(stack.kill, "frontend", 0, streams.are_open)
         await streams.wait_for_tokens(40)
         await asyncio.to_thread(stack.wait_replaced, "frontend", 0, pid)
-        await asyncio.to_thread(stack.kill, "frontend", 1)
+        await asyncio.to_thread(stack.kill, "frontend", 1, streams.are_open)
         assert_undamaged(await streams.ended(), expected)
     await asyncio.to_thread(stack.wait_serving)
     await asyncio.to_thread(stack.wait_idle)
@@ -129,8 +146,7 @@ async def test_streams_go_on_at_another_frontend(stack: RealStack) -> None:
 
 async def test_what_a_killed_frontend_asked_for_is_dropped(stack: RealStack) -> None:
     """Seen through one plain connection, to one of the two."""
-    before = await asyncio.to_thread(stack.load)
-    assert before.frontends == 2
+    before = await asyncio.to_thread(stack.wait_load, lambda load: load.frontends == 2)
     async with aio.insecure_channel(stack.address) as channel:
         request = encode_request(_STORY, _params(max_tokens=1900))
         calls = [InferenceServiceStub(channel).GenerateStream(request) for _ in range(20)]
@@ -152,18 +168,20 @@ async def test_streams_of_other_frontends_are_untouched(stack: RealStack) -> Non
     """Seen by a plain client, which resumes nothing."""
     request = encode_request(_STORY, _params(temperature=0, max_tokens=600))
     victim = await asyncio.to_thread(stack.pid, "frontend", 0)
-    async with AsyncExitStack() as channels:
-        calls: list[Any] = []
-        while not 0 < connections_to(stack, victim) < len(calls):
+    async with AsyncExitStack() as opened:
+        channels: list[aio.Channel] = []
+        while not 0 < connections_to(stack, victim) < len(channels):
             channel = aio.insecure_channel(stack.address, options=_CONNECTION_OF_ITS_OWN)
-            await channels.enter_async_context(channel)
+            channels.append(await opened.enter_async_context(channel))
             await channel.channel_ready()
-            calls.append(InferenceServiceStub(channel).GenerateStream(request))
+        hit = connections_to(stack, victim)
+        calls = [InferenceServiceStub(channel).GenerateStream(request) for channel in channels]
         transcripts = [Transcript() for _ in calls]
         for call, transcript in zip(calls, transcripts, strict=True):
             transcript.add(decode_chunk(await call.read()))
-        hit = connections_to(stack, victim)
-        await asyncio.to_thread(stack.kill, "frontend", 0)
+        await asyncio.to_thread(
+            stack.kill, "frontend", 0, lambda: stack.load().running == len(calls)
+        )
         codes = await asyncio.gather(*map(rest_of, calls, transcripts))
     whole = [t for t, code in zip(transcripts, codes, strict=True) if code is StatusCode.OK]
     assert codes.count(StatusCode.UNAVAILABLE) == hit

@@ -12,33 +12,28 @@ REPLACED = ("SERVING", "NOT_SERVING", "SERVING")
 
 
 def test_a_stopped_worker_is_replaced_and_the_other_rank_stays() -> None:
+    """While it works, and while it has nothing to do."""
     names = ("greedy", "seeded", "several", "penalties")
     requests = {name: REQUESTS[name] for name in names}
-    with running_stack(tp=2, kv_blocks=256) as stack:
+    with running_stack(tp=2, kv_blocks=256) as stack, health_history(stack.address) as health:
+        health.wait_for(*REPLACED[:1])
         expected = undisturbed(stack.address, requests)
-        with (
-            health_history(stack.address) as health,
-            open_streams(stack.address, requests) as streams,
-        ):
-            health.wait_for(*REPLACED[:1])
+        first = stack.pids()
+        with open_streams(stack.address, requests) as streams:
             streams.wait_for_tokens(20, *names)
-            before = stack.pids()
             stopped = stack.stop("worker", 1)
+            streams.require_open(*names)
             stack.wait_replaced("worker", 1, stopped)
             assert_undamaged(streams.wait_ended(), expected)
-            health.wait_for(*REPLACED)
-        after = stack.pids()
-        assert {key for key in before if before[key] != after[key]} == {("worker", 1)}
+        health.wait_for(*REPLACED)
         stack.wait_serving()
         stack.wait_idle()
+        second = stack.pids()
+        assert {key for key in first if first[key] != second[key]} == {("worker", 1)}
 
-
-def test_a_worker_that_is_stopped_while_it_has_nothing_to_do_is_replaced() -> None:
-    with running_stack(kv_blocks=256) as stack, health_history(stack.address) as health:
         stack.wait_replaced("worker", 0, stack.stop("worker", 0))
-        health.wait_for(*REPLACED)
-        expected = undisturbed(stack.address, {"greedy": REQUESTS["greedy"]})
-        assert expected["greedy"].num_tokens
+        health.wait_for(*REPLACED, *REPLACED[1:])
+        assert_undamaged(undisturbed(stack.address, requests), expected)
 
 
 def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
@@ -49,6 +44,7 @@ def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
         with open_streams(stack.address, healthy) as streams:
             streams.wait_for_tokens(20, *healthy)
             worker = stack.pid("worker")
+            streams.require_open(*healthy)
             with open_streams(stack.address, last) as hanging:
                 stack.wait_replaced("worker", 0, worker)
                 assert hanging.wait_ended()["last"].num_tokens == 200

@@ -40,7 +40,7 @@ for _name in _LONG:
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[RealStack]:
+def stack_of_module() -> Iterator[RealStack]:
     limits = {"max_num_batched_tokens": 64, "max_num_seqs": 32}
     http = {"http_port": free_service_port()}
     with running_stack(engines=2, dtype="float32", kv_blocks=1024, **limits, **http) as stack:
@@ -48,18 +48,35 @@ def stack() -> Iterator[RealStack]:
 
 
 @pytest.fixture(scope="module")
-def expected(stack: RealStack) -> dict[str, Transcript]:
-    return undisturbed(stack.address, _REQUESTS)
+def expected(stack_of_module: RealStack) -> dict[str, Transcript]:
+    return undisturbed(stack_of_module.address, _REQUESTS)
+
+
+@pytest.fixture
+def stack(stack_of_module: RealStack) -> RealStack:
+    """The module's stack, at rest also after a test that was given up halfway."""
+    stack_of_module.wait_serving()
+    stack_of_module.wait_idle()
+    return stack_of_module
 
 
 @contextmanager
-def _lost_engine(stack: RealStack, number: int) -> Iterator[None]:
-    """Kills all processes of an engine at once; nothing starts them again before the body ends."""
+def _lost_engine(stack: RealStack, number: int, streams: OpenStreams) -> Iterator[None]:
+    """Kills all processes of an engine at once; nothing starts them again before the body ends.
+
+    Raises:
+        UnmetPreconditionError: a long stream has ended.
+    """
     processes = stack.stack.engine_processes(number)
     all_of_it = [each for process in processes for each in _family(stack, process)]
     for each in all_of_it:  # so that none notices what becomes of the others, or of itself
         with suppress(psutil.NoSuchProcess):
             each.suspend()
+    if not streams.are_open(*_LONG):
+        for each in all_of_it:
+            with suppress(psutil.NoSuchProcess):
+                each.resume()
+        streams.require_open(*_LONG)
     with ThreadPoolExecutor() as threads:
         stops = [threads.submit(stop_process, stack.directory, each) for each in processes]
         wait_for(lambda: _are_stopping(stack, processes), "the engine's processes to stop")
@@ -126,8 +143,7 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
         wholes = [threads.submit(_generate, stack) for _ in range(2)]
         texts = [threads.submit(_over_http, stack) for _ in range(2)]
         streams.wait_for_tokens(5, *_LONG)
-        with _lost_engine(stack, 1):
-            assert streams.open.issuperset(_LONG), streams.errors
+        with _lost_engine(stack, 1, streams):
             assert_undamaged(streams.wait_ended(), expected)
             assert [each.result() for each in texts] == [text, text]
             seeded = expected["seeded"].parts[0].token_ids
@@ -138,17 +154,12 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
     assert_undamaged(undisturbed(stack.address, requests), expected)
 
 
-def _wait_for_more(streams: OpenStreams) -> None:
-    for name in _LONG:
-        streams.wait_for_tokens(streams.transcripts[name].num_tokens + 10, name)
-
-
 def test_both_in_turn(stack: RealStack, expected: dict[str, Transcript]) -> None:
     """Streams that have moved move on, also to where they were before."""
     with open_streams(stack.address, _REQUESTS) as streams:
         for number in (0, 1):
-            _wait_for_more(streams)
-            with _lost_engine(stack, number):
-                _wait_for_more(streams)
+            streams.wait_for_more(10, *_LONG)
+            with _lost_engine(stack, number, streams):
+                streams.wait_for_more(10, *_LONG)
             stack.wait_serving()
         assert_undamaged(streams.wait_ended(), expected)

@@ -19,8 +19,8 @@ from deploy.status import format_status, stack_status
 from deploy.supervisor import supervised_processes
 from frontend.client import LLM, TLS, SamplingParams
 from tests.certificates import Authority, Issued
-from tests.stack import RealStack, running_stack
-from tests.waiting import wait_for
+from tests.stack import RealStack, UnmetPreconditionError, running_stack
+from tests.waiting import WAIT_S, wait_for
 
 TOKEN = "a-token-of-the-tests-0123456789"
 PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -176,7 +176,10 @@ def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
     victim.stack.wait_load(lambda load: load.sampled_tokens > before + 5)
     stopped = getattr(victim, role)(f"{service}-0")
     stopped.suspend()
-    assert not psutil.wait_procs([stopped], timeout=60)[1]
+    if not stream.is_alive():
+        stopped.resume()
+        raise UnmetPreconditionError("the stream ended too early")
+    assert not psutil.wait_procs([stopped], timeout=WAIT_S)[1]
     stream.join()
     assert found == [expected]
     victim.stack.wait_serving()
@@ -186,7 +189,7 @@ def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
 def test_the_watchdog_is_watched_like_the_others(victim: Victim, role: str) -> None:
     stopped = getattr(victim, role)("watchdog-0")
     stopped.suspend()
-    assert not psutil.wait_procs([stopped], timeout=60)[1]
+    assert not psutil.wait_procs([stopped], timeout=WAIT_S)[1]
 
     def another() -> bool:
         pids = {each.name: each.pid for each in supervised_processes(victim.stack.directory)}

@@ -27,6 +27,7 @@ def test_a_poisoned_request_ends_and_the_others_go_on() -> None:
         expected = undisturbed(stack.address, healthy)
         with open_streams(stack.address, healthy) as streams:
             streams.wait_for_tokens(20, *healthy)
+            streams.require_open(*healthy)
             with open_streams(stack.address, poisoned) as dying:
                 assert_internal_error(dying, "poisoned")
             assert_undamaged(streams.wait_ended(), expected)
@@ -45,7 +46,8 @@ def test_a_request_that_kills_the_scheduler_ends_and_the_others_go_on(tmp_path: 
         with open_streams(stack.address, healthy) as streams:
             streams.wait_for_tokens(20, *healthy)
             with open_streams(stack.address, {"deadly": request(TOKEN)}) as dying:
-                stack.wait_replaced("scheduler", 0, stack.kill("scheduler"))
+                pid = stack.kill("scheduler", while_true=lambda: streams.are_open(*healthy))
+                stack.wait_replaced("scheduler", 0, pid)
                 stack.kill("scheduler")
                 assert_internal_error(dying, "deadly")
             assert_undamaged(streams.wait_ended(), expected)

@@ -9,17 +9,23 @@ import pytest
 
 from tests.faults.network import missing
 from tests.faults.ray_cluster import ray_cluster, serve
-from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
+from tests.faults.streams import (
+    REQUESTS,
+    OpenStreams,
+    assert_undamaged,
+    open_streams,
+    undisturbed,
+)
 from tests.stack import DEMO_MODEL
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=str(missing())),
-]
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 _STREAMS = {name: REQUESTS[name] for name in ("greedy", "seeded", "several", "schema")}
+_LONG = ("greedy", "seeded", "several")
 _LIMITS = {"max_num_batched_tokens": 32, "max_num_seqs": 32}
 
 
+@pytest.mark.soak
 def test_a_node_with_ranks_is_lost(tmp_path: Path) -> None:
     """The addresses of all that was there change; TLS between the services goes on."""
     # An engine fits on either of one and two, but not on the head.
@@ -46,7 +52,7 @@ def test_a_node_with_ranks_is_lost(tmp_path: Path) -> None:
         )
 
 
-def test_engines_come_and_go(tmp_path: Path) -> None:
+def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
     with ray_cluster({"head": 4}) as cluster:
         with pytest.raises(AssertionError, match="would be called in plaintext"):
             cluster.cli("up", f"--model={DEMO_MODEL}")
@@ -58,10 +64,27 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
         assert sorted(lines) == ["frontend-0", "scheduler-0", "worker-0"]
         with open_streams(cluster.address, _STREAMS) as streams:
             streams.wait_for_tokens(10, *_STREAMS)
-            _kill_actor_of(int(lines["worker-0"].pid))
+            _kill_actor_of(int(lines["worker-0"].pid), streams)
             assert_undamaged(streams.wait_ended(), expected)
         assert "already up" in cluster.cli("up")
+        assert cluster.cli("down").startswith("stopped 3 processes")
 
+
+def _kill_actor_of(pid: int, streams: OpenStreams) -> None:
+    """Kills the Ray actor that runs the process, and the process with it, if streams are open."""
+    process = psutil.Process(pid)
+    process.suspend()
+    streams.require_open(*_LONG)
+    while not process.name().startswith("ray::"):
+        process = process.parent()
+    process.kill()
+
+
+@pytest.mark.soak
+def test_engines_come_and_go(tmp_path: Path) -> None:
+    with ray_cluster({"head": 4}) as cluster:
+        serve(cluster, tmp_path, **_LIMITS)
+        expected = undisturbed(cluster.address, _STREAMS)
         assert "2 engines serve" in cluster.cli("scale", "--engines=2")
         lines = cluster.wait_serving()
         assert sorted(lines) == [
@@ -72,13 +95,3 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
             assert "1 engines serve" in cluster.cli("scale", "--engines=1")
             assert_undamaged(streams.wait_ended(), expected)
         assert sorted(cluster.ps()) == ["frontend-0", "scheduler-0", "worker-0"]
-
-        assert cluster.cli("down").startswith("stopped 3 processes")
-
-
-def _kill_actor_of(pid: int) -> None:
-    """Kills the Ray actor that runs the process, and the process with it."""
-    process = psutil.Process(pid)
-    while not process.name().startswith("ray::"):
-        process = process.parent()
-    process.kill()
