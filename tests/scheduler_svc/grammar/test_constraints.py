@@ -292,6 +292,7 @@ async def test_the_next_step_waits_for_masks_while_one_runs(
         grammars.filled.clear()
         grammars.on_filling = rig.worker.may_answer.clear
         await asyncio.wait_for(grammars.filling.wait(), 10)
+        grammars.on_filling = lambda: None
         sent = len(rig.worker.masked_rows)
         for _ in range(100):
             await asyncio.sleep(0)
