@@ -19,11 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.simulation.cluster.planted_bugs import CLUSTER_BUGS
 from tests.simulation.planted_bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
-ALL = {bug.name: bug for bug in (*BUGS, *CLUSTER_BUGS)}
 _MACHINES = 20  # seeds of the state machines
 # Of all that a bug of a world might break.
 _UNIT_TESTS = {
@@ -45,21 +43,8 @@ def find(bug: Bug, seeds: int, processes: int | None = None) -> str:
         LookupError: the bug's text does not occur exactly once.
     """
     with _copy_of_the_code() as root:
-        plant(bug, root)
+        bug.plant(root)
         return _problem(root, bug.world, seeds, processes)
-
-
-def plant(bug: Bug, root: Path) -> None:
-    """Replaces a bug's text in a copy of the code.
-
-    Raises:
-        LookupError: the text does not occur exactly once.
-    """
-    path = root / bug.package / bug.file
-    text = path.read_text()
-    if text.count(bug.old) != 1:
-        raise LookupError(f"{bug.name}: {text.count(bug.old)} times in {bug.file}:\n{bug.old}")
-    path.write_text(text.replace(bug.old, bug.new))
 
 
 @contextmanager
@@ -104,9 +89,9 @@ def _run(root: Path, module: str, *args: str) -> subprocess.CompletedProcess[str
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations")
     parser.add_argument("--seeds", type=int, default=200)
-    parser.add_argument("--only", nargs="+", choices=ALL, metavar="NAME", help="only these bugs")
+    parser.add_argument("--only", nargs="+", choices=BUGS, metavar="NAME", help="only these bugs")
     args = parser.parse_args()
-    bugs = [ALL[name] for name in args.only or ALL]
+    bugs = [BUGS[name] for name in args.only or BUGS]
     with _copy_of_the_code() as root:
         for world in sorted({bug.world for bug in bugs}):
             if problem := _problem(root, world, args.seeds, None):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.mutations import ALL, ROOT, find, plant
+from tests.simulation.mutations import ROOT, find
+from tests.simulation.planted_bugs import BUGS
 
 SEEDS = 5
 TEN = (
@@ -25,15 +26,15 @@ TEN = (
 
 
 def test_every_bug_can_be_planted(tmp_path: Path) -> None:
-    for bug in ALL.values():
-        original, file = ROOT / bug.package / bug.file, tmp_path / bug.package / bug.file
+    for bug in BUGS.values():
+        original, file = ROOT / bug.file, tmp_path / bug.file
         file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(original, file)
-        plant(bug, tmp_path)
+        bug.plant(tmp_path)
         assert file.read_text() != original.read_text()
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", TEN)
 def test_a_simulated_seed_finds_it(name: str) -> None:
-    assert find(ALL[name], SEEDS, processes=1).startswith("seed ")
+    assert find(BUGS[name], SEEDS, processes=1).startswith("seed ")
