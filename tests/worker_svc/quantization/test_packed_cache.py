@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from worker_svc.quantization.quantize import empty, quantize
 MAPPED, KEPT, NOT_KEPT, BROKEN, REFUSED = (
     f"packed weights are {how}" for how in ("mapped", "kept", "not kept", "broken", "refused")
 )
+ROOT = Path(__file__).parents[3]
 PACK, UNPACK = cpu_ops.pack, cpu_ops.unpack  # as they are without `exact_weights`
 
 
@@ -285,10 +289,37 @@ def header(path: Path) -> list[str]:
     return names
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_directory(model_dir: Path, cache_home: Path) -> None:
-    cache_home.chmod(0o500)
-    assert start(model_dir)[1] == [NOT_KEPT]
+READ_ONLY = """
+import os, sys, torch
+from pathlib import Path
+from structlog.testing import capture_logs
+from worker_svc.packed_cache import PackedCache
+
+if os.geteuid() == 0:  # who may write anywhere
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+with capture_logs() as logs:
+    cache = PackedCache(Path("model"), "int8-0-of-1", ())
+    cache.add("weight", {"weight": torch.zeros(3)})
+    cache.save()
+print(*(each["event"] for each in logs), sep="\\n")
+"""
+
+
+def test_read_only_directory() -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's are closed to other users
+        os.chmod(directory, 0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY],
+            cwd=directory,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        os.chmod(directory, 0o755)
+    assert done.stdout.splitlines() == [NOT_KEPT]
 
 
 def test_directory_that_cannot_be_made(model_dir: Path, cache_home: Path) -> None:

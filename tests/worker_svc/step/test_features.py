@@ -7,6 +7,7 @@ import pytest
 
 from shared.errors import InvalidArgumentError
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
+from shared.sampling_params import COLUMNS
 from tests.worker_svc.harness import (
     Asked,
     Batch,
@@ -99,32 +100,6 @@ def test_most_steps_have_neither() -> None:
         ("rows", i4([1, 3]), "3 is not in 0..2"),
         ("rows", i4([-1, 1]), "-1 is not in 0..2"),
         ("rows", b"\x00" * 7, "7 bytes, not a multiple of 4"),
-        ("top_k", i4([1]), "1 entries, expected 2"),
-        ("top_k", i4([3, -1]), "-1 is not in [0, 2147483647]"),
-        ("top_p", f4([0.5]), "1 entries, expected 2"),
-        ("top_p", f4([0.5, 0]), "0.0 is not in (0, 1]"),
-        ("top_p", f4([1.5, 1]), "1.5 is not in (0, 1]"),
-        ("top_p", f4([NAN, 1]), "nan is not in (0, 1]"),
-        ("min_p", f4([0.5]), "1 entries, expected 2"),
-        ("min_p", f4([-0.5, 0]), "-0.5 is not in [0, 1]"),
-        ("min_p", f4([0, 1.5]), "1.5 is not in [0, 1]"),
-        ("min_p", f4([0, NAN]), "nan is not in [0, 1]"),
-        ("repetition_penalties", f4([1]), "1 entries, expected 2"),
-        ("repetition_penalties", f4([1, 0]), "0.0 is not finite and above 0"),
-        ("repetition_penalties", f4([INF, 1]), "inf is not finite and above 0"),
-        ("repetition_penalties", f4([NAN, 1]), "nan is not finite and above 0"),
-        ("presence_penalties", f4([0]), "1 entries, expected 2"),
-        (
-            "presence_penalties",
-            f4([0, INF]),
-            "inf is not finite",
-        ),
-        ("frequency_penalties", f4([0]), "1 entries, expected 2"),
-        (
-            "frequency_penalties",
-            f4([NAN, 0]),
-            "nan is not finite",
-        ),
         ("prompt_lens", i4([0]), "1 entries, expected 2"),
         ("prompt_lens", i4([4, 1]), "4 is not in 0..context_len of its row"),
         ("prompt_lens", i4([0, -1]), "-1 is not in 0..context_len of its row"),
@@ -152,6 +127,21 @@ def test_a_malformed_feature_is_named(column: str, value: bytes, reason: str) ->
     with pytest.raises(InvalidArgumentError) as error:
         decode(request)
     assert (error.value.field, error.value.reason) == (f"features.{column}", reason)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_number_that_is_not_in_its_range_is_named(name: str) -> None:
+    """By the ranges that all services share, which have tests of their own."""
+    parameter = COLUMNS[name]
+    column, engine, default = parameter.column, parameter.engine, parameter.default
+    encode, wrong = i4, [-1]
+    if not parameter.whole:
+        encode, wrong = f4, [NAN, INF, 0.0 if engine.above else -INF]
+    reasons = {encode([default]): "1 entries, expected 2"}
+    for value in wrong:
+        reasons[encode([default, value])] = f"{value} is not {engine}"
+    for values, reason in reasons.items():
+        test_a_malformed_feature_is_named(column, values, reason)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_equals_torch_alone_and_in_a_crowd(
     check(dtype, heads, kv_heads, head_dim, block_size)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cpu", CPUS)
 def test_older_cpus(cpu: str) -> None:
     run_as(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 
 import llvmlite.binding as llvm
+import numba
 import pytest
 import torch
 
@@ -151,13 +152,39 @@ def run_as(cpu: str, command: str) -> None:
     subprocess.run([sys.executable, "-c", command], check=True, env=os.environ | pretence)
 
 
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ("+avx,+avx2,-avx512f,+fma", {"avx2"}),
+        ("+avx2,+avx512f,-avx512vnni,-amx-bf16", {"avx2", "avx512f"}),
+        ("-avx2,-avx512f", set()),
+    ],
+)
+def test_features_of_a_pretended_cpu(
+    features: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
+    cpu_features._features.cache_clear()
+    try:
+        assert set(filter(cpu_features.has, ops._SETS)) == expected
+    finally:
+        cpu_features._features.cache_clear()
+
+
+FROM_HERE = "from tests.worker_svc.kernels.cpu.test_weights import *; "
+
+
+@pytest.mark.system
+def test_an_older_cpu() -> None:
+    """The kernel of most products, compiled for a CPU without AVX-512."""
+    run_as("haswell", FROM_HERE + "check_floats(pack_floats, torch.bfloat16)")
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("cpu", CPUS)
 def test_older_cpus(cpu: str) -> None:
-    run_as(
-        cpu,
-        "from tests.worker_svc.kernels.cpu.test_weights import *; check_quantized(); "
-        "check_floats(pack_floats, torch.bfloat16)",
-    )
+    checks = "check_quantized(); check_floats(pack_floats, torch.bfloat16)"
+    run_as(cpu, FROM_HERE + checks)
 
 
 def test_groups_of_parts_of_steps_are_refused() -> None:

@@ -12,17 +12,23 @@ import pytest
 
 from tests.worker_svc.kernels.triton.compiled import Binary
 
-# A group, so that one process compiles for all tests.
-pytestmark = pytest.mark.launches_nothing
+# Triton's cache keeps the binaries by the kernels' content, for all checkouts.
+pytestmark = [pytest.mark.launches_nothing, pytest.mark.timeout(600)]
+
+system = pytest.mark.system  # unless Triton's cache has the binaries, it takes a minute or two
 
 # Bytes a program may have: 99 KiB on the smaller GPUs that run sm_80 code, 227 KiB on sm_90.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 
 
-@pytest.fixture(scope="module")
-def binaries() -> list[Binary]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(["--usual"], id="usual"), pytest.param([], id="all", marks=system)],
+)
+def binaries(request: pytest.FixtureRequest) -> list[Binary]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.worker_svc.kernels.triton.compile_all"]
+    command += request.param
     root = Path(__file__).parents[4]
     done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True)
     return [Binary(**fields) for fields in json.loads(done.stdout)]
@@ -42,26 +48,22 @@ def table(binaries: list[Binary]) -> str:
     )
 
 
-@pytest.mark.timeout(900)  # two to three minutes, unless Triton's cache has the binaries
 def test_nothing_spills(binaries: list[Binary], capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print("\n" + table(binaries))
     assert table([b for b in binaries if b.spills]) == table([])
 
 
-@pytest.mark.timeout(900)
 def test_shared_memory_fits(binaries: list[Binary]) -> None:
     assert table([b for b in binaries if b.shared > SHARED_MEMORY[b.target]]) == table([])
 
 
-@pytest.mark.timeout(900)
 def test_products_use_wgmma(binaries: list[Binary]) -> None:
     need = [b for b in binaries if b.needs_wgmma]
     assert need
     assert table([b for b in need if not b.wgmma]) == table([])
 
 
-@pytest.mark.timeout(900)
 def test_sizes_and_alignments_of_a_step_share_a_binary(binaries: list[Binary]) -> None:
     """A step must not wait for a compiler. Each case is launched with several."""
     seen = [(b.kernel, b.case, b.target) for b in binaries]
