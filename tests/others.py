@@ -1,10 +1,8 @@
-"""What others wrote and only tests need, each made on first use.
+"""What others wrote and only tests need. `python -m tests.others` installs it; tests do not.
 
 python = others_python()  # has requirements/test-clients.txt: what they need is not the project's
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH
-folder = node_modules()  # has what examples/typescript needs; only if it was made before
-
-`python -m tests.others` makes all, the last one if there is npm.
+folder = node_modules()  # has the packages of examples/typescript
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,71 +22,71 @@ _INSTALL = [
 ]
 
 
-@cache
 def others_python() -> Path:
-    """The Python of an environment with others' clients."""
-
-    def make(environment: Path, locked: Path) -> None:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
-        python = environment / "bin" / "python"
-        subprocess.run([python, *_INSTALL, "-r", locked], check=True)
-
-    return _made("test-clients", make) / "bin" / "python"
+    """The Python of an environment with others' clients; skips the test where there is none."""
+    return _installed("test-clients") / "bin" / "python"
 
 
-@cache
 def ray_packages() -> Path:
-    """A folder with Ray and what it needs, beside those that all have."""
-
-    def make(folder: Path, locked: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        target = ("--target", folder)
-        subprocess.run([sys.executable, *_INSTALL, *target, "-r", locked], check=True)
-
-    return _made("ray", make)
+    """A folder with Ray and what it needs, beside those that all have; skips the test where there
+    is none."""
+    return _installed("ray")
 
 
-def node_modules() -> Path | None:
-    """The packages of the example in TypeScript; None if `python -m tests.others` has not installed
-    those that it has now."""
-    folder = _folder("node")
-    return folder / "node_modules" if _mark(folder, _NODE_LOCK).exists() else None
+def node_modules() -> Path:
+    """The packages of the example in TypeScript; skips the test where there are none."""
+    return _installed("node") / "node_modules"
 
 
-def _install_node_modules() -> None:
-    def make(folder: Path, locked: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        for file in (locked, locked.with_name("package.json")):
-            shutil.copy(file, folder)
-        subprocess.run(["npm", "ci", "--ignore-scripts", "--no-fund"], cwd=folder, check=True)
+def _installed(name: str) -> Path:
+    if not _stamp(name).exists():
+        import pytest  # not at the top: a program installs them, too
 
-    _made("node", make, _NODE_LOCK)
+        pytest.skip(f"{_locked(name).relative_to(ROOT)} is not installed: python -m tests.others")
+    return _folder(name)
 
 
 def _folder(name: str) -> Path:
     return ROOT / ".run" / f"tests-{name}"
 
 
-def _mark(folder: Path, locked: Path) -> Path:
-    """The file that says that the folder was made from these packages."""
-    return folder / hashlib.sha256(locked.read_bytes()).hexdigest()[:16]
+def _locked(name: str) -> Path:
+    return _NODE_LOCK if name == "node" else ROOT / "requirements" / f"{name}.txt"
 
 
-def _made(name: str, make: Callable[[Path, Path], None], locked: Path | None = None) -> Path:
-    """The folder that is made from `locked`, by default requirements/NAME.txt, by only one of
-    several processes."""
-    folder, locked = _folder(name), locked or ROOT / "requirements" / f"{name}.txt"
-    folder.parent.mkdir(exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+def _stamp(name: str) -> Path:
+    """A file in the folder, once all that is locked is installed in it."""
+    return _folder(name) / hashlib.sha256(_locked(name).read_bytes()).hexdigest()[:16]
+
+
+def install() -> None:
+    """Installs what is missing; of several processes, one does."""
+    (ROOT / ".run").mkdir(exist_ok=True)
+    with (ROOT / ".run" / "tests-others.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made = _mark(folder, locked)
-        if not made.exists():
-            make(folder, locked)
-            made.touch()
-    return folder
+        if not (clients := _stamp("test-clients")).exists():
+            _run(sys.executable, "-m", "venv", "--clear", clients.parent)
+            _install("test-clients", clients.parent / "bin" / "python")
+        if not (ray := _stamp("ray")).exists():
+            shutil.rmtree(ray.parent, ignore_errors=True)
+            _install("ray", sys.executable, "--target", ray.parent)
+        if shutil.which("npm") and not (node := _stamp("node")).exists():
+            node.parent.mkdir(exist_ok=True)
+            for file in (_NODE_LOCK, _NODE_LOCK.with_name("package.json")):
+                shutil.copy(file, node.parent)
+            _run("npm", "ci", "--ignore-scripts", "--no-fund", "--prefix", node.parent)
+            node.touch()
+
+
+def _install(name: str, python: str | Path, *where: str | Path) -> None:
+    _run(python, *_INSTALL, *where, "-r", _locked(name))
+    _stamp(name).touch()
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
-    print(others_python(), ray_packages())
-    if shutil.which("npm"):
-        _install_node_modules()
+    install()
+    print(_folder("test-clients"), _folder("ray"))
