@@ -136,7 +136,7 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
         tokens = len(next(stream).token_ids)
         while tokens < 20:
             tokens += len(next(stream).token_ids)
-        stack.kill("worker", 1)
+        stack.kill("worker", 1, while_true=lambda: stack.load().running)
         tokens += sum(len(response.token_ids) for response in stream)
         assert tokens == 150
         (root,) = wait_for(lambda: collector.find("GenerateStream"), "the call's span")

@@ -16,6 +16,8 @@ from tests.frontend.conftest import link_with_qwen3_template
 from tests.others import node_modules
 from tests.stack import ROOT, running_stack
 
+pytestmark = pytest.mark.skipif(not shutil.which("npm"), reason="npm is not installed")
+
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
