@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from shared.errors import InternalError
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
@@ -141,7 +139,6 @@ def on_a_terminal(server: FakeServer, *flags: str) -> Iterator[Terminal]:
         os.close(master)
 
 
-@pytest.mark.timeout(60)
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     server: FakeServer, service: FakeService
 ) -> None:
@@ -152,7 +149,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         terminal.wait_for("bbb")
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("tokens/s")
-        assert service.cancelled.wait(10)
+        assert service.cancelled.wait(60)
 
         terminal.wait_for(EDITING)
         terminal.type("\x03")  # at the prompt it discards the line
@@ -166,4 +163,4 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for(EDITING)
         terminal.type("\x04")  # Ctrl-D
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(60) == 0

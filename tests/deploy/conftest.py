@@ -15,6 +15,7 @@ import pytest
 from deploy.ports import free_service_port
 from deploy.stack import run_directory
 from deploy.supervisor import stack_members
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
@@ -107,6 +108,6 @@ def gone() -> Callable[[list[psutil.Process]], bool]:
     """Checks whether all the given processes end, given some time."""
 
     def check(processes: list[psutil.Process]) -> bool:
-        return not psutil.wait_procs(processes, timeout=30)[1]
+        return not psutil.wait_procs(processes, timeout=WAIT_S)[1]
 
     return check

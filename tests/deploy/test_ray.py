@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -154,8 +153,9 @@ def test_a_child_may_end_in_order(child: Callable[[str], Child]) -> None:
     wait_for(lambda: last_lines(orderly.log, 9) == ["ready", "done"], "its last words")
 
 
-@pytest.mark.skipif(bool(importlib.util.find_spec("ray")), reason="Ray is installed")
 def test_without_ray(launcher: Launcher) -> None:
-    up = launcher("up", "--runtime", "ray")
+    (launcher.directory / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
+    path = f"{launcher.directory}:{launcher.environment['PYTHONPATH']}"
+    up = launcher("up", "--runtime", "ray", PYTHONPATH=path)
     assert up.returncode == 1
     assert up.stderr == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"

@@ -56,7 +56,7 @@ def test_a_supervisord_that_does_not_answer_is_killed(
             assert watchdog.look()
         assert supervisor.is_running()
         watchdog.look()
-        assert not psutil.wait_procs([supervisor], timeout=30)[1]
+        assert not psutil.wait_procs([supervisor], timeout=60)[1]
     assert not watchdog.look()
 
 
@@ -97,7 +97,7 @@ def test_without_its_configuration_file_it_says_so_and_tries_again(
         file.write_text("")
         wait_for(watchdog.children, "it to watch")
         parent.kill()
-        assert not psutil.wait_procs([watchdog], timeout=30)[1]
+        assert not psutil.wait_procs([watchdog], timeout=60)[1]
 
 
 def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ async def test_requests_are_submitted_again_in_slices(
     service.scheduler.automatic = False
     message = request(max_tokens=2)
     calls = [service.stub.GenerateStream(message) for _ in range(100)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         for _ in calls:
             await service.scheduler.submits.get()
         with counting_turns() as turns:

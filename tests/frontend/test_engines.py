@@ -129,7 +129,7 @@ async def tokens(stream: TokenStream, count: int) -> list[int]:
 
 
 async def submitted(scheduler: FakeScheduler) -> pb.Submit:
-    return await asyncio.wait_for(scheduler.submits.get(), 20)
+    return await asyncio.wait_for(scheduler.submits.get(), 60)
 
 
 async def finish(scheduler: FakeScheduler, stream: TokenStream) -> list[int]:
@@ -203,7 +203,7 @@ async def test_what_an_engine_cannot_go_on_with_moves(
     await submitted(b)
     assert await finish(b, stream) == await finish(b, new) == expected()
     if how == "workers lost":
-        await asyncio.wait_for(a.aborts.get(), 20)
+        await asyncio.wait_for(a.aborts.get(), 60)
         a.tell(serving=True)
         await until(
             lambda: all(e.serving for e in cluster.engines._engines.values()),
@@ -325,7 +325,7 @@ async def test_a_suspect_moves_as_a_suspect(
     await submitted(b)
     await b.stop()
     await cluster.list("c")
-    suspects = await asyncio.wait_for(c.suspects.get(), 20)
+    suspects = await asyncio.wait_for(c.suspects.get(), 60)
     (suspect,) = suspects.suspects
     assert (suspect.request, suspect.losses) == (stream.number, 2)
     assert c.submits.empty()
@@ -530,7 +530,7 @@ async def test_names_are_resolved(tmp_path: Path) -> None:
     ready: asyncio.Queue[bool] = asyncio.Queue()
     engines = Engines([f"dns:localhost:{port}"], ready.put)
     task = asyncio.create_task(engines.run())
-    assert await asyncio.wait_for(ready.get(), 20)
+    assert await asyncio.wait_for(ready.get(), 60)
     engines.submit(request())
     await submitted(scheduler)
     task.cancel()

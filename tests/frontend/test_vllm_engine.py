@@ -313,7 +313,7 @@ async def test_events_for_many_are_translated_one_batch_per_turn(
         calls = [engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()) for _ in range(8)]
         for call in calls:
             await call.read()
-        await asyncio.wait_for(scheduler.block_events.join(), 20)
+        await asyncio.wait_for(scheduler.block_events.join(), 60)
     assert turns.total > len(calls)
     assert turns.max == 1
 
@@ -359,7 +359,7 @@ async def test_a_cancelled_call_is_dropped_by_the_engine(
 ) -> None:
     (await running("a")).cancel()
     for _ in range(2):
-        await asyncio.wait_for(service.scheduler.aborts.get(), 30)
+        await asyncio.wait_for(service.scheduler.aborts.get(), 60)
 
 
 async def test_the_deadline_of_a_call_reaches_the_engine(service: Service, engine: Any) -> None:

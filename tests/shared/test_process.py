@@ -133,7 +133,7 @@ def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
         assert process.stdout is not None
         fork = psutil.Process(int(process.stdout.readline()))
         process.kill()
-        assert not psutil.wait_procs([fork], timeout=30)[1]
+        assert not psutil.wait_procs([fork], timeout=60)[1]
 
 
 class Kept:
@@ -197,7 +197,7 @@ def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path
         forks = process.keeper.children()
         assert len(forks) == 2
         process.keeper.kill()
-        assert not psutil.wait_procs(forks, timeout=30)[1]
+        assert not psutil.wait_procs(forks, timeout=60)[1]
 
 
 def test_a_keeper_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> None:

@@ -36,12 +36,13 @@ class Cluster:
     def __init__(self, manifests: list[Manifest], directory: Path) -> None:
         self._directory = directory
         self.processes = {str(each): each for each in processes(manifests)}
+        ports = _distinct_ports()
         self._ports = {
-            (each.pod.name, port): free_service_port()
+            (each.pod.name, port): next(ports)
             for each in self.processes.values()
             for port in (*listens(each), 50051, 9001)  # the last two on a pod's loopback
         }
-        self._meeting_port = free_service_port()
+        self._meeting_port = next(ports)
         self._issue(manifests)
 
     def port(self, pod: str, port: int) -> int:
@@ -139,6 +140,14 @@ class Cluster:
         tokens = self._directory / "tokens"
         tokens.mkdir()
         (tokens / "tokens").write_text(f"{TOKEN}\n")
+
+
+def _distinct_ports() -> Iterator[int]:
+    known: set[int] = set()
+    while True:
+        if (port := free_service_port()) not in known:
+            known.add(port)
+            yield port
 
 
 @contextmanager

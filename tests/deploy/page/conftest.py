@@ -49,7 +49,7 @@ class Page:
         self, path: str, headers: dict[str, str] | None = None, body: bytes | None = None
     ) -> Iterator[HTTPResponse]:
         """The response to a request that has these headers and no others, besides Host."""
-        connection = HTTPConnection(self.host, timeout=30)
+        connection = HTTPConnection(self.host, timeout=60)
         connection.putrequest("GET" if body is None else "POST", path, skip_host=True)
         for name, value in ({"host": self.host} | (headers or {})).items():
             connection.putheader(name, value)
@@ -74,7 +74,7 @@ def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
             yield Page(stack, frontend)
         finally:
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")

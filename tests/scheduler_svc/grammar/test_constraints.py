@@ -160,7 +160,7 @@ class Rig:
     async def ended(self, *numbers: int) -> None:
         while not all(self.end(number) for number in numbers):
             self.news.clear()
-            await asyncio.wait_for(self.news.wait(), 10)
+            await asyncio.wait_for(self.news.wait(), 60)
 
 
 @asynccontextmanager
@@ -267,7 +267,7 @@ async def test_others_go_on_while_a_mask_is_computed() -> None:
         rig.engine.submit(odd(1, 3))
         while not rig.tokens(1):
             rig.news.clear()
-            await asyncio.wait_for(rig.news.wait(), 10)
+            await asyncio.wait_for(rig.news.wait(), 60)
         grammars.filled.clear()
         rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(40)))
         await rig.ended(7)
@@ -287,12 +287,16 @@ async def test_the_next_step_waits_for_masks_while_one_runs(
         rig.engine.submit(odd(1, 3))
         while not rig.tokens(1):
             rig.news.clear()
-            await asyncio.wait_for(rig.news.wait(), 10)
+            await asyncio.wait_for(rig.news.wait(), 60)
         grammars.filling.clear()
         grammars.filled.clear()
         grammars.on_filling = rig.worker.may_answer.clear
+<<<<<<< HEAD
         await asyncio.wait_for(grammars.filling.wait(), 10)
         grammars.on_filling = lambda: None
+=======
+        await asyncio.wait_for(grammars.filling.wait(), 60)
+>>>>>>> w-rest
         sent = len(rig.worker.masked_rows)
         for _ in range(100):
             await asyncio.sleep(0)
