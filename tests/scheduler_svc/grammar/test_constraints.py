@@ -291,12 +291,8 @@ async def test_the_next_step_waits_for_masks_while_one_runs(
         grammars.filling.clear()
         grammars.filled.clear()
         grammars.on_filling = rig.worker.may_answer.clear
-<<<<<<< HEAD
-        await asyncio.wait_for(grammars.filling.wait(), 10)
-        grammars.on_filling = lambda: None
-=======
         await asyncio.wait_for(grammars.filling.wait(), 60)
->>>>>>> w-rest
+        grammars.on_filling = lambda: None
         sent = len(rig.worker.masked_rows)
         for _ in range(100):
             await asyncio.sleep(0)
