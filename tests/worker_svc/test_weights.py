@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,66 +99,6 @@ def test_fingerprint_tells_models_apart(model_dir: Path, tmp_path_factory: objec
     trained_further = ModelFiles(model_dir).fingerprint
     edit(model_dir, model__layers__3__extra=torch.zeros(2))
     assert len({first, trained_further, ModelFiles(model_dir).fingerprint}) == 3
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-import torch
-from worker_svc.attention.torch_backend import TorchBackend
-from worker_svc.config import load_model_config
-from worker_svc.distributed import TensorParallel
-from worker_svc.kernels.cpu import ops as cpu_ops
-from worker_svc.loader import WeightLoader
-from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.weights import WeightReader
-
-def resident(name):  # in bytes; ru_maxrss would begin at the parent's
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(name + ":")[1].split()[0])
-
-def load(path):
-    config, cpu = load_model_config(path), torch.device("cpu")
-    backend = TorchBackend(attention_shape(config, 1, cpu), 16)
-    with WeightReader(path, config.dtype, cpu) as reader:
-        loader = WeightLoader(reader, cpu_ops)
-        return Qwen3ForCausalLM(loader, config, 64, cpu_ops, TensorParallel(), backend)
-
-torch.set_num_threads(1)
-small, large = map(Path, sys.argv[1:])
-load(small)  # the pages of torch's code count too
-Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-before = resident("VmRSS")
-model = load(large)
-print(resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_peak_memory_of_loading(tmp_path: Path) -> None:
-    """A loader that kept what it has read until it ends would take twice the model's size."""
-    small, large = tmp_path / "small", tmp_path / "large"
-    save_model(small)
-    save_model(
-        large,
-        vocab_size=16384,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        tie_word_embeddings=False,
-    )
-    size = (large / "model.safetensors").stat().st_size
-    largest = 16384 * 512 * 4
-
-    # Freed tensors go back to the system: what malloc keeps would be up to half the model.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
-    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
-    output = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environment
-    ).stdout
-
-    print(f"model {size}, largest tensor {largest}, peak {output}")
-    assert size < int(output) < size + largest + (16 << 20)
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,9 @@ print(packed, resident("VmHWM") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize(
     "format",
-    # Quantized while loading, and before; others take the same paths.
+    # Not quantized, while loading, and before; others take the paths of these.
     [
+        "none",
         "int4",
         "GPTQ 4",
         *(pytest.param(name, marks=pytest.mark.system) for name in ("int8", "W8A8")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,9 +53,8 @@ def _digest(here: Path) -> str:
 
 def _choose_folder() -> Path | None:
     """In $NUMBA_CACHE_DIR if that is set; None if the user has no home."""
-    set_by_user = numba.config.CACHE_DIR
     try:
-        base = Path(set_by_user) / "nano-vllm-grpc" if set_by_user else cache_folder("numba")
+        base = Path(numba.config.CACHE_DIR or cache_folder("numba"))
     except OSError:
         return None
     return base / _digest(Path(__file__).parent)
@@ -84,7 +84,8 @@ def _drop_old(base: Path) -> None:
     """Removes all folders but the newest. A process that uses one compiles again, and makes it
     anew."""
     with suppress(OSError):
-        folders = sorted(base.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+        folders = [each for each in base.iterdir() if re.fullmatch("[0-9a-f]{32}", each.name)]
+        folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
         for folder in folders[_KEPT:]:
             for file in folder.iterdir():
                 file.unlink()

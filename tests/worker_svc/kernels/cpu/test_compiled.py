@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launches_nothing
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    path = tmp_path / "numba" / "digest"
+    path = tmp_path / "numba" / ("f" * 32)
     monkeypatch.setattr(compiled, "_FOLDER", path)
     compiled._folder.cache_clear()
     yield path
@@ -136,11 +136,12 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oldest_folders_go(folder: Path) -> None:
-    for age in range(compiled._KEPT + 2):
-        other = folder.with_name(f"other-{age}")
+    """But nothing else that lies beside them."""
+    others = [folder.with_name(f"{age:032x}") for age in range(compiled._KEPT + 2)]
+    for age, other in enumerate([*others, folder.with_name("other")]):
         other.mkdir(parents=True)
         (other / "kernel.nbi").touch()
         os.utime(other, (10**9 - age, 10**9 - age))
     start()
     left = {path.name for path in folder.parent.iterdir()}
-    assert left == {"digest", *(f"other-{age}" for age in range(compiled._KEPT - 1))}
+    assert left == {folder.name, "other", *(each.name for each in others[: compiled._KEPT - 1])}
