@@ -5,12 +5,14 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.unprivileged import run_read_only
 from worker_svc import fingerprint
 from worker_svc.errors import ModelError
 from worker_svc.fingerprint import ModelFiles
@@ -222,12 +224,7 @@ def is_of_another_kind(path: Path) -> None:
         os.mkfifo(path)
 
 
-def is_read_only(path: Path) -> None:
-    path.chmod(0o500)
-
-
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
 
 @pytest.mark.parametrize("of_folder", [True, False])
@@ -235,7 +232,6 @@ not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywh
     "change",
     [
         pytest.param(is_foreign, marks=as_root),
-        pytest.param(is_read_only, marks=not_as_root),
         is_writable,
         is_a_link,
         is_of_another_kind,
@@ -251,6 +247,28 @@ def test_a_cache_that_cannot_be_used_costs_the_hashing(
         assert ModelFiles(model).fingerprint == first
     assert len(hashed) == 2
     assert [each["log_level"] for each in logs if "not kept" in each["event"]] == ["warning"]
+
+
+READ_ONLY = """
+from pathlib import Path
+from structlog.testing import capture_logs
+from tests.worker_svc.unprivileged import give_up_root
+from worker_svc.fingerprint import ModelFiles
+
+give_up_root()
+with capture_logs() as logs:
+    print(ModelFiles(Path("model")).fingerprint)
+print(*(each["event"] for each in logs if each["log_level"] == "warning"), sep="\\n")
+"""
+
+
+def test_read_only_directory() -> None:
+    with TemporaryDirectory() as directory:  # pytest's are closed to other users
+        model = Path(directory, "model")
+        save_model(model)
+        weights(model).chmod(0o644)
+        found = run_read_only(Path(directory), READ_ONLY)
+        assert found == [ModelFiles(model).fingerprint, "digests of weights are not kept"]
 
 
 def test_no_home(model: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from structlog.testing import capture_logs
 from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.quantization.exact import ExactWeight
 from tests.worker_svc.quantization.writers import SHAPE
+from tests.worker_svc.unprivileged import run_read_only
 from worker_svc.fingerprint import ModelFiles
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.model_runner import ModelRunner
@@ -29,7 +28,6 @@ from worker_svc.quantization.quantize import empty, quantize
 MAPPED, KEPT, NOT_KEPT, BROKEN, REFUSED = (
     f"packed weights are {how}" for how in ("mapped", "kept", "not kept", "broken", "refused")
 )
-ROOT = Path(__file__).parents[3]
 PACK, UNPACK = cpu_ops.pack, cpu_ops.unpack  # as they are without `exact_weights`
 
 
@@ -290,15 +288,13 @@ def header(path: Path) -> list[str]:
 
 
 READ_ONLY = """
-import os, sys, torch
+import torch
 from pathlib import Path
 from structlog.testing import capture_logs
+from tests.worker_svc.unprivileged import give_up_root
 from worker_svc.packed_cache import PackedCache
 
-if os.geteuid() == 0:  # who may write anywhere
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
+give_up_root()
 with capture_logs() as logs:
     cache = PackedCache(Path("model"), "int8-0-of-1", ())
     cache.add("weight", {"weight": torch.zeros(3)})
@@ -308,18 +304,8 @@ print(*(each["event"] for each in logs), sep="\\n")
 
 
 def test_read_only_directory() -> None:
-    with tempfile.TemporaryDirectory() as directory:  # pytest's are closed to other users
-        os.chmod(directory, 0o555)
-        done = subprocess.run(
-            [sys.executable, "-c", READ_ONLY],
-            cwd=directory,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        os.chmod(directory, 0o755)
-    assert done.stdout.splitlines() == [NOT_KEPT]
+    with TemporaryDirectory() as directory:  # pytest's are closed to other users
+        assert run_read_only(Path(directory), READ_ONLY) == [NOT_KEPT]
 
 
 def test_directory_that_cannot_be_made(model_dir: Path, cache_home: Path) -> None:
