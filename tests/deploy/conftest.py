@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -86,7 +86,8 @@ def launching(directory: Path) -> Iterator[Launcher]:
             started.communicate()
         for run in (directory / ".run").glob("*"):
             for process in stack_members(run):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # it went with its parent
+                    process.kill()
 
 
 @pytest.fixture
