@@ -40,7 +40,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
-	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs
+	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -147,7 +147,7 @@ chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how m
 abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
-check: check-style check-types check-imports check-protos check-stubs  ## linter, formatter, types, import rule, protos, and whether shared/pb is up to date
+check: check-style check-types check-imports check-protos check-stubs check-lines  ## linter, formatter, types, import rule, protos, and whether shared/pb and README are up to date
 
 # Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
@@ -168,6 +168,9 @@ check-stubs: $(STAMP)
 	@stubs=$$(mktemp -d) && trap 'rm -r "$$stubs"' EXIT && $(call protoc,"$$stubs") && \
 	diff -r --exclude=__init__.py --exclude=__pycache__ shared/pb "$$stubs/shared/pb" && \
 	echo "shared/pb is up to date"
+
+check-lines: $(STAMP)
+	$(BIN)/python -m tools.readme_lines --check
 
 protos: $(STAMP)  ## regenerate shared/pb from protos/
 	$(call protoc,.)
