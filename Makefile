@@ -43,7 +43,7 @@ endif
 	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 # The stamp's name depends on the checkout's path and the Python, so that moving or upgrading them
 # makes a new environment. The lock lets one of several `make`s do the work while the others wait.
