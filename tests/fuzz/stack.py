@@ -15,6 +15,7 @@ import frontend.server
 import frontend.service
 import scheduler_svc.__main__ as scheduler_main
 import worker_svc.__main__ as worker_main
+from deploy.ports import free_port
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
@@ -22,7 +23,7 @@ from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from tests.frontend.conftest import DEMO, free_port, link_with_qwen3_template
+from tests.frontend.conftest import DEMO, link_with_qwen3_template
 from tests.fuzz.corpus import Case
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
 from tests.scheduler_svc.grammar.host import TestHost

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
-import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,16 +38,6 @@ from tests.turns import counting_turns
 from tests.waiting import until
 
 SERVICE = "nanovllm.v1.InferenceService"
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Collects what gRPC makes for each stream of a refused call, and never awaits: elsewhere the
-    warning would fail whatever test is running then."""
-    yield
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine '_MessageReceiver", RuntimeWarning)
-        gc.collect()
 
 
 class Door(aio.ServerInterceptor):
