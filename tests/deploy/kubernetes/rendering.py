@@ -1,19 +1,17 @@
-"""Renders the manifests in deploy/kubernetes with kubectl, which many developers have and CI may
-not."""
+"""Renders the manifests in deploy/kubernetes with kubectl."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+
+from tests.others import others_python
 
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -27,34 +25,13 @@ COMBINATIONS = (
     ("tp", ("encrypted-network",)),
     ("tp-nodes", ("encrypted-network",)),
 )
-_MIN_KUSTOMIZE = (5, 0)  # in kubectl 1.27
 
 Manifest = dict[str, Any]
 
 
-@cache
-def _why_not() -> str:
-    """Why kubectl cannot render the manifests; empty: it can."""
-    if not shutil.which("kubectl"):
-        return "kubectl is not installed"
-    command = ["kubectl", "version", "--client", "--output=json"]
-    answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    version = json.loads(answer.stdout).get("kustomizeVersion", "v0.0")
-    if tuple(int(part) for part in version.lstrip("v").split(".")[:2]) < _MIN_KUSTOMIZE:
-        return f"kubectl has kustomize {version}: components and replicas need 5.0"
-    return ""
-
-
-def needs_kubectl() -> None:
-    """Skips the test where kubectl is missing or too old."""
-    if reason := _why_not():
-        pytest.skip(reason)
-
-
 def render(directory: Path) -> list[Manifest]:
     """The objects of the kustomization in `directory`."""
-    needs_kubectl()
-    command = ["kubectl", "kustomize", str(directory)]
+    command = [others_python().with_name("kubectl"), "kustomize", directory]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr

@@ -19,7 +19,6 @@ from tests.deploy.kubernetes.pods import NAMESPACE, named, processes
 from tests.deploy.kubernetes.rendering import (
     COMBINATIONS,
     Manifest,
-    needs_kubectl,
     render_combination,
 )
 
@@ -127,7 +126,6 @@ def test_the_number_of_engines_is_the_autoscalers_alone(manifests: list[Manifest
 
 
 def test_several_engines_are_told_apart() -> None:
-    needs_kubectl()
     rendered = render_combination("engines")
     assert named(rendered, "StatefulSet")["engine"]["spec"]["replicas"] == 3
     (scheduler,) = [each for each in processes(rendered) if str(each) == "engine/scheduler"]
