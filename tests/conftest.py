@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Generator
@@ -37,6 +38,20 @@ if not ON_GPU:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of random cases; `random`: another for each, and no other tests"
+    parser.addoption("--seed", default="1", help=text)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of a test's random cases. It is printed, so that a failure shows it."""
+    given = request.config.getoption("--seed")
+    number = secrets.randbits(32) if given == "random" else int(given)
+    print(f"--seed={number}")
+    return number
 
 
 def pytest_configure() -> None:
@@ -85,6 +100,8 @@ _LOG_SIZES = pytest.StashKey[dict[Path, dict[str, int]]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives tests of the system more time, and another try if a precondition was not met."""
+    if config.getoption("--seed") == "random":
+        items[:] = [item for item in items if "seed" in getattr(item, "fixturenames", ())]
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in _SYSTEM):
             item.add_marker(pytest.mark.system)

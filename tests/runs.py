@@ -73,6 +73,16 @@ def _soak() -> list[Run]:
         "attacks on a stack without tokens": ("tests.abuse", "--check", "2", "--anonymous"),
         "chaos": chaos,
         "chaos, two engines": (*chaos, "--engines", "2", "--tp", "1"),
+        "random cases": (
+            *(
+                "pytest",
+                "-q",
+                "--seed=random",
+                "--count=100",
+                "tests/shared",
+                "tests/scheduler_svc",
+            ),
+        ),
         "tests marked soak": ("pytest", "-q", "-m", "soak"),
     }
     return [Run(name, (*_PYTHON, *words)) for name, words in modules.items()]

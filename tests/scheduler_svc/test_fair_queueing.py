@@ -258,8 +258,8 @@ def test_short_prompts_overtake_only_as_long_as_their_client_had_no_more() -> No
     assert max(prompts.values()) - min(prompts.values()) <= 2 * 300
 
 
-def test_random_floods_leave_nothing_behind() -> None:
-    rng = random.Random(1)
+def test_random_floods_leave_nothing_behind(seed: int) -> None:
+    rng = random.Random(seed)
     scheduler = make_scheduler(max_waiting=60)
     clients = [A, B, C, ANONYMOUS]
     for _ in range(400):

@@ -59,8 +59,8 @@ def test_one_culprit_is_found_in_a_logarithm_of_losses(num: int, at: int) -> Non
         assert losses <= 3 + ceil(log2(num))
 
 
-def test_any_number_of_culprits_among_innocents() -> None:
-    rng = Random(1)
+def test_any_number_of_culprits_among_innocents(seed: int) -> None:
+    rng = Random(seed)
     for _ in range(200):
         num = rng.randint(1, 40)
         poison = {n: rng.randrange(12) for n in rng.sample(range(num), rng.randint(0, min(num, 4)))}
@@ -70,8 +70,8 @@ def test_any_number_of_culprits_among_innocents() -> None:
         assert losses <= len(poison) * (3 + ceil(log2(num)))
 
 
-def test_losses_for_other_reasons_convict_nobody() -> None:
-    rng = Random(1)
+def test_losses_for_other_reasons_convict_nobody(seed: int) -> None:
+    rng = Random(seed)
     for _ in range(200):
         losses = iter([rng.random() < 0.3 for _ in range(5)])
         left = MIN_LOSSES - 1

@@ -115,8 +115,8 @@ def test_short_ones_are_found_apart() -> None:
     assert queue.num_tokens == 9
 
 
-def test_random_operations_agree_with_a_sorted_list() -> None:
-    rng = random.Random(1)
+def test_random_operations_agree_with_a_sorted_list(seed: int) -> None:
+    rng = random.Random(seed)
     queue = WaitingQueue(4)
     waiting: list[Sequence] = []
     for number in range(2000):

@@ -178,8 +178,8 @@ async def test_whoever_leaves_the_line_is_not_searched_for() -> None:
     assert CountingCaller.comparisons < 10 * len(senders)
 
 
-async def test_nothing_is_lost_however_calls_end() -> None:
-    rng = random.Random(1)
+async def test_nothing_is_lost_however_calls_end(seed: int) -> None:
+    rng = random.Random(seed)
     memory = MessageMemory(PLACE, TOTAL)
     callers = [Caller(str(i), rng.choice((10, 150, 300, TOTAL))) for i in range(5)]
     senders: list[Sender] = []

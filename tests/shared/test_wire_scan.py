@@ -60,8 +60,8 @@ def test_oneofs_are_checked_at_every_level() -> None:
     steps(b"\x12\x01a\x12\x01b")  # one field, twice: the last counts
 
 
-def test_a_walk_accepts_what_protobuf_accepts() -> None:
-    rng = random.Random(1)
+def test_a_walk_accepts_what_protobuf_accepts(seed: int) -> None:
+    rng = random.Random(seed)
     whole = pb.GenerateRequest(
         request_id="r",
         chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x" * 200)] * 3),
