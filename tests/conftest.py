@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import suppress
@@ -55,10 +56,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_configure() -> None:
-    """Stops a run meant for a GPU from passing without one."""
+    """Stops a run meant for a GPU from passing without one; lets processes be interrupted."""
     device = os.environ.get("TEST_DEVICE", "cpu")
     if device not in ("cpu", "cuda"):
         raise pytest.UsageError(f"TEST_DEVICE: {device}; must be cpu or cuda")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a background job of a shell: processes of tests would ignore Ctrl-C, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not ON_GPU:
         return
     import torch
