@@ -12,6 +12,7 @@ import asyncio
 import gc
 import resource
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from shared.tracing import preload
 _COLLECTIONS_EVERY_S = 10.0  # of old objects
 _FEW = 20_000  # objects, which take 10 to 15 ms
 _MOST = 2_000_000  # more than those of all calls that a service takes: some must be garbage
+_IDLE_S = 0.5  # of processor time between collections: nobody is kept waiting
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 Ready = Callable[[], object]
@@ -125,17 +127,20 @@ async def _serve_and_beat(
 
 
 async def collect_old_garbage() -> None:
-    """Collects what has survived the collections of young objects now and then, for ever; but not
-    while there is much of it, unless it grows beyond all bounds."""
+    """Collects what has survived the collections of young objects now and then, for ever. While
+    there is much of it, this waits until the process is idle and the number has doubled, or until
+    it grows beyond all bounds."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
-    most = _MOST
+    left = 0
     while True:
+        used_s = time.process_time()
         await asyncio.sleep(_COLLECTIONS_EVERY_S)
+        is_idle = time.process_time() - used_s < _IDLE_S
         found = len(gc.get_objects(generation=2))
-        if found <= _FEW or found > most:
+        if found <= _FEW or found > (2 * left if is_idle else max(_MOST, 2 * left)):
             gc.collect()
-            most = max(_MOST, 2 * len(gc.get_objects(generation=2)))
+            left = len(gc.get_objects(generation=2))
 
 
 def raise_descriptor_limit() -> None:

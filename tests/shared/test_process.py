@@ -326,10 +326,12 @@ def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:
     subprocess.run(limited, check=True, timeout=60)
 
 
-async def test_old_objects_are_left_alone_while_there_are_many(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("limit", "value"), [("_MOST", 1000), ("_IDLE_S", 1000)])
+async def test_old_objects_are_left_alone_while_there_are_many_and_the_process_is_busy(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     monkeypatch.setattr(process, "_COLLECTIONS_EVERY_S", 0)
+    monkeypatch.setattr(process, "_IDLE_S", 0)
     generations: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -353,9 +355,7 @@ async def test_old_objects_are_left_alone_while_there_are_many(
         many = [[i] for i in range(200_000)]
         assert {*generations} == {0, 1}
         assert 2 not in await generations_collected()
-        monkeypatch.setattr(process, "_MOST", 1000)
-        collecting.cancel()
-        collecting = asyncio.create_task(process.collect_old_garbage())
+        monkeypatch.setattr(process, limit, value)
         assert 2 in await generations_collected()
         assert 2 not in await generations_collected()  # it is no garbage
         many.clear()
