@@ -232,7 +232,6 @@ def test_two_ranks_give_the_tokens_of_one(two: Ranks, one_rank: OneRank) -> None
     check_tokens(two, one_rank)
 
 
-@pytest.mark.system
 def test_four_ranks_give_the_tokens_of_one(
     odd_model: Path, tmp_path: Path, one_rank: OneRank
 ) -> None:
@@ -250,7 +249,6 @@ def test_ranks_listen_only_on_loopback(two: Ranks) -> None:
     check_addresses(two, "127.0.0.1")
 
 
-@pytest.mark.system
 def test_ranks_listen_only_where_they_meet(odd_model: Path, tmp_path: Path) -> None:
     address = address_of_another_interface()
     with ranks(odd_model, 2, tmp_path / "2", address) as elsewhere:

@@ -86,13 +86,8 @@ print(packed, resident("VmHWM") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize(
     "format",
-    # Not quantized, while loading, and before; others take the paths of these.
-    [
-        "none",
-        "int4",
-        "GPTQ 4",
-        *(pytest.param(name, marks=pytest.mark.system) for name in ("int8", "W8A8")),
-    ],
+    # Not quantized, while loading, and before.
+    ["none", "int8", "int4", "W8A8", "GPTQ 4"],
 )
 def test_peak_of_loading(tmp_path: Path, format: str) -> None:
     for name, shape in (("small", SHAPE), ("large", LARGE)):

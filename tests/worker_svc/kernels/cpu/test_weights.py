@@ -174,7 +174,6 @@ def test_features_of_a_pretended_cpu(
 FROM_HERE = "from tests.worker_svc.kernels.cpu.test_weights import *; "
 
 
-@pytest.mark.system
 def test_an_older_cpu() -> None:
     """The kernel of most products, compiled for a CPU without AVX-512."""
     run_as("haswell", FROM_HERE + "check_floats(pack_floats, torch.bfloat16)")

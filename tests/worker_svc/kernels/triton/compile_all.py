@@ -1,10 +1,9 @@
 """`python -m tests.worker_svc.kernels.triton.compile_all` compiles every kernel for sm_80 and
-sm_90; with `--usual`, the usual cases for sm_90."""
+sm_90."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 
 from tests.worker_svc.kernels.triton import (
@@ -20,8 +19,7 @@ CASES = (
 TARGETS = (80, 90)
 
 if __name__ == "__main__":
-    cases = [(case, target) for target in TARGETS for case in CASES]
-    if sys.argv[1:] == ["--usual"]:
-        cases = [(case, target) for case, target in cases if case.usual and target == 90]
-    binaries = [binary for case, target in cases for binary in compile_case(case, target)]
+    binaries = [
+        binary for target in TARGETS for case in CASES for binary in compile_case(case, target)
+    ]
     print(json.dumps([asdict(binary) for binary in binaries]))

@@ -76,8 +76,7 @@ def _case(
     if cache_dtype is not None:
         name += f", cache {str(cache_dtype)[6:]}"
     call = partial(launch, dtype, group, head_dim, block_size, *splits, cache_dtype=cache_dtype)
-    usual = (dtype, group, head_dim) == (torch.bfloat16, 2, 128)
-    return Case(name, call, launch is _prompt and dtype != torch.float32, usual)
+    return Case(name, call, uses_wgmma=launch is _prompt and dtype != torch.float32)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -168,18 +168,10 @@ def _all(launches: list[Callable[[], object]]) -> None:
 
 
 CASES = [
-    Case(
-        f"{name} {shape.name} {str(dtype).removeprefix('torch.')}",
-        launch,
-        usual=shape is SHAPES[0] and dtype is torch.bfloat16,
-    )
+    Case(f"{name} {shape.name} {str(dtype).removeprefix('torch.')}", launch)
     for dtype in (torch.bfloat16, torch.float16)
     for shape in SHAPES
     for name, launch in launches(shape, dtype)
 ]
-CASES += [
-    Case(name, launch, usual=ranks == 1)
-    for ranks in (1, 2)
-    for name, launch in feature_launches(ranks)
-]
+CASES += [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]
 CASES += [Case(f"vocabulary of {n}", partial(small_vocabulary_launches, n)) for n in (2, 7)]

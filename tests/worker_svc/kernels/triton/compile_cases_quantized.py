@@ -48,19 +48,18 @@ def cases() -> Iterator[Case]:
     for rows in ROWS:
         number = f"{rows[-1]} rows"
         int8 = partial(products, make_int8(6144, 4096), 4096, BF16, rows)
-        usual = rows in (ROWS[0], ROWS[-1])
-        yield Case(f"W8A8 {number}", int8, uses_wgmma=True, usual=usual)
+        yield Case(f"W8A8 {number}", int8, uses_wgmma=True)
         kinds: list[tuple[Format, bool]] = []
         if rows != ROWS[2]:  # which differ from the rows before in not being split
             kinds += [("int4", True), ("fp8", False)]
-        if usual:
+        if rows in (ROWS[0], ROWS[-1]):
             kinds += [("int4", False), ("int8", True)]
             odd = partial(products, make_codes("int4", 1000, 352, 32, True, 32), 352, FP16, rows)
             yield Case(f"int4 groups of 32 {number}", odd, uses_wgmma=True)
         for name, zeros in kinds:
             weight = make_codes(name, 1024, 3072, 128, zeros)
             launch = partial(products, weight, 3072, BF16, rows)
-            yield Case(f"{name} zeros {zeros} {number}", launch, uses_wgmma=True, usual=usual)
+            yield Case(f"{name} zeros {zeros} {number}", launch, uses_wgmma=True)
     odd = partial(products, make_int8(1000, 352), 352, FP16, (16,))
     yield Case("W8A8 odd sizes", odd, uses_wgmma=True)
     yield Case(
@@ -68,7 +67,7 @@ def cases() -> Iterator[Case]:
     )
     for size in (1024, 12288):
         x = empty(3, size, dtype=BF16)
-        yield Case(f"quantize {size}", partial(quantize, x, torch.int8), usual=True)
+        yield Case(f"quantize {size}", partial(quantize, x, torch.int8))
         maxima = empty(3, dtype=FP32)
         yield Case(f"quantize {size} given", partial(quantize, x, torch.int8, maxima=maxima))
         fp8 = partial(quantize, x, torch.float8_e4m3fn)

@@ -36,7 +36,6 @@ class Case:
     name: str
     launch: Callable[[], object]
     uses_wgmma: bool = False  # in those kernels that multiply tiles
-    usual: bool = False  # compiled by `make test`; the others by `make test-system` only
 
 
 @dataclass(frozen=True)
