@@ -127,8 +127,9 @@ images:  ## build the container images for CPUs on BASE, which has Python (BUILD
 			--tag nano-vllm-grpc/$$image$$(test $$image != worker || echo :cpu) . || exit; \
 	done
 
-# A module's tests run one after another in one process, and share its fixtures.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+# A module's tests run one after another in one process, and share its fixtures. Modules begin in their
+# order, since xdist's own, by the number of tests, would leave some of the longest for the end.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: $(STAMP)  ## run the tests that need no more than one stack, on all cores (ARGS: for pytest)
 	$(PYTEST) -m "not system and not soak" $(ARGS)
 
