@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 # For steps that take seconds, on a machine that is busy with other work. Less than any test's time
 # limit, so that what was waited for is named.
-WAIT_S = 90.0
+WAIT_S = 180.0
 _POLL_S = 0.02
 
 
