@@ -212,7 +212,7 @@ def running_stack(
         finally:
             running.remove(stack)
             launcher.stdin.close()  # or the launcher would report what follows
-            _kill_all(stack.directory)
+            kill_all(stack.directory)
     finally:
         launcher.stdin.close()
         launcher.stdout.close()
@@ -234,8 +234,9 @@ def _directory(launcher_pid: int) -> Path:
     raise AssertionError("the launcher has no supervisor")
 
 
-def _kill_all(directory: Path) -> None:
-    """Kills a stack's processes, which spares the seconds that an orderly end takes."""
+def kill_all(directory: Path) -> None:
+    """Kills a stack's processes, which spares the seconds that an orderly end takes, and those that
+    its watchdog starts meanwhile."""
     while members := stack_members(directory):
         for each in members:
             with suppress(psutil.NoSuchProcess):

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 from deploy.ports import free_service_port
 from deploy.stack import run_directory
 from deploy.supervisor import stack_members
+from tests.stack import kill_all
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -85,9 +86,7 @@ def launching(directory: Path) -> Iterator[Launcher]:
             started.kill()
             started.communicate()
         for run in (directory / ".run").glob("*"):
-            for process in stack_members(run):
-                with suppress(psutil.NoSuchProcess):  # it went with its parent
-                    process.kill()
+            kill_all(run)
 
 
 @pytest.fixture
