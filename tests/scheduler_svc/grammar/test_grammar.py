@@ -275,7 +275,11 @@ BAD = [
     (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "(a"}', "is not closed"),
     (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 1e400}', "json_schema: "),
     (GrammarKind.JSON_SCHEMA, '{"anyOf": [' * 400 + "{}" + "]}" * 400, "nested more than 64 deep"),
-    (GrammarKind.JSON_SCHEMA, "[" * 9000, "nested more than 64 deep"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        '{"anyOf": [' * 4500 + "{}" + "]}" * 4500,
+        "nested more than 64 deep",
+    ),
     (
         GrammarKind.JSON_SCHEMA,
         '{"type": "string", "pattern": "a\\""}',
