@@ -1,4 +1,4 @@
-"""What others wrote and only tests need. `python -m tests.others` installs it; tests do not.
+"""Packages of others that only tests need. `python -m tests.others` installs them; tests do not.
 
 python = others_python()  # has requirements/test-clients.txt: what they need is not the project's
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH

@@ -63,7 +63,7 @@ def stack() -> Iterator[RealStack]:
 
 @pytest.fixture(scope="module")
 def expected(stack: RealStack) -> dict[str, Transcript]:
-    """What clients get if nothing is killed."""
+    """Transcripts of the requests if nothing is killed."""
 
     async def undisturbed() -> dict[str, Transcript]:
         async with _open_streams(stack) as (transcripts, _):

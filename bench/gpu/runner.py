@@ -22,7 +22,7 @@ LOG_LINES = 40
 # after which it has ended.
 STACKS_SIGNAL = signal.SIGUSR1
 _STACKS_S, _QUIET_S = 5.0, 0.2
-_MAX_READS = 100  # of what a process that never falls silent prints
+_MAX_READS = 100  # of a process that does not stop printing
 # Exit statuses: passed, a test failed, and `plugin`'s when the process has lost the GPU.
 EXIT_DEVICE_LOST = 70
 _WELL = (0, 1, EXIT_DEVICE_LOST)

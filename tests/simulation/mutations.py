@@ -58,7 +58,7 @@ def _copy_of_the_code() -> Iterator[Path]:
 
 
 def _problem(root: Path, world: str, seeds: int, processes: int | None) -> str:
-    """What fails first, the cheapest first."""
+    """The first check that fails; the cheapest run first."""
     if found := _failing_seed(root, world, seeds, processes):
         return found
     if world == "engine" and (found := _failing_seed(root, "state-machines", _MACHINES, processes)):

@@ -1,4 +1,4 @@
-"""What a frontend knows of a cache, held against the block manager, whatever happens there."""
+"""Compares a frontend's knowledge of a cache with the block manager, whatever happens there."""
 
 from __future__ import annotations
 

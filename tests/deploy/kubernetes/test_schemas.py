@@ -1,4 +1,4 @@
-"""What kubectl renders is what Kubernetes' schemas allow, strictly, by kubernetes-validate, which
+"""Kubernetes' schemas allow what kubectl renders, strictly, by kubernetes-validate, which
 does not know custom resources, but the pods in them. Nothing is applied: there is no cluster."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VERSIONS = ("1.30", "1.37")
 
 
 def refusals(manifests: list[Manifest], version: str, scratch: Path) -> list[str]:
-    """What the schemas say against manifests."""
+    """Validates manifests -> the errors that the schemas find."""
     core = [each for each in manifests if each["kind"] not in CUSTOM]
     core += [pod for each in manifests for pod in pod_templates(each)]
     file = scratch / f"{version}.yaml"
