@@ -50,8 +50,8 @@ help:  ## this list
 # Everything but torch comes from files whose hashes are in the repository, and nothing is built but
 # this project, by a setuptools from there. torch finds all that it needs installed, but for CUDA's
 # libraries and Triton, which its CUDA builds bring. With a CPU build, xgrammar and the tests still
-# need Triton, in this version rather than the newest.
-TRITON := triton==3.6.0
+# need Triton, in the version that the CUDA build brings.
+TRITON := triton==3.7.1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_HASHED := $(PIP) --require-hashes --no-deps --only-binary :all:
 STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
@@ -63,7 +63,7 @@ $(STAMP): $(INSTALLED)
 	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
 	$(PIP_HASHED) $(PIP_ARGS) -r requirements/dev.txt && \
 	$(PIP) --no-warn-conflicts $(PIP_ARGS) -r requirements/torch.txt && \
-	{ $(BIN)/python -c 'import triton' 2>/dev/null || \
+	{ $(BIN)/python -c 'import torch; exit(not torch.version.cuda)' || \
 		$(PIP_HASHED) $(PIP_ARGS) -r requirements/triton.txt; } && \
 	$(PIP) --no-deps --no-build-isolation -e . && \
 	touch $@

@@ -28,18 +28,6 @@ if not ON_GPU:
     # Before any other import: Triton reads this when it is imported, by torch for one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-        """Lets the bounds of a `range` come from memory: Triton 3.6 calls `int` on an array of one
-        element, which NumPy 2.4 refuses (triton-lang/triton#9171, fixed in later releases)."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_tensor_and_index
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "of random cases; `random`: another for each, and no other tests"

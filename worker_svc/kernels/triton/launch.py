@@ -16,8 +16,8 @@ import triton
 from triton.runtime.driver import driver
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# The version whose binaries can be launched with what `_Binary` holds; others launch as usual.
-DIRECT = triton.__version__.startswith("3.6.")
+# The versions whose binaries can be launched with what `_Binary` holds; others launch as usual.
+DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 _ENTER = triton.knobs.runtime.launch_enter_hook
 _LEAVE = triton.knobs.runtime.launch_exit_hook
 

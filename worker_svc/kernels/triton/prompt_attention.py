@@ -62,7 +62,7 @@ TILINGS_8_BITS = {
     (80, 256): Tiling(tile=16, num_warps=8, num_stages=2),
 }
 # Tensor cores do not multiply float32, which only comparisons use: a tile that does not spill.
-FLOAT32_TILING = Tiling(tile=16, num_warps=8, num_stages=2)
+FLOAT32_TILING = Tiling(tile=16, num_warps=16, num_stages=2)
 
 
 @triton.jit
