@@ -91,15 +91,13 @@ _LOG_SIZES = pytest.StashKey[dict[Path, dict[str, int]]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives tests of the system more time, and another try if a precondition was not met."""
+    """Marks tests of the system; a test whose precondition was not met gets another try."""
     if config.getoption("--seed") == "random":
         items[:] = [item for item in items if "seed" in getattr(item, "fixturenames", ())]
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in _SYSTEM):
             item.add_marker(pytest.mark.system)
-        if not item.get_closest_marker("system"):
-            continue
-        if not item.get_closest_marker("timeout"):
+        if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
         if config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="^UnmetPreconditionError"))

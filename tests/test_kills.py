@@ -14,22 +14,21 @@ from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.flaky(reruns=2, only_rerun="^UnmetPreconditionError"),
-]
+pytestmark = pytest.mark.timeout(600)
 
 _STORY = "Once upon a time, there was a little fox who"
 _LONG = {"max_tokens": 200, "ignore_eos": True}
 _REQUESTS: Mapping[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0, **_LONG),
-    "seeded": SamplingParams(temperature=1, seed=1, logprobs=2, **_LONG),
+    "seeded": SamplingParams(temperature=1, seed=1, **_LONG),
     "features": SamplingParams(temperature=1.2, seed=2, top_k=50, frequency_penalty=0.5, **_LONG),
-    "several": SamplingParams(temperature=1, seed=3, n=3, **_LONG),
+    "logprobs": SamplingParams(temperature=1, seed=3, logprobs=2, prompt_logprobs=1, **_LONG),
+    "stop string": SamplingParams(temperature=1, seed=4, stop=["zebra", "the end of all"], **_LONG),
+    "several": SamplingParams(temperature=1, seed=5, n=3, logprobs=0, **_LONG),
     "beams": SamplingParams(beam_width=3, max_tokens=40),
     "regex": SamplingParams(
         temperature=1,
-        seed=4,
+        seed=6,
         structured_output=StructuredOutput(regex=r"(yes|no)(, [a-z]{3,8}){20}!"),
     ),
 }
@@ -45,8 +44,11 @@ async def _open_streams(
     async with AsyncLLM(stack.address, connections=8) as llm:
 
         async def read(name: str) -> None:
+            request_ids = set()
             async for chunk in llm.stream(_STORY, _REQUESTS[name]):
                 transcripts[name].add(chunk)
+                request_ids.add(chunk.request_id)
+            assert len(request_ids) == 1
 
         async with asyncio.TaskGroup() as group:
             tasks = {name: group.create_task(read(name)) for name in _REQUESTS}
@@ -73,7 +75,8 @@ def expected(stack: RealStack) -> dict[str, Transcript]:
 
 
 @pytest.mark.parametrize(
-    ("service", "index"), [("worker", 0), ("worker", 1), ("scheduler", 0), ("frontend", 0)]
+    ("service", "index"),
+    [("worker", 0), ("worker", 1), ("scheduler", 0), ("frontend", 0), ("frontend", 1)],
 )
 async def test_killed_under_load(
     stack: RealStack, expected: dict[str, Transcript], service: str, index: int
