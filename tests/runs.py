@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import secrets
 import shlex
 import subprocess
@@ -195,8 +196,9 @@ def _outcome(run: Run, log: Path) -> Outcome:
 
 @contextmanager
 def _burner() -> Iterator[int]:
-    """A process that keeps a core busy: its pid."""
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as burner:
+    """A process that keeps a core busy for as long as this one lives: its pid."""
+    burn = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    with subprocess.Popen([sys.executable, "-c", burn]) as burner:
         try:
             yield burner.pid
         finally:
