@@ -74,7 +74,7 @@ class GatewaySettings(ServiceSettings):
 
 def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
     """The gateway's own settings; what is not set is at its defaults."""
-    return RouterArgs(
+    args = RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
         host=settings.host.strip("[]"),
         port=settings.http_port,
@@ -107,6 +107,10 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
         log_level="info" if settings.otlp_endpoint else "warn",  # as its spans
         log_json=True,
     )
+    # RouterArgs does not have it, but passes on what it is given. By default a gateway that is told
+    # to stop first accepts connections for 5 s more: in case a load balancer still sends some.
+    args.drain_settle_secs = 0
+    return args
 
 
 async def serve(settings: GatewaySettings, ready: Ready) -> None:
