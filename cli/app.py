@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,11 +42,24 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Serves Qwen3 as three gRPC services: frontend, scheduler and workers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(version("nano-vllm-grpc"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show it")
+    ] = False,
+) -> None:
+    """Serves Qwen3 as three gRPC services: frontend, scheduler and workers."""
 
 
 def _service(name: str) -> str:
@@ -85,14 +99,35 @@ def up(environment: Environment, layout: Layout, runtime: Runtime = "native") ->
 
 @app.command()
 @takes_variables
+def serve(
+    environment: Environment,
+    layout: Layout,
+    served: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="the same as --model (default: the demo)")
+    ] = None,
+) -> int:
+    """Start a stack, show its logs, stop it on Ctrl-C or when this process ends."""
+    return commands.serve(environment | ({PREFIX + "MODEL": served} if served else {}), layout)
+
+
+@app.command()
+@takes_variables
 def run(environment: Environment, layout: Layout) -> int:
     """Start a private stack, print READY HOST:PORT, stop it when stdin ends or on a signal."""
     return commands.run(environment, layout)
 
 
 @app.command()
-def down(port: Port = None, runtime: Runtime = "native") -> int:
+def down(
+    port: Port = None,
+    runtime: Runtime = "native",
+    every: Annotated[bool, typer.Option("--all", help="all stacks of this directory")] = False,
+) -> int:
     """Stop the stack."""
+    if every:
+        if port or runtime != "native":
+            raise CommandError("--all: stops all stacks of RUNTIME=native; give nothing else")
+        return commands.down_all()
     if runtime == "ray":
         return _on_ray("down", _environment(port))
     if runtime == "docker":
@@ -129,13 +164,17 @@ def restart(
 
 
 @app.command()
-def ps(port: Port = None, runtime: Runtime = "native") -> int:
+def ps(
+    port: Port = None,
+    runtime: Runtime = "native",
+    as_json: Annotated[bool, typer.Option("--json", help="print a list in JSON")] = False,
+) -> int:
     """Show a line per process: name, index, pid, address, state."""
     if runtime == "ray":
-        return _on_ray("ps", _environment(port))
+        return _on_ray("ps", _environment(port), as_json)
     if runtime == "docker":
-        return compose.ps(_environment(port))
-    return commands.ps(_directory(port))
+        return compose.ps(_environment(port), as_json)
+    return commands.ps(_directory(port), as_json)
 
 
 @app.command()
@@ -189,6 +228,15 @@ def generate(
 
     options = Options(address or _address(port), concurrency, params, token_ids)
     return generate_file(requests, output, options)
+
+
+@app.command()
+@takes_variables
+def config(environment: Environment, layout: Layout) -> int:
+    """Show each setting that a stack with these variables would have, and where it comes from."""
+    from cli.config import show_config
+
+    return show_config(environment)
 
 
 @app.command()

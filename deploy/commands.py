@@ -1,10 +1,11 @@
-"""up, run, down and ps for stacks that run as processes on this host."""
+"""up, serve, run, down and ps for stacks that run as processes on this host."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,9 +19,9 @@ from deploy.health import SERVING
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.ports import reserve_port
 from deploy.progress import show_progress
-from deploy.stack import Stack, first_token, run_directory
+from deploy.stack import RUN, Stack, first_token, run_directory
 from deploy.startup import wait_until_ready
-from deploy.status import format_status, stack_status
+from deploy.status import format_status, stack_status, status_json
 from deploy.supervisor import is_running, stack_members, start_supervisor, stop_stack
 from deploy.supervisor_config import stop_timeout_s
 from shared.config import PREFIX
@@ -37,19 +38,44 @@ def up(environment: Environment, layout: Layout) -> int:
     with locked(directory):
         if is_running(directory):
             return _already_up(Stack.load(directory))
-        _start_in_background(environment, layout, directory, settings.port)
+        _start(environment, layout, directory, settings.port)
     return 0
 
 
-def _start_in_background(
-    environment: Environment, layout: Layout, directory: Path, port: int
-) -> None:
+def serve(environment: Environment, layout: Layout) -> int:
+    """Starts a stack, follows its logs, and stops it on a stop signal, or if this process dies."""
+    settings = read_settings(environment)
+    directory = run_directory(settings.port)
+    if settings.port == 0:
+        raise LaunchError("PORT: is what names a stack; run takes any that is free")
+    with locked(directory):
+        if is_running(directory):
+            return _already_up(Stack.load(directory))
+        supervisor = _start(environment, layout, directory, settings.port, tied=True)
+    logs = subprocess.Popen(["tail", "-n", "0", "-F", *sorted(directory.glob("*-*.log"))])
+    try:
+        with signals_interrupt():
+            supervisor.wait()
+        raise LaunchError("the stack's supervisor is gone")
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        ignore_signals()
+        stop_stack(directory, _grace_s(directory), print)
+        logs.terminate()
+
+
+def _start(
+    environment: Environment, layout: Layout, directory: Path, port: int, *, tied: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts a stack, shows how it comes up, and what it answers to a first request. Returns its
+    supervisor."""
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
     stop_stack(directory, _grace_s(directory), print)  # left behind by a killed supervisor
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
     with reservation, signals_interrupt():
-        supervisor = start_supervisor(stack, shared)
+        supervisor = start_supervisor(stack, shared, tied=tied)
         try:
             with show_progress(stack) as report:
                 wait_until_ready(stack, supervisor, report)
@@ -63,6 +89,7 @@ def _start_in_background(
             if isinstance(error, StartError):
                 raise LaunchError(f"{error} (log: {error.log})") from error
             raise
+    return supervisor
 
 
 def run(environment: Environment, layout: Layout) -> int:
@@ -84,7 +111,7 @@ def run(environment: Environment, layout: Layout) -> int:
         with reserve_port(settings.host, settings.port) as reservation:
             port = int(reservation.getsockname()[1])
             stack, shared = plan_stack(environment, layout, directory, port)
-            supervisor = start_supervisor(stack, shared, private=True)
+            supervisor = start_supervisor(stack, shared, tied=True, temporary=True)
             try:
                 wait_until_ready(stack, supervisor, lambda _: None, check_stop)
                 stack.set_up(True)
@@ -120,11 +147,25 @@ def _remove_if_empty(directory: Path) -> None:
             shutil.rmtree(directory)
 
 
-def ps(directory: Path) -> int:
-    """Prints a line per process; returns 1 if no stack is running."""
+def down_all() -> int:
+    """Stops all stacks that were started in this directory."""
+    directories = [path for path in RUN.glob("*") if path.name.isdecimal() and stack_members(path)]
+    for directory in sorted(directories, key=lambda path: int(path.name)):
+        down(directory)
+    if not directories:
+        print(f"no stack runs in {RUN.absolute()}")
+    return 0
+
+
+def ps(directory: Path, as_json: bool = False) -> int:
+    """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
     try:
-        print(format_status(stack_status(Stack.load(directory))))
+        statuses = stack_status(Stack.load(directory))
+        print(status_json(statuses) if as_json else format_status(statuses))
     except LaunchError:
+        if as_json:
+            print("[]")
+            return 1
         left = len(stack_members(directory))
         rest = f", but {left} processes are left of one; make down ends them" if left else ""
         print(f"no stack runs on port {directory.name}{rest}")

@@ -14,7 +14,7 @@ from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT, stream_completion
 from deploy.health import SERVING, check_health, http_health
 from deploy.model import model_name, resolve_model
-from deploy.plan import Environment, Layout, StackSettings, check_environment, read_settings
+from deploy.plan import Environment, Layout, StackSettings, read_settings, stack_settings
 from deploy.stack import bracket_host, dialled_address, make_directory, run_directory
 from shared.config import PREFIX
 
@@ -36,7 +36,7 @@ def up(environment: Environment, layout: Layout) -> int:
         raise LaunchError("RUNTIME=docker: files for TLS and tokens do not get into the containers")
     variables = compose_variables(settings, layout)
     # The host has been checked; inside, the stack's own network is private.
-    check_environment(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
+    stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
     port = http_port(settings)
@@ -70,9 +70,10 @@ def down(environment: Environment) -> int:
     return 0
 
 
-def ps(environment: Environment) -> int:
-    """Prints a line per container."""
-    _compose(read_settings(environment).port, ["ps"], environment)
+def ps(environment: Environment, as_json: bool = False) -> int:
+    """Prints a line per container, or its JSON."""
+    words = ["ps", "--format", "json"] if as_json else ["ps"]
+    _compose(read_settings(environment).port, words, environment)
     return 0
 
 

@@ -21,7 +21,7 @@ from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
 from scheduler_svc.settings import SchedulerSettings
-from shared.config import PREFIX, Addresses, AutoInt, load_settings, split_commas
+from shared.config import PREFIX, Addresses, AutoInt, ServiceSettings, load_settings, split_commas
 from shared.tls import ClientTls, FileError
 from worker_svc.settings import WorkerSettings
 
@@ -182,20 +182,23 @@ def plan_stack(
         ports = extra_master_ports(stack, stack.engines, taken=master_port)
         stack = replace(stack, master_ports=ports)
     shared = environment | {PREFIX + name: value for name, value in ours.items()}
-    check_environment(shared, first_rank=ranks.start)
+    stack_settings(shared, first_rank=ranks.start)
     return stack, shared
 
 
-def check_environment(environment: Environment, first_rank: int = 0) -> None:
+def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, ServiceSettings]:
     """Reads the settings as each service will, so that a bad value fails before anything starts.
 
     Raises:
         SettingsError: a service would refuse a value; the message names it.
     """
     with _environ(environment):
-        load_settings(FrontendSettings, [])
-        load_settings(SchedulerSettings, [])
-        load_settings(WorkerSettings, ["--rank", str(first_rank)])
+        return {
+            "workers": load_settings(WorkerSettings, ["--rank", str(first_rank)]),
+            "scheduler": load_settings(SchedulerSettings, []),
+            "frontends": load_settings(FrontendSettings, []),
+            "this host": load_settings(StackSettings, []),
+        }
 
 
 def public_tls(settings: StackSettings) -> ClientTls | None:

@@ -205,10 +205,13 @@ class Stack:
         return cls(**values)
 
 
+RUN = Path(".run")
+
+
 def run_directory(port: int) -> Path:
     """The directory for the state of the stack on `port`: relative, because a Unix socket's path
     must stay under 108 bytes however deep the checkout lies."""
-    return Path(".run", str(port))
+    return RUN / str(port)
 
 
 def make_directory(directory: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -93,6 +94,26 @@ def format_status(statuses: Iterable[ProcessStatus], nodes: Iterable[str] | None
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def status_json(statuses: Iterable[ProcessStatus], nodes: Sequence[str] | None = None) -> str:
+    """A list in JSON with an object per process; `nodes` has each one's, if they may differ."""
+    found = [
+        {
+            "service": status.process.service,
+            "index": status.process.index,
+            "engine": status.process.engine,
+            "pid": status.pid,
+            "address": status.process.address,
+            "state": status.state,
+            "health": status.health,
+            "trouble": status.trouble,
+        }
+        for status in statuses
+    ]
+    for entry, node in zip(found, nodes or (), strict=nodes is not None):
+        entry["node"] = node
+    return json.dumps(found, indent=2)
 
 
 def _or_dash(number: int | None) -> str:

@@ -1,7 +1,8 @@
-"""supervisord as the launcher starts it: `python -m deploy.supervise CONFIG [--tied-to PID]`.
+"""supervisord as the launcher starts it: `python -m deploy.supervise CONFIG [--tied-to PID]
+[--remove]`.
 
-With `--tied-to`, the stack is private to the process PID: once that is gone, however it ended, the
-stack is stopped in order and its directory removed.
+With `--tied-to`, the stack belongs to the process PID: once that is gone, however it ended, the
+stack is stopped in order and, with `--remove`, its directory removed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.supervise")
     parser.add_argument("config", type=Path)
     parser.add_argument("--tied-to", type=int, metavar="PID")
+    parser.add_argument("--remove", action="store_true", help="the directory, at the end")
     args = parser.parse_args()
     if args.tied_to is not None:
         end_with_parent(args.tied_to, signal.SIGTERM)  # on which supervisord stops
@@ -32,7 +34,7 @@ def main() -> None:
     try:
         supervisord.main(["-c", str(args.config)])
     finally:
-        if args.tied_to is not None:
+        if args.remove:
             shutil.rmtree(args.config.parent, ignore_errors=True)
 
 

@@ -42,12 +42,12 @@ class SupervisedProcess:
 
 
 def start_supervisor(
-    stack: Stack, environment: Environment, *, private: bool = False
+    stack: Stack, environment: Environment, *, tied: bool = False, temporary: bool = False
 ) -> subprocess.Popen[bytes]:
     """Starts supervisord, which starts the services, in the background.
 
-    If `private`, it ends when this process does, and removes the stack's directory. If not, it is
-    started again when it dies (`deploy.watchdog`).
+    If `tied`, it ends when this process does, and removes the stack's directory if that is
+    `temporary`. If not, it is started again when it dies (`deploy.watchdog`).
     """
     directory = stack.directory
     make_directory(directory)
@@ -57,9 +57,10 @@ def start_supervisor(
     link_missing_models(stack)
     if stack.count("scheduler"):
         list_engines(stack, range(stack.engines))
-    write_config(stack, private)
-    tie = ["--tied-to", str(os.getpid())] if private else []
-    return _run_supervisor(directory, environment | {MARKER: str(directory.absolute())}, tie)
+    write_config(stack, tied)
+    options = ["--tied-to", str(os.getpid())] if tied else []
+    options += ["--remove"] if temporary else []
+    return _run_supervisor(directory, environment | {MARKER: str(directory.absolute())}, options)
 
 
 def start_supervisor_again(directory: Path) -> subprocess.Popen[bytes]:
@@ -71,12 +72,12 @@ def start_supervisor_again(directory: Path) -> subprocess.Popen[bytes]:
 
 
 def _run_supervisor(
-    directory: Path, environment: Environment, tie: list[str]
+    directory: Path, environment: Environment, options: list[str]
 ) -> subprocess.Popen[bytes]:
     config = directory / "supervisord.conf"
     with (directory / "supervise.log").open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.supervise", str(config), *tie],
+            [sys.executable, "-P", "-m", "deploy.supervise", str(config), *options],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -23,14 +23,14 @@ def stop_timeout_s(stack: Stack) -> float:
     return stack.drain_timeout_s + _KILL_AFTER_S
 
 
-def render_config(stack: Stack, private: bool = False) -> str:
+def render_config(stack: Stack, tied: bool = False) -> str:
     """Returns the text of supervisord.conf."""
-    return "\n".join([_supervisord(stack.directory), *_programs(stack, private)])
+    return "\n".join([_supervisord(stack.directory), *_programs(stack, tied)])
 
 
-def write_config(stack: Stack, private: bool = False) -> None:
+def write_config(stack: Stack, tied: bool = False) -> None:
     """Writes supervisord.conf, which a supervisord that is started, or told to, reads."""
-    replace_file(stack.directory / "supervisord.conf", render_config(stack, private))
+    replace_file(stack.directory / "supervisord.conf", render_config(stack, tied))
 
 
 def control_socket(directory: Path) -> str:
@@ -61,7 +61,7 @@ supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
 
 
-def _programs(stack: Stack, private: bool) -> list[str]:
+def _programs(stack: Stack, tied: bool) -> list[str]:
     groups: dict[str, list[Process]] = {}
     programs = []
     for process in stack.processes():
@@ -71,7 +71,7 @@ def _programs(stack: Stack, private: bool) -> list[str]:
     for name, members in groups.items():
         programs.append(_group(name, members, SERVICES.index(members[0].service) + 1))
     # Last to start and first to stop: a supervisord that is stopping the stack need not answer.
-    words = ["deploy.watchdog", str(stack.directory), *(["--private"] if private else [])]
+    words = ["deploy.watchdog", str(stack.directory), *(["--tied"] if tied else [])]
     # Nobody else would start it again if it could not start.
     watchdog = Process("watchdog", 0, "")
     programs.append(_program(stack, watchdog.name, words, restart="true"))

@@ -1,10 +1,10 @@
 """Watches supervisord, and starts again what it has given up:
-`python -m deploy.watchdog DIRECTORY [--private]`.
+`python -m deploy.watchdog DIRECTORY [--tied]`.
 
 supervisord starts what dies, and nothing else: it leaves alone what says that it cannot start, and
 nobody notices that it hangs or has died itself. Like every service, the watchdog is a fork and its
 keeper, which watch each other. They are the only processes that outlive their supervisord, unless
-the stack is private.
+the stack is tied to another process.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ def main() -> int:
     gc.enable()
     parser = argparse.ArgumentParser(prog=WatchdogSettings.program)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--private", action="store_true", help="end with supervisord")
+    parser.add_argument("--tied", action="store_true", help="end with supervisord")
     args = parser.parse_args()
-    if args.private:
+    if args.tied:
         end_with_parent()
     supervisor = psutil.Process(os.getppid())
     if "deploy.supervise" not in supervisor.cmdline():
         return 1  # it has died already: whoever started it will say so
-    settings = settings_at_last().model_copy(update={"exit_with_parent": args.private})
+    settings = settings_at_last().model_copy(update={"exit_with_parent": args.tied})
     return run_service("watchdog", settings, partial(serve, Stack.load(args.directory), supervisor))
 
 

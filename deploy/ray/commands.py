@@ -15,14 +15,14 @@ from deploy.plan import (
     Environment,
     Layout,
     StackSettings,
-    check_environment,
     read_settings,
+    stack_settings,
 )
 from deploy.ray.cluster import Cluster, connected
 from deploy.ray.layout import Member, RayStack
 from deploy.ray.process import Report
 from deploy.stack import SERVICES, bracket_host, run_directory
-from deploy.status import format_status
+from deploy.status import format_status, status_json
 from deploy.supervisor import is_running
 from shared.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
@@ -100,17 +100,17 @@ def down(environment: Environment) -> int:
     return 0
 
 
-def ps(environment: Environment) -> int:
-    """Prints a line per process; returns 1 if no stack is running."""
+def ps(environment: Environment, as_json: bool = False) -> int:
+    """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
     port = read_settings(environment).port
     with connected(port) as cluster:
         reports = cluster.reports(cluster.members())
-    if not reports:
-        print(f"no stack runs on port {port}")
-        return 1
-    nodes = [report.node for report in reports]
-    print(format_status((report.status for report in reports), nodes))
-    return 0
+    statuses, nodes = [report.status for report in reports], [report.node for report in reports]
+    if as_json:
+        print(status_json(statuses, nodes))
+    else:
+        print(format_status(statuses, nodes) if reports else f"no stack runs on port {port}")
+    return int(not reports)
 
 
 def logs(environment: Environment, service: str | None) -> int:
@@ -164,7 +164,7 @@ def plan(
         f"{PREFIX}SCHEDULER_ADDRESS": example,
         f"{PREFIX}WORKER_ADDRESSES": ",".join([example] * settings.tp),
     }
-    check_environment(shared | addresses)
+    stack_settings(shared | addresses)
     return RayStack(settings, shared, _rank_resources(settings, cluster))
 
 
