@@ -4,13 +4,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 CLI := $(BIN)/nano-vllm-grpc
 
-# These count only if given to make: some shells export a HOST, which names the machine, or an OUT.
-ifeq ($(origin HOST),environment)
-HOST :=
-endif
-ifeq ($(origin OUT),environment)
-OUT :=
-endif
 
 OF_ENGINE := DEVICE DTYPE QUANTIZATION KV_DTYPE TP MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS \
 	MAX_NUM_PREFILL_TOKENS MAX_MODEL_LEN MAX_WAITING MAX_WAITING_TOKENS KV_BLOCKS BLOCK_SIZE MEMORY_UTILIZATION ATTENTION ENFORCE_EAGER SYNC
@@ -38,6 +31,13 @@ $(error $(UNKNOWN): unknown variable$(addprefix ; did you mean ,$(shell $(PYTHON
 	print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))" $(firstword $(UNKNOWN)) $(KNOWN))))
 endif
 
+# Variables count only if they are given to make: a shell may have a MODEL or an IN for something else,
+# and some export a HOST, which names the machine.
+FROM_SHELL := $(foreach name,$(filter-out PYTHON PIP_ARGS BUILDER BASE GPU_PYTHON,$(KNOWN)),\
+	$(if $(filter environment,$(origin $(name))),$(name)))
+$(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
+	"make: $(name) of the environment is ignored; make $(or $(MAKECMDGOALS),up) $(name)=... passes it" >&2))$(eval $(name) :=))
+
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
 	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines
@@ -52,6 +52,8 @@ help:  ## this list
 # libraries and Triton, which its CUDA builds bring. With a CPU build, xgrammar and the tests still
 # need Triton, in the version that the CUDA build brings.
 TRITON := triton==3.7.1
+# Where there is no NVIDIA GPU, torch alone comes from here.
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_HASHED := $(PIP) --require-hashes --no-deps --only-binary :all:
 STAMP := .venv/.setup-$(shell echo "$(CURDIR) $$($(PYTHON) -V)" | cksum | cut -d ' ' -f 1)
@@ -62,6 +64,9 @@ $(STAMP): $(INSTALLED)
 	echo "installing into .venv" && \
 	if [ ! -e $@ ]; then $(PYTHON) -m venv --clear .venv; fi && \
 	$(PIP_HASHED) $(PIP_ARGS) -r requirements/dev.txt && \
+	{ [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || \
+		$(PIP) --no-deps --index-url $(CPU_WHEELS) --retries 0 --timeout 5 -r requirements/torch.txt 2>/dev/null || \
+		echo "no CPU build of torch from $(CPU_WHEELS); the default index may have gigabytes of CUDA"; } && \
 	$(PIP) --no-warn-conflicts $(PIP_ARGS) -r requirements/torch.txt && \
 	{ $(BIN)/python -c 'import torch; exit(not torch.version.cuda)' || \
 		$(PIP_HASHED) $(PIP_ARGS) -r requirements/triton.txt; } && \
@@ -117,13 +122,12 @@ bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: a running stac
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
-CPU_WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 IMAGES := frontend gateway scheduler worker
 BUILDER ?= $(or $(shell for each in docker podman buildah; do if command -v $$each >/dev/null; then echo $$each; break; fi; done),docker) build
 images:  ## build the container images for CPUs on BASE, which has Python (BUILDER: docker, podman or buildah build; PIP_ARGS)
 	@for image in $(IMAGES); do \
 		$(BUILDER) --file docker/$$image.Dockerfile --build-arg BASE=$(call quote,$(or $(BASE),python:3.12-slim)) \
-			--build-arg PIP_ARGS=$(call quote,$(or $(PIP_ARGS),$(CPU_WHEELS))) \
+			--build-arg PIP_ARGS=$(call quote,$(or $(PIP_ARGS),--extra-index-url $(CPU_WHEELS))) \
 			--tag nano-vllm-grpc/$$image$$(test $$image != worker || echo :cpu) . || exit; \
 	done
 
@@ -194,8 +198,6 @@ protoc = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --pyt
 	--mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
 
 clean:  ## stop all stacks, remove .venv and everything generated
-	@for stack in .run/[0-9]*; do \
-		if [ -d $$stack ]; then $(CLI) down --port $${stack#.run/}; fi; \
-	done
+	-@$(CLI) down --all
 	rm -rf .venv .run build *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 CLI = ".venv/bin/nano-vllm-grpc"
 
 
-def make(*arguments: str, **environment: str) -> str:
-    """The output of make, isolated from any make that is running this test."""
+def run_make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs make, isolated from any make that is running this test."""
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
@@ -30,7 +30,11 @@ def make(*arguments: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-    ).stdout
+    )
+
+
+def make(*arguments: str, **environment: str) -> str:
+    return run_make(*arguments, **environment).stdout
 
 
 def last_command(*arguments: str, **environment: str) -> list[str]:
@@ -55,16 +59,19 @@ def test_only_variables_that_are_set_are_passed() -> None:
     assert (words[0], words[3:]) == ("NANO_TP=2", ["--mode", "stack", "--num-seqs", "4"])
 
 
-def test_variables_may_come_from_the_environment_except_the_shells_own_host() -> None:
-    assert last_command("up", PORT="6000", HOST="my-laptop")[2:] == ["--port", "6000"]
-    assert last_command("up", "HOST=::1", HOST="my-laptop")[2:] == ["--host", "::1"]
-
-
-def test_out_must_be_given_to_make(tmp_path: Path) -> None:
-    """Some shells export an OUT, which may be any directory."""
+def test_variables_must_be_given_to_make() -> None:
+    """A shell may have any of them for something else."""
+    shells = {"PORT": "6000", "HOST": "my-laptop", "MODEL": "gpt", "OUT": "/any"}
+    done = run_make("--dry-run", "up", **shells)
+    assert done.stderr.splitlines() == [
+        f"make: {name} of the environment is ignored; make up {name}=... passes it"
+        for name in ("MODEL", "PORT", "OUT")  # shells themselves export a HOST
+    ]
+    assert shlex.split(done.stdout) == [CLI, "up"]
+    assert last_command("up", "HOST=::1", **shells)[2:] == ["--host", "::1"]
     for target in ("gpu-check", "bench", "chaos", "abuse"):
-        assert "--out" not in last_command(target, OUT=str(tmp_path))
-        assert last_command(target, "OUT=a b", OUT=str(tmp_path))[-2:] == ["--out", "a b"]
+        assert "--out" not in last_command(target, OUT="/any")
+        assert last_command(target, "OUT=a b", OUT="/any")[-2:] == ["--out", "a b"]
 
 
 def test_unknown_variables_are_refused() -> None:
