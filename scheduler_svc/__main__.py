@@ -138,12 +138,18 @@ async def _run_engine(
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
     link, metrics = HostLink.create(), EngineMetrics(settings.model)
+    run_grammars = partial(
+        run_host,
+        link,
+        Path(settings.model),
+        max_json_whitespace=settings.max_json_whitespace or None,
+    )
     return run_service(
         "scheduler",
         settings,
         partial(serve, link=link, metrics=metrics),
         (WorkerMismatchError,),
-        companion=partial(run_host, link, Path(settings.model)),
+        companion=run_grammars,
         metrics=metrics,
         index=settings.index,
         labels={"engine": settings.engine_name},

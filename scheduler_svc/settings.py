@@ -40,6 +40,9 @@ class SchedulerSettings(ServiceSettings):
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
     max_waiting_tokens: int = Field(1 << 20, gt=0, description="tokens in the waiting queue")
     kv_blocks: AutoInt = "auto"
+    max_json_whitespace: int = Field(
+        20, ge=0, description="characters in a row in structured output's JSON (0: any)"
+    )
     sync: bool = Field(False, description="plan a step only once the previous one is answered")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))

@@ -86,11 +86,12 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 _NAMES_OF_SERVICES = """
     allow_local_kv_events allow_public_plaintext attention auth_tokens_file block_size device dtype
     enforce_eager engine_addresses engine_name engines_on_host gateway_policy host http_port index
-    kv_blocks kv_dtype master_addr master_port max_model_len max_num_batched_tokens
-    max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting max_waiting_tokens
-    memory_utilization model operator_tokens_file port profile_directory quantization rank
-    report_cached_tokens scheduler_address scheduler_addresses served_model_name sync threads
-    tls_cert tls_client_ca tls_key tokenizer_threads tp ui_port worker_addresses
+    kv_blocks kv_dtype master_addr master_port max_json_whitespace max_model_len
+    max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
+    max_waiting_tokens memory_utilization model operator_tokens_file port profile_directory
+    quantization rank report_cached_tokens scheduler_address scheduler_addresses
+    served_model_name sync threads tls_cert tls_client_ca tls_key tokenizer_threads tp
+    ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
 # Settings of a stack's clients, including the launcher, which may share the services' environment.

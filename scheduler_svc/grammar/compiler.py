@@ -12,11 +12,9 @@ from xgrammar import Grammar, GrammarCompiler, TokenizerInfo, VocabType
 
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
-from scheduler_svc.grammar.schema import patterns, schema_problem, schemas_in_tag
+from scheduler_svc.grammar.schema import json_formats, patterns, schema_problem
 from scheduler_svc.sampling import GrammarKind
 
-# Consecutive whitespace within a JSON text: enough to indent, too little to go on for ever.
-MAX_JSON_WHITESPACE = 32
 # Regular expressions that match nothing that JSON escapes, whatever reads them.
 _PLAIN = re.compile(
     r"""(?x) (?: [^\x00-\x1f"\\.\[]
@@ -30,20 +28,25 @@ ANY_JSON = '{"type": ["object", "array"]}'
 @dataclass(frozen=True, slots=True)
 class Compilers:
     """Over all tokens, and over those that may occur in JSON: xgrammar allows control characters in
-    strings of a bounded length, which JSON does not (mlc-ai/xgrammar#800)."""
+    strings of a bounded length, which JSON does not (mlc-ai/xgrammar#800).
+
+    `max_whitespace`: characters in a row between the tokens of a JSON text; None for any.
+    """
 
     any: GrammarCompiler
     json: GrammarCompiler
+    max_whitespace: int | None
 
 
-def make_compilers(vocabulary: list[bytes]) -> Compilers:
+def make_compilers(vocabulary: list[bytes], max_whitespace: int | None) -> Compilers:
     """
     Args:
         vocabulary: the bytes of each token.
+        max_whitespace: see `Compilers`.
     """
     control = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
     of_json = [b"" if control.search(token) else token for token in vocabulary]
-    return Compilers(_make_compiler(vocabulary), _make_compiler(of_json))
+    return Compilers(_make_compiler(vocabulary), _make_compiler(of_json), max_whitespace)
 
 
 def _make_compiler(vocabulary: list[bytes]) -> GrammarCompiler:
@@ -73,7 +76,7 @@ def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> Compi
                 for pattern in patterns(text):
                     _check_pattern(pattern)
                 grammar = compilers.json.compile_json_schema(
-                    text, max_whitespace_cnt=MAX_JSON_WHITESPACE
+                    text, max_whitespace_cnt=compilers.max_whitespace
                 )
     except (RuntimeError, ValueError, TypeError) as error:
         if is_out_of_memory(error):
@@ -90,13 +93,15 @@ def _compile_tag(compilers: Compilers, text: str) -> XGrammar:
     tag = json.loads(text)
     if isinstance(tag, dict) and "structures" in tag:
         tag = _triggered_tags(tag)
-    schemas = list(schemas_in_tag(tag))
-    for schema in schemas:
+    formats = list(json_formats(tag))
+    for each in formats:
+        schema = json.dumps(each["json_schema"])
         if problem := schema_problem(schema):
             raise GrammarError(GrammarKind.STRUCTURAL_TAG, f"a 'json_schema' in it: {problem}")
         for pattern in patterns(schema):
             _check_pattern(pattern)
-    compiler = compilers.json if schemas else compilers.any
+        each.setdefault("max_whitespace_cnt", compilers.max_whitespace)
+    compiler = compilers.json if formats else compilers.any
     return compiler.compile_structural_tag(json.dumps(tag))
 
 

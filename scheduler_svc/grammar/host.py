@@ -39,21 +39,35 @@ _BEAT_S = 0.2
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
-def run_host(link: HostLink, model: Path, beat: Callable[[], None] = lambda: None) -> None:
+def run_host(
+    link: HostLink,
+    model: Path,
+    beat: Callable[[], None] = lambda: None,
+    *,
+    max_json_whitespace: int | None = None,
+) -> None:
     """Serves for ever.
 
     Args:
         model: the directory of tokenizer.json and config.json.
         beat: called several times a second once everything is loaded.
+        max_json_whitespace: characters in a row between a JSON text's tokens; None for any.
     """
-    _Host(link, model, beat).run()
+    _Host(link, model, beat, max_json_whitespace).run()
 
 
 class _Host:
-    def __init__(self, link: HostLink, model: Path, beat: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        link: HostLink,
+        model: Path,
+        beat: Callable[[], None],
+        max_json_whitespace: int | None,
+    ) -> None:
         self._link = link
         self._model = model
         self._beat = beat
+        self._max_json_whitespace = max_json_whitespace
         self._serve: Callable[[socket.socket], None] | None = None  # a grammar, once loaded
         self._reports: dict[int, socket.socket] = {}  # of the processes that live, by pid
 
@@ -107,7 +121,8 @@ class _Host:
             from scheduler_svc.grammar.child import serve
             from scheduler_svc.grammar.compiler import make_compilers
 
-            self._serve = partial(serve, compilers=make_compilers(vocabulary))
+            compilers = make_compilers(vocabulary, self._max_json_whitespace)
+            self._serve = partial(serve, compilers=compilers)
             log_gaps()
         finally:
             self._link.set_state(os.getpid(), loading=False)

@@ -63,21 +63,20 @@ def patterns(text: str) -> set[str]:
     return set(_patterns(json.loads(text)))
 
 
-def schemas_in_tag(tag: Any, depth: int = 0) -> Iterator[str]:
-    """All JSON schemas in a structural tag.
+def json_formats(tag: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Whatever has a `json_schema` in a structural tag.
 
     Raises:
         ValueError: it is nested too deep.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"is nested more than {MAX_DEPTH} deep")
-    for name, value in tag.items() if isinstance(tag, dict) else ():
-        if name == "json_schema":
-            yield json.dumps(value)
-        else:
-            yield from schemas_in_tag(value, depth + 1)
+    if isinstance(tag, dict):
+        if "json_schema" in tag:
+            yield tag
+        tag = [value for name, value in tag.items() if name != "json_schema"]
     for value in tag if isinstance(tag, list) else ():
-        yield from schemas_in_tag(value, depth + 1)
+        yield from json_formats(value, depth + 1)
 
 
 def _patterns(schema: Any) -> Iterator[str]:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from scheduler_svc.grammar.compiler import (
-    MAX_JSON_WHITESPACE,
     Compilers,
     compile_grammar,
     make_compilers,
@@ -30,6 +29,7 @@ from scheduler_svc.sampling import GrammarKind
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 VOCABULARY = read_vocabulary(DEMO)
 IM_END = 1535  # the demo model's end token; it spells nothing
+MAX_WHITESPACE = 20
 SPECIAL = {1533, 1534, 1535}
 ENDS = frozenset({IM_END})
 
@@ -63,7 +63,7 @@ Compile = Callable[[GrammarKind, str, Iterable[int]], Begin]
 
 @pytest.fixture(scope="module")
 def compilers() -> Compilers:
-    return make_compilers(VOCABULARY)
+    return make_compilers(VOCABULARY, MAX_WHITESPACE)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_ids_that_spell_nothing_are_never_allowed(vocab_size: int, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     compiled = compile_grammar(
-        make_compilers(read_vocabulary(tmp_path)), GrammarKind.REGEX, "(.|\n)*"
+        make_compilers(read_vocabulary(tmp_path), None), GrammarKind.REGEX, "(.|\n)*"
     )
     mask = Matcher(compiled, {IM_END, vocab_size}).mask()
     assert len(mask) == 4 * ((vocab_size + 31) // 32)
@@ -252,12 +252,12 @@ def test_a_dead_end_is_an_error(compile: Compile) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [GrammarKind.JSON, GrammarKind.JSON_SCHEMA])
-def test_whitespace_in_json_comes_to_an_end(kind: GrammarKind, compile: Compile) -> None:
-    begin = compile(kind, json.dumps(PERSON), ENDS)
-    matcher = begin(spell("{"))
-    spaces = spell(" ") * MAX_JSON_WHITESPACE
-    for token in spaces:
+@pytest.mark.parametrize("kind", ["json", "json_schema", "structural_tag"])
+def test_whitespace_in_json_comes_to_an_end(kind: str, compile: Compile) -> None:
+    grammar, text, _ = KINDS[kind]
+    begin = "<call>{" if kind == "structural_tag" else "{"
+    matcher = compile(grammar, text, ENDS)(spell(*begin))
+    for token in spell(" ") * MAX_WHITESPACE:
         matcher.accept(token)
     assert not any(VOCABULARY[token].isspace() for token in allowed(matcher.mask()))
 

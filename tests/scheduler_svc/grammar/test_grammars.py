@@ -133,7 +133,7 @@ async def transports_closed() -> None:
 
 
 async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Grammars) -> None:
-    compilers = make_compilers(VOCABULARY)
+    compilers = make_compilers(VOCABULARY, None)
     for kind, text in TEXTS:
         compiled = await grammars.compile(kind, text, ENDS)
         completions = [Completion(compiled) for _ in range(5)]
