@@ -236,7 +236,7 @@ def config(environment: Environment, layout: Layout) -> int:
     """Show each setting that a stack with these variables would have, and where it comes from."""
     from cli.config import show_config
 
-    return show_config(environment)
+    return show_config(environment, layout)
 
 
 @app.command()

@@ -50,9 +50,10 @@ def serve(environment: Environment, layout: Layout) -> int:
         raise LaunchError("PORT: is what names a stack; run takes any that is free")
     with locked(directory):
         if is_running(directory):
-            return _already_up(Stack.load(directory))
+            raise LaunchError(f"PORT: a stack runs on port {settings.port} already")
         supervisor = _start(environment, layout, directory, settings.port, tied=True)
-    logs = subprocess.Popen(["tail", "-n", "0", "-F", *sorted(directory.glob("*-*.log"))])
+    follower = ["tail", "-n", "0", "-F", f"--pid={os.getpid()}"]
+    logs = subprocess.Popen([*follower, *sorted(directory.glob("*-*.log"))])
     try:
         with signals_interrupt():
             supervisor.wait()

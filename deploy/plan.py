@@ -197,7 +197,7 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
             "workers": load_settings(WorkerSettings, ["--rank", str(first_rank)]),
             "scheduler": load_settings(SchedulerSettings, []),
             "frontends": load_settings(FrontendSettings, []),
-            "this host": load_settings(StackSettings, []),
+            "launcher": load_settings(StackSettings, []),
         }
 
 

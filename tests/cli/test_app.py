@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.client.fake_server import running_server
 from tests.deploy.test_makefile import last_command
 from worker_svc.settings import WorkerSettings
 
-COMMANDS = "up run down restart ps logs top chat generate doctor bench"
+COMMANDS = "up serve run down restart ps logs top chat generate config doctor bench"
 NEITHER_TOUCHES = """
 import sys
 sys.argv = ["nano-vllm-grpc", "--help"]
@@ -95,6 +97,43 @@ def test_chat_talks_to_the_address() -> None:
     assert "bcd\n" in done.stdout
 
 
+def test_the_version_is_the_packages() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout.strip()) == (0, version("nano-vllm-grpc"))
+
+
+def test_config_says_where_each_setting_comes_from_and_can_be_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "nano.toml"
+    file.write_text("max_num_seqs = 8\nmax_waiting = 7\n")
+    given = {"NANO_CONFIG_FILE": str(file), "NANO_MAX_WAITING": "9", "NANO_MODEL": "models/demo"}
+    first = CliRunner().invoke(app, ["config", "--port", "50911", "--tp", "2"], env=given)
+    assert first.exit_code == 0, first.stderr
+    lines = first.stdout.splitlines()
+    sockets = "unix:.run/50911/worker-0.sock,unix:.run/50911/worker-1.sock"
+    for line in (
+        f"max_num_seqs = 8  # {file}",
+        "max_waiting = 9  # NANO_MAX_WAITING",
+        "tp = 2  # --tp",
+        "sync = false  # default",
+        f'# worker_addresses = "{sockets}"  # up',
+        "# drain_timeout_s = 10.0",  # of frontends: the others have 0
+    ):
+        assert line in lines
+    file.write_text(first.stdout)
+    again = CliRunner().invoke(app, ["config"], env={"NANO_CONFIG_FILE": str(file)})
+    assert again.exit_code == 0, again.stderr
+    ours = [line for line in lines if not line.startswith("#")]
+    assert [line for line in again.stdout.splitlines() if line.endswith(f"# {file}")] == [
+        f"{line.split('  # ')[0]}  # {file}" for line in ours
+    ]
+
+
+def test_config_refuses_what_a_service_would() -> None:
+    done = CliRunner().invoke(app, ["config", "--max-num-seqs", "0"])
+    assert done.exit_code == 1
+    assert "max_num_seqs" in done.stderr
+
+
 def test_bench_has_options_of_its_own() -> None:
     done = CliRunner().invoke(app, ["bench", "--mode", "load", "--growth", "1"])
     assert done.exit_code == 2
@@ -106,6 +145,7 @@ def test_bench_has_options_of_its_own() -> None:
     [
         ("ps --port many", 1, "ps: port: Input should be a valid integer"),
         ("restart --port 1", 1, "restart: no stack was started in .run/1"),
+        ("down --all --port 1", 1, "down: --all: stops all stacks"),
         ("logs --service engine", 2, "'engine' is not one of worker, scheduler, frontend"),
         ("up --modle x", 2, "No such option: --modle"),
         ("up --frontends 0", 2, "--frontends"),

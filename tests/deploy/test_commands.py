@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from deploy.health import SERVING, UNREACHABLE, check_health
 from deploy.ports import free_service_port
 from deploy.stack import run_directory
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 from .conftest import Launcher
 
@@ -54,6 +55,11 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     members = launcher.members(port)
     assert {int(row[2]) for row in rows} < {process.pid for process in members}
     assert psutil.Process(int(rows[1][2])).cmdline()[-2:] == ["--rank", "1"]
+    found = json.loads(launcher("ps", "--port", port, "--json").stdout)
+    assert [(each["service"], str(each["index"]), str(each["pid"])) for each in found] == [
+        (row[0], row[1], row[2]) for row in rows
+    ]
+    assert {(each["state"], each["health"]) for each in found} == {("RUNNING", "SERVING")}
 
     again = launcher("up", "--port", port)
     assert again.returncode == 0
@@ -83,6 +89,8 @@ def test_nothing_to_stop_or_show(launcher: Launcher, port: int) -> None:
     ps = launcher("ps", "--port", port)
     assert ps.returncode == 1
     assert f"no stack runs on port {port}" in ps.stdout
+    assert launcher("ps", "--port", port, "--json").stdout == "[]\n"
+    assert "no stack runs in" in launcher("down", "--all").stdout
 
 
 def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, port: int) -> None:
@@ -97,6 +105,28 @@ def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, po
     psutil.wait_procs([frontend])
     wait_for(lambda: check_health(f"127.0.0.1:{port}") == SERVING, "another to serve")
     assert named(launcher.members(port), "frontend").pid != frontend.pid
+    assert launcher("up", "--port", other, "--services", "frontend").returncode == 0
+    assert launcher("down", "--all").stdout.count("stopping the stack") == 2
+    assert not launcher.members(port) + launcher.members(other)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stack_in_the_foreground_ends_with_its_command(
+    launcher: Launcher, port: int, gone: Gone, number: signal.Signals
+) -> None:
+    model = launcher.environment.pop("NANO_MODEL")
+    serving = launcher.start("serve", model, "--port", port)
+    assert serving.stdout
+    assert any("stop it" in line for line in serving.stdout)  # the end of the greeting
+    second = launcher("serve", model, "--port", port)
+    assert second.returncode == 1
+    assert f"PORT: a stack runs on port {port} already" in second.stderr
+    assert launcher("ps", "--port", port).returncode == 0
+    members = launcher.members(port)
+    serving.send_signal(number)
+    assert gone(members)
+    assert serving.wait(WAIT_S) == (0 if number == signal.SIGINT else -number)
+    assert (launcher.directory / run_directory(port) / "frontend-0.log").exists()
 
 
 def test_a_stack_in_the_background_comes_back_when_its_supervisor_dies(
