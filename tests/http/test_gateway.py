@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
+from smg.router import Router
 
+from deploy.gateway import GatewaySettings, router_args
 from deploy.ports import free_service_port
 from deploy.supervisor import stop_process
 from tests.http.small import half_sent, small_gateway
@@ -37,6 +39,15 @@ def stack(door: str) -> Iterator[RealStack]:
     given = {"NANO_ENGINE_ADDRESSES": door}
     with running_stack(given, http_port="auto", served_model_name=NAME) as running:
         yield running
+
+
+def test_smg_is_told_not_to_wait_for_load_balancers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an argument that RouterArgs does not declare: a new version could drop it unnoticed."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("smg.router._Router", lambda **arguments: given.update(arguments))
+    settings = GatewaySettings(engine_addresses=("127.0.0.1:1",))
+    Router.from_args(router_args(settings, metrics_port=1))
+    assert given["drain_settle_secs"] == 0
 
 
 @contextmanager
