@@ -194,9 +194,9 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
     """
     with _environ(environment):
         return {
-            "workers": load_settings(WorkerSettings, ["--rank", str(first_rank)]),
-            "scheduler": load_settings(SchedulerSettings, []),
             "frontends": load_settings(FrontendSettings, []),
+            "scheduler": load_settings(SchedulerSettings, []),
+            "workers": load_settings(WorkerSettings, ["--rank", str(first_rank)]),
             "launcher": load_settings(StackSettings, []),
         }
 

@@ -116,7 +116,7 @@ def test_config_says_where_each_setting_comes_from_and_can_be_read_again(tmp_pat
         "tp = 2  # --tp",
         "sync = false  # default",
         f'# worker_addresses = "{sockets}"  # up',
-        "# drain_timeout_s = 10.0",  # of frontends: the others have 0
+        "# drain_timeout_s = 0.0",  # of others than frontends
     ):
         assert line in lines
     file.write_text(first.stdout)
