@@ -64,7 +64,7 @@ def patterns(text: str) -> set[str]:
 
 
 def json_formats(tag: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Whatever has a `json_schema` in a structural tag.
+    """Yields the formats in a structural tag that have a `json_schema`.
 
     Raises:
         ValueError: it is nested too deep.
