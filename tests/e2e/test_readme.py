@@ -20,7 +20,8 @@ from tests.stack import ROOT, kill_all
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
 STACK = ROOT / run_directory(50051)
 FILES = ("prompts.jsonl", "completions.jsonl")  # that README has made
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("NANO_")}
+# What a shell has; make hands its variables (ARGS) to every make below it.
+ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "HOME")}
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_every_block_works_as_pasted(network: list[str]) -> None:
         done = subprocess.run(
             [*network, *command],
             cwd=ROOT,
-            env=CLEAN,
+            env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
