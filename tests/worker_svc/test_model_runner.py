@@ -9,6 +9,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
@@ -71,6 +72,28 @@ def oracle_logits(model: Qwen3ForCausalLM, tokens: list[int]) -> torch.Tensor:
         ids = torch.tensor([tokens], device=model.device)
         logits: torch.Tensor = model(ids).logits[0].float()
     return logits
+
+
+class VectorMath(TorchDispatchMode):
+    """Keeps the sizes of what functions of MKL's vector math are called with."""
+
+    FUNCTIONS = frozenset((torch.ops.aten.cos, torch.ops.aten.exp, torch.ops.aten.sin))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self.FUNCTIONS:
+            self.sizes.append(args[0].numel())
+        return func(*args, **kwargs or {})
+
+
+def test_one_thread_makes_the_first_call_of_vector_math(tiny_dir: Path) -> None:
+    with VectorMath() as calls:
+        make_runner(tiny_dir)
+    assert calls.sizes[0] == 1  # torch shares larger ones among threads
+    assert max(calls.sizes) > 2048
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

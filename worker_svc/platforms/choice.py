@@ -16,6 +16,7 @@ def choose_platform(settings: WorkerSettings) -> Platform:
     Raises:
         StartError: the device asked for is not there.
     """
+    choose_vector_math()
     # Imports only the one needed: there is no Triton without a GPU, and a GPU needs no numba.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from worker_svc.platforms.cuda import CudaPlatform
@@ -24,6 +25,13 @@ def choose_platform(settings: WorkerSettings) -> Platform:
     from worker_svc.platforms.cpu import CpuPlatform
 
     return CpuPlatform(settings)
+
+
+def choose_vector_math() -> None:
+    """Has MKL choose its cos, exp and the like for this CPU while one thread asks. Where several
+    threads make a process's first call, one may get functions that are wrong by up to 1.5e-4:
+    https://github.com/pytorch/pytorch/issues/188792."""
+    torch.zeros(1).exp()
 
 
 def preload(device: str) -> None:
