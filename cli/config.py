@@ -38,19 +38,17 @@ def show_config(environment: Environment, layout: Layout) -> int:
             return f"--{name.replace('_', '-')}" if given else variable
         return file if name in in_file else _UP if variable in planned else "default"
 
-    names: set[str] = set()
-    lines: set[str] = set()
+    shown: dict[str, set[str]] = {}  # lines by name
     for service, settings in stack_settings(planned).items():
         print(f"# {service}")
         for name in sorted((type(settings).model_fields.keys() & KNOWN_NAMES) - set(NOT_OPTIONS)):
             line = f"{name} = {_toml(settings, name)}"
-            if name not in names:
+            if name not in shown:
                 comment = "# " if source(name) == _UP else ""
                 print(f"{comment}{line}  # {source(name)}")
-            elif line not in lines:
+            elif line not in shown[name]:
                 print(f"# {line}")
-            names.add(name)
-            lines.add(line)
+            shown.setdefault(name, set()).add(line)
     return 0
 
 

@@ -31,27 +31,21 @@ _WATCH_S = 0.5
 
 def up(environment: Environment, layout: Layout) -> int:
     """Starts a stack in the background; returns 0 once it has answered a request."""
-    settings = read_settings(environment)
-    directory = run_directory(settings.port)
-    if settings.port == 0:
-        raise LaunchError("PORT: a stack in the background needs a port that can be named later")
+    port, directory = _named(environment)
     with locked(directory):
         if is_running(directory):
             return _already_up(Stack.load(directory))
-        _start(environment, layout, directory, settings.port)
+        _start(environment, layout, directory, port)
     return 0
 
 
 def serve(environment: Environment, layout: Layout) -> int:
     """Starts a stack, follows its logs, and stops it on a stop signal, or if this process dies."""
-    settings = read_settings(environment)
-    directory = run_directory(settings.port)
-    if settings.port == 0:
-        raise LaunchError("PORT: is what names a stack; run takes any that is free")
+    port, directory = _named(environment)
     with locked(directory):
         if is_running(directory):
-            raise LaunchError(f"PORT: a stack runs on port {settings.port} already")
-        supervisor = _start(environment, layout, directory, settings.port, tied=True)
+            raise LaunchError(f"PORT: a stack runs on port {port} already")
+        supervisor = _start(environment, layout, directory, port, tied=True)
     follower = ["tail", "-n", "0", "-F", f"--pid={os.getpid()}"]
     logs = subprocess.Popen([*follower, *sorted(directory.glob("*-*.log"))])
     try:
@@ -64,6 +58,14 @@ def serve(environment: Environment, layout: Layout) -> int:
         ignore_signals()
         stop_stack(directory, _grace_s(directory), print)
         logs.terminate()
+
+
+def _named(environment: Environment) -> tuple[int, Path]:
+    """The port that names a stack, and its directory."""
+    port = read_settings(environment).port
+    if port == 0:
+        raise LaunchError("PORT: names the stack, so it cannot be 0; run takes any that is free")
+    return port, run_directory(port)
 
 
 def _start(

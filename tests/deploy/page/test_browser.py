@@ -46,7 +46,7 @@ def tab(stack: RealStack) -> Iterator[Tab]:
 
 def test_an_answer_streams_outlives_its_worker_and_stops(stack: RealStack, tab: Tab) -> None:
     tab.wait_for("#processes tr:nth-child(1)", "worker-0")
-    before = tab.text("#faults")  # "none", unless this test is repeated
+    before = tab.text("#faults")
     tab.type("Tell me a story about a fox")  # the cursor is in place
     tab.press("Enter")
     begun = wait_for(lambda: tab.text(ANSWER).strip(), "the answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -31,6 +32,9 @@ def test_the_page_from_up_to_down(launcher: Launcher) -> None:
     up = launcher("up", "--port", port, "--ui-port", ui_port)
     assert up.returncode == 0, up.stderr
     assert f"Its page is {url}." in up.stdout
+    with urlopen(f"{url}/events") as events:
+        state = next(line for line in events if line.startswith(b"data: "))
+    assert json.loads(state.removeprefix(b"data: "))["faults"] == []
 
     row = launcher("ps", "--port", port).stdout.splitlines()[-1].split()
     assert [*row[:2], *row[3:]] == ["page", "0", url, "RUNNING/SERVING"]
