@@ -27,7 +27,7 @@ from bench.http2 import Connection
 from bench.machine import this_machine
 from bench.stack import private_stack
 from bench.stream_client import METHOD
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.client import LLMError
 from shared.pb import frontend_pb2 as pb
 
@@ -133,7 +133,7 @@ async def measure(options: argparse.Namespace, console: Console) -> Cost:
         BenchError: a completion is shorter than requested.
         LLMError: the server did not start.
     """
-    http_port = free_service_port()
+    http_port = free_port()
     with private_stack(options.model, console, http_port=http_port) as stack:
         host, _, port = stack.address.rpartition(":")
         doors = Doors(options.model.resolve().name, host, int(port), http_port)

@@ -13,7 +13,7 @@ import grpc
 
 from deploy.errors import LaunchError
 from deploy.health import CHANNEL_OPTIONS
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.stack import Stack, replace_file
 from shared.channels import open_blocking_channel
 from shared.config import PREFIX
@@ -53,7 +53,7 @@ def extra_master_ports(stack: Stack, engines: int, taken: int = 0) -> tuple[int,
     """Where the ranks of each engine but the first meet: as now, and new ports for more engines."""
     ports = list(stack.master_ports)[: engines - 1]
     while stack.tp > 1 and len(ports) < engines - 1:
-        if (port := free_service_port()) not in (taken, *ports):
+        if (port := free_port()) not in (taken, *ports):
             ports.append(port)
     return tuple(ports)
 

@@ -16,7 +16,7 @@ from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.engines import check_engines, extra_master_ports
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
-from deploy.ports import choose_port, free_port, free_service_port
+from deploy.ports import choose_port, free_port
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
@@ -162,7 +162,7 @@ def plan_stack(
         ours["HTTP_PORT"] = str(stack.http_port)
         ours["ENGINE_ADDRESSES"] = ",".join(
             settings.engine_addresses
-            or (f"127.0.0.1:{free_service_port()}" for _ in range(layout.frontends))
+            or (f"127.0.0.1:{free_port()}" for _ in range(layout.frontends))
         )
     if stack.ui_port:
         ours["UI_PORT"] = str(stack.ui_port)

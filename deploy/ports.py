@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,8 @@ _USUAL_PORT = 50051
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000  # below it are those of well-known services
 _TRIES = 100
+_APART = 40_503  # processes that ask at the same time begin far from each other (Knuth's factor)
+_numbers = count()
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
@@ -38,20 +40,16 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port that was free a moment ago."""
-    with bound_socket(host, 0, socket.SO_REUSEADDR) as bound:
-        return int(bound.getsockname()[1])
-
-
-def free_service_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port that was free a moment ago and that the kernel gives to no client: a
-    process that dies will find it free again."""
+    """Returns a TCP port that was free a moment ago, another one each time, and that the kernel
+    gives to no client: a process that dies will find it free again."""
     last = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 0
     for _ in range(_TRIES if last > _FIRST_PORT else 0):
-        port = _FIRST_PORT + secrets.randbelow(last - _FIRST_PORT)
+        number = os.getpid() * _APART + next(_numbers)
+        port = _FIRST_PORT + number % (last - _FIRST_PORT)
         if is_free(host, port):
             return port
-    return free_port(host)
+    with bound_socket(host, 0, socket.SO_REUSEADDR) as bound:
+        return int(bound.getsockname()[1])
 
 
 def choose_port(
@@ -66,7 +64,7 @@ def choose_port(
     if wanted == "auto":
         if port == _USUAL_PORT and usual != taken and is_free(host, usual):
             return usual
-        return free_service_port(host)
+        return free_port(host)
     if wanted and (wanted in (port, taken) or not is_free(host, wanted)):
         raise LaunchError(f"{name}: {wanted} is in use; 0 does without")
     return wanted

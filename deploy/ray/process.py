@@ -26,7 +26,7 @@ from deploy.first_tokens import stream_completion
 from deploy.health import UNREACHABLE, check_health
 from deploy.logs import failure_reason
 from deploy.plan import Environment, public_tls
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.ray.peers import Peers
@@ -65,8 +65,8 @@ class ProcessActor:
     def _begin(self, stack: RayStack, member: Member) -> None:
         self._stack, self._member, self._settings = stack, member, stack.settings
         self._node = node = ray.util.get_node_ip_address()
-        meeting = f"{bracket_host(node)}:{free_service_port(node)}" if stack.meets(member) else ""
-        address = stack.address(member, node, free_service_port(node))
+        meeting = f"{bracket_host(node)}:{free_port(node)}" if stack.meets(member) else ""
+        address = stack.address(member, node, free_port(node))
         self._own = Endpoint(address, meeting)
         self._peers = Peers(stack, member)
         self._tls = self._settings.dialer.tls  # with which the process's health is asked for

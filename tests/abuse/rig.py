@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.health import SERVING, check_health
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.supervisor import MARKER
 from tests.abuse.attack import Door
 from tests.abuse.child import Child
@@ -83,7 +83,7 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             variables |= {"http_port": "auto", "ui_port": "auto"}
         else:
             variables["auth_tokens_file"] = _tokens_file(directory)
-        engine_address = f"127.0.0.1:{free_service_port()}"
+        engine_address = f"127.0.0.1:{free_port()}"
         environment = {"NANO_ENGINE_ADDRESSES": engine_address}
         if anonymous:
             environment["NANO_ALLOW_LOCAL_KV_EVENTS"] = "1"
@@ -113,7 +113,7 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
 @contextmanager
 def _open_frontend(model: Path, stack: RealStack, scheduler: str) -> Iterator[str]:
     """Runs a frontend without tokens on the stack's scheduler, as that of an HTTP gateway is."""
-    port = free_service_port()
+    port = free_port()
     flags = [f"--model={model}", f"--port={port}", f"--scheduler-address={scheduler}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "frontend", *flags],

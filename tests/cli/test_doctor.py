@@ -15,7 +15,7 @@ import pytest
 
 from cli.doctor import host
 from cli.doctor.engine import checks
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.supervisor import MARKER
 from tests.stack import DEMO_MODEL
 from worker_svc.settings import WorkerSettings
@@ -28,7 +28,7 @@ def doctor(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_is_wrong_with_the_demo_model() -> None:
-    done = doctor("--model", DEMO_MODEL, "--port", free_service_port(), "--device", "cpu")
+    done = doctor("--model", DEMO_MODEL, "--port", free_port(), "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong" not in done.stdout
     names = "Python", "port", "torch", "device", "model", "attention", "weights", "memory"

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.stack import run_directory
 from deploy.supervisor import stack_members
 from tests.stack import kill_all
@@ -100,7 +100,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture
 def port() -> int:
-    return free_service_port()
+    return free_port()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from deploy.health import SERVING, UNREACHABLE, check_health
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.stack import run_directory
 from tests.waiting import WAIT_S, wait_for
 
@@ -94,7 +94,7 @@ def test_nothing_to_stop_or_show(launcher: Launcher, port: int) -> None:
 
 
 def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, port: int) -> None:
-    other = free_service_port()
+    other = free_port()
     for each in (port, other):
         assert launcher("up", "--port", each, "--services", "frontend").returncode == 0
     assert launcher("down", "--port", other).returncode == 0
@@ -210,11 +210,11 @@ def test_a_bad_value_fails_at_once_in_one_line(launcher: Launcher, port: int) ->
 
 def test_a_host_of_workers_only(launcher: Launcher, port: int) -> None:
     """Ranks 2 and 3 of four; the rest of the stack is elsewhere."""
-    addresses = [f"127.0.0.1:{free_service_port()}" for _ in range(4)]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(4)]
     up = launcher(
         *("up", "--port", port, "--tp", 4, "--services", "worker", "--ranks", "2-3"),
         NANO_WORKER_ADDRESSES=",".join(addresses),
-        NANO_MASTER_PORT=str(free_service_port()),
+        NANO_MASTER_PORT=str(free_port()),
     )
     assert up.returncode == 0, up.stderr
     assert [check_health(a) for a in addresses] == [UNREACHABLE, UNREACHABLE, SERVING, SERVING]

@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.client import LLM, SamplingParams
 from tests.stack import RealStack, running_stack
 
@@ -30,7 +30,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealStack,
     """A stack of two ranks with a small cache, and a client of its engine protocol."""
     tokens = tmp_path_factory.mktemp("tokens") / "operators"
     tokens.write_text(f"{TOKEN}\n")
-    address = f"127.0.0.1:{free_service_port()}"
+    address = f"127.0.0.1:{free_port()}"
     with (
         running_stack(
             tp=2,

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from tests.deploy.conftest import Launcher, launching
 from tests.deploy.test_commands import named
 from tests.faults.steady_load import make_requests, steady_load, stream_all
@@ -77,7 +77,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackInTime]:
     offset_file.write_bytes(struct.pack("l", 0))
     with launching(directory) as launcher:
         launcher.use_real_services()
-        stack = StackInTime(launcher, free_service_port(), offset_file)
+        stack = StackInTime(launcher, free_port(), offset_file)
         clock = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset_file)}
         up = launcher("up", "--port", stack.port, "--dtype", "float32", **clock)
         assert up.returncode == 0, up.stderr

@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.stack import Process
 from deploy.supervisor import start_process, stop_process, supervised_processes
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -42,7 +42,7 @@ for _name in _LONG:
 @pytest.fixture(scope="module")
 def stack_of_module() -> Iterator[RealStack]:
     limits = {"max_num_batched_tokens": 64, "max_num_seqs": 32}
-    http = {"http_port": free_service_port()}
+    http = {"http_port": free_port()}
     with running_stack(engines=2, dtype="float32", kv_blocks=1024, **limits, **http) as stack:
         yield stack
 

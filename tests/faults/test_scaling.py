@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from tests.deploy.conftest import Launcher, launching
 from tests.faults.steady_load import make_requests, steady_load, stream_all, stream_tokens
 from tests.stack import DEMO_MODEL
@@ -19,7 +19,7 @@ _STREAMS = 8
 
 
 async def test_no_stream_notices_engines_that_come_restart_change_and_go(tmp_path: Path) -> None:
-    port = free_service_port()
+    port = free_port()
     with launching(tmp_path) as launcher:
         launcher.use_real_services()
         flags = "--frontends", 2, "--dtype", "float32"

@@ -15,7 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.metrics import RequestMetrics
 from frontend.server import SERVICE_NAME
 from frontend.service import public_server, serve
@@ -112,7 +112,7 @@ async def scheduler(socket_path: str) -> AsyncIterator[FakeScheduler]:
 def settings(scheduler: FakeScheduler) -> FrontendSettings:
     return FrontendSettings(
         model=str(DEMO),
-        port=free_service_port(),
+        port=free_port(),
         scheduler_address=scheduler.address,
         drain_timeout_s=0.2,
         max_message_bytes=1 << 20,

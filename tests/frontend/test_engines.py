@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.engines import pool
 from frontend.engines.engine import Engine
 from frontend.engines.pool import Engines
@@ -524,7 +524,7 @@ async def test_a_prefix_is_not_worth_any_wait(
 
 
 async def test_names_are_resolved(tmp_path: Path) -> None:
-    port = free_service_port()
+    port = free_port()
     scheduler = FakeScheduler(f"127.0.0.1:{port}")
     await scheduler.start()
     ready: asyncio.Queue[bool] = asyncio.Queue()

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from shared.pb import frontend_pb2 as pb
 from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.frontend.fake_scheduler import FakeScheduler
@@ -30,7 +30,7 @@ def mapped_files(pid: int) -> str:
 async def test_processes_share_a_port_without_torch_and_stop_when_told(
     demo: Path, scheduler: FakeScheduler
 ) -> None:
-    port = free_service_port()
+    port = free_port()
     flags = ["--model", str(demo), "--port", str(port)]
     flags += ["--scheduler-address", scheduler.address, "--log-format", "json"]
     processes = [await start(*flags) for _ in range(2)]

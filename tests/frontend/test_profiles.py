@@ -14,7 +14,7 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.settings import FrontendSettings
 from frontend.vllm_engine.servicer import SERVICE_NAME
 from shared.pb import scheduler_pb2
@@ -29,7 +29,7 @@ START, STOP = common.StartProfileRequest, common.StopProfileRequest
 def settings(settings: FrontendSettings, tmp_path: Path) -> FrontendSettings:
     tokens = tmp_path / "operators"
     tokens.write_text(f"{TOKEN}\n")
-    address = f"127.0.0.1:{free_service_port()}"
+    address = f"127.0.0.1:{free_port()}"
     return settings.model_copy(
         update={"engine_addresses": (address,), "operator_tokens_file": str(tokens)}
     )

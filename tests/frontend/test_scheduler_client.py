@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import structlog
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend import scheduler_client
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind, Request, Sampling
@@ -454,7 +454,7 @@ async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_client, "_CONNECT_TIMEOUT_S", 0.5)
-    fake = FakeScheduler(f"127.0.0.1:{free_service_port()}")
+    fake = FakeScheduler(f"127.0.0.1:{free_port()}")
     await fake.start()
     async with name_server() as names:
         address = names.address(fake.address.replace("127.0.0.1", "scheduler.test"))

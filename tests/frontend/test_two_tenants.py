@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from scheduler_svc import __main__ as scheduler_service
@@ -72,7 +72,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     )
     settings = FrontendSettings(
         model=str(DEMO),
-        port=free_service_port(),
+        port=free_port(),
         scheduler_address=address,
         drain_timeout_s=0.2,
         auth_tokens_file=str(tmp_path / "tokens"),

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.settings import FrontendSettings
 from frontend.vllm_engine.kv_events import KvEventStream
 from frontend.vllm_engine.tokenizer_files import TokenizerArchive
@@ -43,7 +43,7 @@ def settings(
     settings: FrontendSettings, request: pytest.FixtureRequest, tmp_path: Path
 ) -> FrontendSettings:
     """`request.param`: more of them, and the `tokens` in the file of tokens."""
-    address = f"127.0.0.1:{free_service_port()}"
+    address = f"127.0.0.1:{free_port()}"
     more = dict(getattr(request, "param", {}))
     if tokens := more.pop("tokens", ""):
         (tmp_path / "tokens").write_text(tokens)

@@ -16,7 +16,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.health import SERVING, check_health, http_health
-from deploy.ports import free_port, free_service_port
+from deploy.ports import free_port
 from frontend.client import LLM, SamplingParams
 from shared.pb.scheduler_pb2 import FlushCacheRequest, GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
@@ -35,7 +35,7 @@ class Side:
     def __init__(self, directory: Path, processes: ExitStack) -> None:
         self._directory = directory
         self.scheduler_address = f"unix:{directory}/scheduler.sock"
-        self.door, self._address = (f"127.0.0.1:{free_service_port()}" for _ in range(2))
+        self.door, self._address = (f"127.0.0.1:{free_port()}" for _ in range(2))
         processes.callback(lambda: self._scheduler.close())
         worker = {"address": f"unix:{directory}/worker.sock", "num_blocks": BLOCKS}
         processes.enter_context(
@@ -164,7 +164,7 @@ def gateway(directory: Path, addresses: Sequence[str]) -> Iterator[Gateway]:
 @contextmanager
 def tunnel(directory: Path, authority: Authority, door: str) -> Iterator[tuple[str, int]]:
     """Yields where the gateway connects to, and the port between the hosts, here on loopback."""
-    inside, between = f"127.0.0.1:{free_service_port()}", free_service_port()
+    inside, between = f"127.0.0.1:{free_port()}", free_port()
     ends = {
         "gateway": f"client=yes\ncheckIP=127.0.0.1\naccept={inside}\nconnect=127.0.0.1:{between}",
         "stack": f"accept=127.0.0.1:{between}\nconnect={door}",

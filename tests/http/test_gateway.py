@@ -17,7 +17,7 @@ import pytest
 from smg.router import Router
 
 from deploy.gateway import GatewaySettings, router_args
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.supervisor import stop_process
 from tests.http.small import half_sent, small_gateway
 from tests.stack import RealStack, running_stack
@@ -31,7 +31,7 @@ NUM_TOKENS = 1500
 @pytest.fixture(scope="module")
 def door() -> str:
     """Where its frontend serves the engine protocol."""
-    return f"127.0.0.1:{free_service_port()}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from tests.certificates import Authority
 from tests.http.stacks import (
     BLOCK,
@@ -125,7 +125,7 @@ def test_a_cache_that_is_lost_is_forgotten(smg: Gateway, sides: list[Side]) -> N
 
 def test_a_frontend_of_several_engines_needs_no_events(sides: list[Side], tmp_path: Path) -> None:
     """It has no one cache to tell of, and finds prefixes itself."""
-    door, address = (f"127.0.0.1:{free_service_port()}" for _ in range(2))
+    door, address = (f"127.0.0.1:{free_port()}" for _ in range(2))
     engines = ",".join(side.scheduler_address for side in sides)
     with ExitStack() as processes:
         processes.enter_context(frontend(tmp_path, address, door, scheduler_addresses=engines))

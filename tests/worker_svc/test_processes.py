@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
@@ -60,7 +60,7 @@ class Ranks:
     ) -> None:
         self._addresses = [f"unix:{directory}/{rank}.sock" for rank in range(tp)]
         self._args = ["--tp", str(tp), "--master-addr", master_addr]
-        self._args += ["--master-port", str(free_service_port())]
+        self._args += ["--master-port", str(free_port())]
         self._args += ["--worker-addresses", ",".join(self._addresses)]
         self._model = model
         self._channels = ExitStack()

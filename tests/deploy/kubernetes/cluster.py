@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from tests.certificates import Authority
 from tests.deploy.kubernetes.addresses import listens
 from tests.deploy.kubernetes.pods import NAMESPACE, Process, named, processes
@@ -36,13 +36,12 @@ class Cluster:
     def __init__(self, manifests: list[Manifest], directory: Path) -> None:
         self._directory = directory
         self.processes = {str(each): each for each in processes(manifests)}
-        ports = _distinct_ports()
         self._ports = {
-            (each.pod.name, port): next(ports)
+            (each.pod.name, port): free_port()
             for each in self.processes.values()
             for port in (*listens(each), 50051, 9001)  # the last two on a pod's loopback
         }
-        self._meeting_port = next(ports)
+        self._meeting_port = free_port()
         self._issue(manifests)
 
     def port(self, pod: str, port: int) -> int:
@@ -140,14 +139,6 @@ class Cluster:
         tokens = self._directory / "tokens"
         tokens.mkdir()
         (tokens / "tokens").write_text(f"{TOKEN}\n")
-
-
-def _distinct_ports() -> Iterator[int]:
-    known: set[int] = set()
-    while True:
-        if (port := free_service_port()) not in known:
-            known.add(port)
-            yield port
 
 
 @contextmanager

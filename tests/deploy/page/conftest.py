@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deploy.health import SERVING, http_health
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.stack import SERVICES, Stack
 from tests.client.fake_server import FakeServer, running_server
 from tests.stack import ROOT
@@ -64,7 +64,7 @@ class Page:
 def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
     with running_server() as frontend:
         port = int(frontend.address.rpartition(":")[2])
-        stack = stack_in(directory, port, ui_port=free_service_port(), **facts)
+        stack = stack_in(directory, port, ui_port=free_port(), **facts)
         stack.save()
         command = [sys.executable, "-m", "deploy.page", str(directory)]
         environment = os.environ | {"NANO_UI_PORT": str(stack.ui_port)}

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from frontend.client import AsyncLLM, SamplingParams
 from tests.stack import RealStack, running_stack
 from tests.waiting import wait_for
@@ -52,7 +52,7 @@ def converse(stack: RealStack, tab: Tab) -> None:
 
 def main() -> None:
     with (
-        running_stack(ui_port=free_service_port(), **_STACK) as stack,
+        running_stack(ui_port=free_port(), **_STACK) as stack,
         opened(stack.stack.page_url) as tab,
     ):
         tab.show(_WIDTH, _HEIGHT, "light", _SCALE)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from tests.stack import DEMO_MODEL, RealStack, running_stack
 from tests.waiting import wait_for
 
@@ -32,7 +32,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
         config = json.loads((model / name).read_text())
         endless = {"eos_token_id": NEVER_SAID, "max_position_embeddings": 40960}
         (model / name).write_text(json.dumps(config | endless))
-    with running_stack(model=model, ui_port=free_service_port()) as running:
+    with running_stack(model=model, ui_port=free_port()) as running:
         yield running
 
 

@@ -12,7 +12,7 @@ import pytest
 from deploy.errors import LaunchError
 from deploy.health import SERVING, http_health
 from deploy.plan import Layout, plan_stack
-from deploy.ports import free_service_port
+from deploy.ports import free_port
 from deploy.stack import Process, Stack
 from tests.deploy.conftest import Launcher, launching
 from tests.stack import DEMO_MODEL
@@ -27,7 +27,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.mark.system
 def test_the_page_from_up_to_down(launcher: Launcher) -> None:
-    port, ui_port = free_service_port(), free_service_port()
+    port, ui_port = free_port(), free_port()
     url = f"http://127.0.0.1:{ui_port}"
     up = launcher("up", "--port", port, "--ui-port", ui_port)
     assert up.returncode == 0, up.stderr
