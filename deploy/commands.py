@@ -73,9 +73,9 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Starts a stack, shows how it comes up, and what it answers to a first request. Returns its
     supervisor."""
+    stop_stack(directory, _grace_s(directory), print)  # left behind by a killed supervisor
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
-    stop_stack(directory, _grace_s(directory), print)  # left behind by a killed supervisor
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
     with reservation, signals_interrupt():
         supervisor = start_supervisor(stack, shared, tied=tied)

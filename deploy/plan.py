@@ -16,7 +16,7 @@ from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.engines import check_engines, extra_master_ports
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
-from deploy.ports import choose_port, free_port
+from deploy.ports import choose_port, free_port, is_free
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
@@ -182,7 +182,13 @@ def plan_stack(
         ports = extra_master_ports(stack, stack.engines, taken=master_port)
         stack = replace(stack, master_ports=ports)
     shared = environment | {PREFIX + name: value for name, value in ours.items()}
-    stack_settings(shared, first_rank=ranks.start)
+    worker = stack_settings(shared, first_rank=ranks.start)["workers"]
+    assert isinstance(worker, WorkerSettings)
+    if "worker" in layout.services and worker.tp > 1 and ranks.start == 0:
+        # A running stack would wait for it to become free.
+        host, port = worker.master_addr, worker.master_port
+        if port in (stack.port, stack.http_port, stack.ui_port) or not is_free(host, port):
+            raise LaunchError(f"NANO_MASTER_PORT: {port} is in use on {host}, where ranks meet")
     return stack, shared
 
 

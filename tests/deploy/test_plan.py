@@ -116,6 +116,11 @@ def test_ranks_have_a_meeting_place_of_their_own() -> None:
     assert first["NANO_MASTER_PORT"] != second["NANO_MASTER_PORT"]
     _, fixed = plan(TP="2", MASTER_PORT="4321")
     assert fixed["NANO_MASTER_PORT"] == "4321"
+    refused = pytest.raises(LaunchError, match=r"NANO_MASTER_PORT: \d+ is in use on 127\.0")
+    with taken(23457), refused:
+        plan(TP="2", MASTER_PORT="23457")
+    with refused:
+        plan(TP="2", MASTER_PORT="50051")
 
 
 def test_a_meeting_place_of_the_cluster() -> None:
