@@ -92,7 +92,8 @@ async def _serve_rounds(orders: Orders, number: int, pipe: Connection) -> None:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """The CPU time used so far by each service and by the clients."""
+    """The CPU time used so far by each service and by the clients, and by children of theirs that
+    have ended, such as forks that waited to take over."""
     found: dict[str, float] = defaultdict(float)
     own = psutil.Process()
     clients = {own.pid, *(child.pid for child in own.children())}
@@ -103,7 +104,7 @@ def cpu_seconds() -> dict[str, float]:
             continue
         names = ["client"] if process.pid in clients else [s for s in SERVICES if s in command]
         for name in names:
-            found[name] += used.user + used.system
+            found[name] += sum(used[:4])  # user, system, and both of children that have ended
     return found
 
 
