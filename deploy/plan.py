@@ -185,7 +185,7 @@ def plan_stack(
     worker = stack_settings(shared, first_rank=ranks.start)["workers"]
     assert isinstance(worker, WorkerSettings)
     if "worker" in layout.services and worker.tp > 1 and ranks.start == 0:
-        # A running stack would wait for it to become free.
+        # Ranks would otherwise wait until it is free.
         host, port = worker.master_addr, worker.master_port
         if port in (stack.port, stack.http_port, stack.ui_port) or not is_free(host, port):
             raise LaunchError(f"NANO_MASTER_PORT: {port} is in use on {host}, where ranks meet")

@@ -75,7 +75,7 @@ def oracle_logits(model: Qwen3ForCausalLM, tokens: list[int]) -> torch.Tensor:
 
 
 class VectorMath(TorchDispatchMode):
-    """Keeps the sizes of what functions of MKL's vector math are called with."""
+    """Records how many numbers each call of MKL's vector math gets."""
 
     FUNCTIONS = frozenset((torch.ops.aten.cos, torch.ops.aten.exp, torch.ops.aten.sin))
 

@@ -269,7 +269,7 @@ async def test_a_process_that_dies_at_work_is_replaced(
     asking = asyncio.ensure_future(grammars.masks([each.matcher for each in completions]))
     await asyncio.sleep(0)
     os.kill(child.pid, number)
-    with suppress(ProcessLookupError):  # SIGKILL does not wait for it to go on
+    with suppress(ProcessLookupError):  # SIGKILL ends it even while it is stopped
         os.kill(child.pid, signal.SIGCONT)
     assert await soon(asking) == expected
     (successor,) = host.children()
