@@ -22,11 +22,12 @@ CLI = ".venv/bin/nano-vllm-grpc"
 
 
 def run_make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs make, isolated from any make that is running this test."""
+    """Runs make, isolated from any make that is running this test, but with its Python: with
+    another, make would set up anew."""
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
-        env={"PATH": os.environ["PATH"]} | environment,
+        env={"PATH": os.environ["PATH"], "PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
         check=True,
