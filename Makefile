@@ -93,7 +93,8 @@ scale: $(READY)  ## start or stop engines of the running stack until there are E
 
 gateway: $(STAMP)  ## an HTTP gateway for several stacks (ENGINE_ADDRESSES: of all their frontends; HOST, HTTP_PORT; MODEL: a directory)
 	@$(BIN)/python -m deploy.gateway --gateway-policy cache_aware \
-		$(call flags,ENGINE_ADDRESSES HOST HTTP_PORT MODEL ALLOW_PUBLIC_PLAINTEXT OTLP_ENDPOINT TRACE_SAMPLE_RATIO)
+		$(call flags,ENGINE_ADDRESSES HOST HTTP_PORT MODEL TLS_CERT TLS_KEY AUTH_TOKENS_FILE \
+		ALLOW_PUBLIC_PLAINTEXT OTLP_ENDPOINT TRACE_SAMPLE_RATIO)
 
 ps: $(READY)  ## a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)

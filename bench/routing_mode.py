@@ -286,9 +286,7 @@ async def _start_gateway(
     """A gateway with a frontend for each engine, whose events it gets."""
     doors = [f"{HOST}:{free_port()}" for _ in addresses]
     for address, door in zip(addresses, doors, strict=True):
-        await _start_frontend(
-            stack, directory, [address], engine_addresses=door, allow_local_kv_events=True
-        )
+        await _start_frontend(stack, directory, [address], engine_addresses=door)
     port = free_port()
     process = BenchProcess(
         stack,

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 
 from deploy.errors import LaunchError
 from shared.roles import ROLE, roles_among
-from shared.tls import ClientTls, FileError, ServerTls, check_apart, load_files
+from shared.tls import (
+    ClientTls,
+    FileError,
+    ServerTls,
+    check_apart,
+    client_context,
+    load_files,
+)
 
 
 def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
@@ -56,7 +63,7 @@ def check_roles(
 def _shake_hands(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
     """Returns the names in the server's certificate. If `host` is given, it must be one of them."""
     try:
-        return _converse(_server_side(server), _client_side(client, host), host)
+        return _converse(_server_side(server), client_context(client, host), host)
     except FileError as error:
         raise LaunchError(str(error)) from error
     except ssl.SSLCertVerificationError as error:
@@ -73,14 +80,6 @@ def _server_side(server: ServerTls) -> ssl.SSLContext:
     check_apart(server.client_ca, server.apart_from)
     if server.client_ca:
         context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _client_side(client: ClientTls, host: str | None) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = host is not None
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does
-    load_files("client", context, client.cert, client.key, client.ca)
     return context
 
 

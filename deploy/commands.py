@@ -201,16 +201,16 @@ def _greet(stack: Stack) -> None:
         stack.public_tls,
         token,
     )
+    http = f" and {stack.url}" if stack.http_port else ""
     if stack.public_tls or token:
+        asked = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
         print(f"""
 
-The stack serves on {stack.address}.{page} Clients need NANO_TLS_CA where there is TLS
-and NANO_TOKEN where there are tokens (docs/security.md); make chat PORT={stack.port} reads them.
-There is no HTTP: the gateway would hand neither tokens nor TLS on.
+The stack serves on {stack.address}{http}.{page} Clients need {" and ".join(filter(None, asked))}
+(docs/security.md); make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
 
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
         return
-    http = f" and {stack.url}" if stack.http_port else ""
     print(f"""
 
 The stack serves on {stack.address}{http}.{page} Send more:

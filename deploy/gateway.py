@@ -12,25 +12,39 @@ import gc
 gc.disable()  # while importing, see `shared.process`
 
 import asyncio
+import json
 import os
 import secrets
+import signal
+import ssl
 import sys
+import tempfile
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import structlog
 from pydantic import Field, field_validator, model_validator
 from smg.router import Router
 from smg.router_args import RouterArgs
 
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
-from deploy.stack import dialled_address
+from deploy.stack import gateway_url
+from frontend.settings import PublicSettings
+from frontend.tenants import Client, read_clients
 from shared.channels import stays_on_host
-from shared.config import Addresses, ServiceSettings, settings_or_exit, split_commas
+from shared.config import Addresses, settings_or_exit, split_commas
 from shared.metrics_endpoint import list_endpoint
 from shared.process import Ready, run_service
+from shared.tls import ClientTls, load_files
+
+log = structlog.get_logger(__name__)
+
 
 _POLL_S = 0.05
+_FILES_S = 1.0  # between looks at the files of tokens and certificates
+_UNLIMITED = (1 << 32) - 1  # what smg counts per minute
+_RESTART = 1  # exit status: another fork is to take this one's place
 _HEALTH_S = 5  # between the gateway's looks at a frontend
 # Until a frontend is back, or a queue has room: some three seconds.
 _RETRIES, _FIRST_RETRY_MS, _LAST_RETRY_MS = 8, 100, 2000
@@ -41,19 +55,17 @@ _MAX_REQUESTS = 4096
 _BODY_S, _STALL_S = 30, 10
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(PublicSettings):
     """The stack's settings that the gateway reads."""
 
     program: ClassVar[str] = "python -m deploy.gateway"
 
-    host: str = "127.0.0.1"
     http_port: int = Field(8000, gt=0, le=65535)
     engine_addresses: Addresses = Field((), description="of the frontends, of one stack or several")
     gateway_policy: Literal["round_robin", "cache_aware"] = Field(
         "round_robin", description="cache_aware: of several stacks, the one that has the prefix"
     )
     model: str = "models/demo"
-    allow_public_plaintext: bool = False
 
     _split = field_validator("engine_addresses", mode="before")(split_commas)
 
@@ -61,19 +73,78 @@ class GatewaySettings(ServiceSettings):
     def _check(self) -> Self:
         if not self.engine_addresses:
             raise ValueError("engine_addresses: there are none")
-        own = ("host", f"{self.host}:{self.http_port}")
-        for name, address in (own, *(("engine_addresses", each) for each in self.engine_addresses)):
+        for address in self.engine_addresses:
             if not (stays_on_host(address) or self.allow_public_plaintext):
                 raise ValueError(
-                    f"{name}: {address} is not on loopback, and the gateway knows neither TLS nor "
-                    "tokens: put a tunnel between (docs/http.md), or allow_public_plaintext "
-                    "(NANO_ALLOW_PUBLIC_PLAINTEXT=1) if the network is private"
+                    f"engine_addresses: {address} is not on loopback, and the gateway calls "
+                    "frontends without TLS: put a tunnel between (docs/http.md), or "
+                    "allow_public_plaintext (NANO_ALLOW_PUBLIC_PLAINTEXT=1) if the network is "
+                    "private"
                 )
+        if self.tls_client_ca:
+            raise ValueError("tls_client_ca: the gateway asks callers for no certificate")
         return self
 
 
-def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
-    """The gateway's own settings; what is not set is at its defaults."""
+class Admission(NamedTuple):
+    """What the files of tokens and certificates say: who may call, and what they are shown.
+
+    Args:
+        clients: by token; None: anybody may call.
+        certificate: its text and its key's.
+    """
+
+    clients: dict[str, Client] | None
+    certificate: tuple[str, str] | None
+
+    @classmethod
+    def read(cls, settings: GatewaySettings) -> Self:
+        """
+        Raises:
+            OSError, UnicodeDecodeError: a file cannot be used.
+        """
+        path, tls = settings.auth_tokens_file, settings.server_tls
+        if tls:
+            load_files("tls", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls.cert, tls.key, "")
+        return cls(
+            read_clients(path) if path else None,
+            (Path(tls.cert).read_text(), Path(tls.key).read_text()) if tls else None,
+        )
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """The names of tenants with their keys. One that nobody has is always among them: smg lets
+        everybody in if there are none."""
+        if self.clients is None:
+            return []
+        known = [(client.name, token) for token, client in self.clients.items()]
+        return [*known, ("nobody", secrets.token_hex(32))]
+
+    @property
+    def budgets(self) -> dict[str, Any]:
+        """smg's limits of tenants. It counts a prompt's and an answer's tokens together."""
+        unlimited = {"tokens_per_minute": _UNLIMITED, "requests_per_minute": _UNLIMITED}
+        limits = {
+            client.name: client.input_tokens_per_minute + client.output_tokens_per_minute
+            for client in (self.clients or {}).values()
+            if client.input_tokens_per_minute and client.output_tokens_per_minute
+        }
+        tenants = [
+            unlimited | {"tenant_key": f"auth:{name}", "tokens_per_minute": min(limit, _UNLIMITED)}
+            for name, limit in limits.items()
+        ]
+        return {"default_policy": unlimited, "tenants": tenants}
+
+
+def router_args(
+    settings: GatewaySettings, metrics_port: int, admission: Admission, budgets: Path
+) -> RouterArgs:
+    """The gateway's own settings; what is not set is at its defaults.
+
+    Args:
+        budgets: a file for tenants' limits, which smg reads.
+    """
+    budgets.write_text(json.dumps(admission.budgets))  # YAML, too
     args = RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
         host=settings.host.strip("[]"),
@@ -99,6 +170,11 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
         reasoning_parser="qwen3",
         tool_call_parser="qwen",
         # Nobody has it, so nobody can add a worker, load a module or start a profile over HTTP.
+        tenant_api_keys=admission.keys,
+        tenant_rate_limit_enabled=bool(admission.clients),
+        tenant_rate_limit_config=str(budgets),
+        server_cert_path=settings.tls_cert or None,
+        server_key_path=settings.tls_key or None,
         control_plane_api_keys=[("launcher", "launcher", secrets.token_hex(32), "admin")],
         prometheus_host="127.0.0.1",
         prometheus_port=metrics_port,
@@ -114,29 +190,60 @@ def router_args(settings: GatewaySettings, metrics_port: int) -> RouterArgs:
 
 
 async def serve(settings: GatewaySettings, ready: Ready) -> None:
-    """Runs the gateway until it is told to stop.
+    """Runs the gateway until it is told to stop, or until its files say something new: then it
+    drains, and another fork takes its place.
 
     Raises:
         RuntimeError: it cannot start.
+        OSError: a file of tokens or certificates cannot be used.
     """
     # It has no settings of its own for this.
     os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
     os.environ["OTEL_TRACES_SAMPLER_ARG"] = str(settings.trace_sample_ratio)
     metrics_port = free_port()
-    router = Router.from_args(router_args(settings, metrics_port))
-    listing = None
-    if settings.metrics_directory:
-        file = Path(settings.metrics_directory, "gateway-0.json")
-        listing = asyncio.create_task(list_endpoint(file, f"127.0.0.1:{metrics_port}"))
-    running = asyncio.ensure_future(asyncio.to_thread(router.start))
-    url = f"http://{dialled_address(settings.host, settings.http_port)}"
-    while not (await asyncio.wait([running], timeout=_POLL_S))[0]:
-        if await asyncio.to_thread(http_health, url) == SERVING:
-            ready()
-            break
-    await running
-    if listing:
-        listing.cancel()
+    admission = Admission.read(settings)
+    with tempfile.TemporaryDirectory() as directory:
+        args = router_args(settings, metrics_port, admission, Path(directory, "budgets"))
+        router = Router.from_args(args)
+        listing = None
+        if settings.metrics_directory:
+            file = Path(settings.metrics_directory, "gateway-0.json")
+            listing = asyncio.create_task(list_endpoint(file, f"127.0.0.1:{metrics_port}"))
+        running = asyncio.ensure_future(asyncio.to_thread(router.start))
+        url = gateway_url(settings.host, settings.http_port, secure=bool(settings.tls_cert))
+        tls = ClientTls(settings.tls_cert)
+        while not (await asyncio.wait([running], timeout=_POLL_S))[0]:
+            if await asyncio.to_thread(http_health, url, tls=tls) == SERVING:
+                ready()
+                break
+        changed = asyncio.create_task(_change(settings, admission))
+        await asyncio.wait([running, changed], return_when=asyncio.FIRST_COMPLETED)
+        if changed.done():
+            os.kill(os.getpid(), signal.SIGTERM)  # smg's own signal to drain
+        await running
+        if listing:
+            listing.cancel()
+    if changed.done():
+        sys.exit(_RESTART)
+    changed.cancel()
+
+
+async def _change(settings: GatewaySettings, admission: Admission) -> None:
+    """Returns once the files say something else than `admission`, and can be used."""
+    complaint = ""
+    while True:
+        await asyncio.sleep(_FILES_S)
+        try:
+            read = Admission.read(settings)
+        except (OSError, UnicodeDecodeError) as error:
+            if str(error) != complaint:
+                complaint = str(error)
+                log.warning("tokens and certificates not reloaded", reason=complaint)
+            continue
+        complaint = ""
+        if read != admission:
+            log.info("tokens or certificates have changed: the gateway drains, and starts anew")
+            return
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -11,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.channels import open_blocking_channel
-from shared.tls import ClientTls
+from shared.tls import ClientTls, client_context
 
 SERVING = "SERVING"
 NOT_SERVING = "NOT_SERVING"
@@ -39,10 +40,11 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
-def http_health(url: str, timeout_s: float = 2.0) -> str:
-    """Asks the gateway or the page at `url` whether it is ready; returns as `check_health`."""
+def http_health(url: str, timeout_s: float = 2.0, tls: ClientTls | None = None) -> str:
+    """Asks the gateway or the page at `url` whether it is ready; returns as `check_health`. Behind
+    https it must show the certificate of `tls.ca`, or one that this has signed, for any name."""
     try:
-        fetch(f"{url}/readiness", timeout_s)
+        fetch(f"{url}/readiness", timeout_s, tls)
         return SERVING
     except urllib.error.HTTPError:
         return NOT_SERVING
@@ -52,13 +54,16 @@ def http_health(url: str, timeout_s: float = 2.0) -> str:
         return UNREACHABLE
 
 
-def fetch(url: str, timeout_s: float) -> bytes:
+def fetch(url: str, timeout_s: float, tls: ClientTls | None = None) -> bytes:
     """The body of a process of the stack, which no proxy stands before.
 
     Raises:
         OSError, HTTPException: there is none, or not in time.
     """
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if tls and url.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=client_context(tls)))
+    direct = urllib.request.build_opener(*handlers)
     with direct.open(url, timeout=timeout_s) as answer:
         return bytes(answer.read())
 
@@ -69,10 +74,12 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m deploy.health ADDRESS|URL")
     address = sys.argv[1]
-    if address.startswith("http://"):
-        health = http_health(address)
+    tls = ClientTls.from_environment()
+    if address.startswith(("http://", "https://")):
+        # A container's probe knows the certificate that its own process shows.
+        health = http_health(address, tls=tls or ClientTls(os.environ.get("NANO_TLS_CERT", "")))
     else:
-        health = check_health(address, tls=ClientTls.from_environment())
+        health = check_health(address, tls=tls)
     print(health)
     raise SystemExit(health != SERVING)
 

@@ -61,14 +61,6 @@ class StackSettings(PublicSettings):
         "scheduler_addresses", "worker_addresses", "engine_addresses", mode="before"
     )(lambda v: split_commas(v))
 
-    @property
-    def http_obstacle(self) -> str:
-        """The reason why there can be no HTTP, or nothing."""
-        for name in ("auth_tokens_file", "tls_cert"):
-            if getattr(self, name):
-                return f"{name} is set, and the gateway would hand neither tokens nor TLS on"
-        return ""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -247,10 +239,13 @@ def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
 
 def _http_port(settings: StackSettings, port: int) -> int:
     """The gateway's port, 0 for none."""
-    if settings.http_port and settings.http_obstacle:
+    if settings.http_port and settings.tls_client_ca:
         if settings.http_port == "auto":
             return 0
-        raise LaunchError(f"HTTP_PORT: {settings.http_obstacle}; leave it out, or give 0")
+        raise LaunchError(
+            "HTTP_PORT: tls_client_ca is set, and the gateway asks callers for no certificate; "
+            "leave it out, or give 0"
+        )
     return choose_port("HTTP_PORT", settings.http_port, settings.host, port, _USUAL_HTTP_PORT)
 
 

@@ -76,7 +76,7 @@ class Stack:
     @property
     def url(self) -> str:
         """The gateway's URL for a client on this host."""
-        return f"http://{dialled_address(self.host, self.http_port)}"
+        return gateway_url(self.host, self.http_port, secure=self.public_tls is not None)
 
     @property
     def page_url(self) -> str:
@@ -248,6 +248,11 @@ def dialled_address(host: str, port: int) -> str:
     """The address at which a client on this host reaches a server on `host` and `port`."""
     host = host.strip("[]")
     return f"{bracket_host(_ANY_HOST.get(host, host))}:{port}"
+
+
+def gateway_url(host: str, port: int, *, secure: bool) -> str:
+    """The URL at which a client on this host reaches the gateway on `host` and `port`."""
+    return f"http{'s' if secure else ''}://{dialled_address(host, port)}"
 
 
 def bracket_host(host: str) -> str:

@@ -58,7 +58,7 @@ def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> Pr
     # Frontends share an address: one that does not listen yet must not pass for its neighbour.
     shares = process.service == "frontend" and stack.frontends > 1
     if supervised.pid and process.service not in ENGINE_SERVICES:
-        health = http_health(process.address)
+        health = http_health(process.address, tls=stack.public_tls)
     elif supervised.pid and (not shares or _listens(supervised.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
     status = supervised.exit_status

@@ -12,7 +12,7 @@ RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-bi
     && pip uninstall --yes pip setuptools \
     && find /opt/venv -depth -type d -name tests -exec rm -r {} +
 COPY shared shared
-COPY frontend/__init__.py frontend/tenants.py frontend/
+COPY frontend/__init__.py frontend/settings.py frontend/tenants.py frontend/
 COPY deploy/__init__.py deploy/errors.py deploy/gateway.py deploy/health.py deploy/ports.py \
     deploy/stack.py deploy/
 # Fails if something is missing, and leaves the bytecode of what is imported at every start.

@@ -22,6 +22,7 @@ from grpc_health.v1 import health
 
 from frontend.audit import Audit
 from frontend.call import Call
+from frontend.door import Door
 from frontend.refusals import Refusals
 from frontend.tenants import Client, read_clients
 from frontend.tracing import AskedTraces, traced
@@ -65,6 +66,11 @@ class Tokens:
         if not self._clients:
             raise FileError(f"auth_tokens_file: {path} holds no token")
 
+    def named(self, name: str) -> Client | None:
+        """The client of that name, if the file has one."""
+        self._reread()
+        return next((each for each in self._clients.values() if each.name == name), None)
+
     def find(self, token: str) -> Client | None:
         """The client whose token this is, or None if it is unknown."""
         self._reread()
@@ -99,6 +105,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         methods: by path, those that are recorded by name.
         operators_methods: paths of those that need one of `operators` in place of a client's
             token; None: nobody may call them.
+        door: admits those who call `door_methods`, paths again, in place of tokens.
     """
 
     def __init__(
@@ -110,7 +117,11 @@ class ClientInterceptor(aio.ServerInterceptor):
         operators_methods: Collection[str] = (),
         operators: Tokens | None = None,
         tracing: Tracing | None = None,
+        door: Door | None = None,
+        door_methods: Collection[str] = (),
     ) -> None:
+        self._door = door
+        self._door_methods = frozenset(door_methods)
         self._tracing = tracing
         self._tokens = tokens
         self._operators_methods = frozenset(operators_methods)
@@ -142,9 +153,11 @@ class ClientInterceptor(aio.ServerInterceptor):
             await self._refusals.wait(client.name if client else _NOBODY)
             return None
 
+        door = self._door if handler_call_details.method in self._door_methods else None
+
         def count(behavior: Any) -> Any:
             return self._paced(
-                within(behavior, lambda context: self._place(method, context, client)),
+                within(behavior, lambda context: self._place(method, context, client, door)),
                 client,
             )
 
@@ -159,6 +172,8 @@ class ClientInterceptor(aio.ServerInterceptor):
         token = _bearer_token(details.invocation_metadata)
         if details.method in self._operators_methods:
             return _operator(self._operators, token)
+        if self._door and details.method in self._door_methods:
+            return self._door.client()
         if self._tokens is None:
             return None
         client = self._tokens.find(token)
@@ -196,7 +211,9 @@ class ClientInterceptor(aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)
 
     @contextmanager
-    def _place(self, method: str, context: Context, client: Client | None) -> Iterator[None]:
+    def _place(
+        self, method: str, context: Context, client: Client | None, door: Door | None
+    ) -> Iterator[None]:
         """Holds one of the client's places for as long as a call takes."""
         call = Call(method, context.peer(), client)
         caller = call.caller
@@ -204,6 +221,8 @@ class ClientInterceptor(aio.ServerInterceptor):
             self._audit.records(call),
             traced(self._tracing, self._asked_traces, call, context.invocation_metadata()),
         ):
+            if door:
+                door.check(call.peer)
             self._check_places(caller, client)
             self._requests[caller] += 1
             try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from frontend.audit import Audit
 from frontend.auth import ClientInterceptor, Tokens
+from frontend.door import Door
 from frontend.engines.pool import Engines
 from frontend.generations import Generations
 from frontend.metrics import RequestMetrics
@@ -39,14 +40,21 @@ def public_server(
     """
     path, operators_path = settings.auth_tokens_file, settings.operator_tokens_file
     services = [pb.DESCRIPTOR.services_by_name["InferenceService"]]
+    tokens = Tokens(path) if path else None
     operators_methods: set[str] = set()
+    door: Door | None = None
+    door_methods: list[str] = []
     if settings.engine_address:
         from frontend.vllm_engine import servicer as engine  # its packages are for gateways alone
 
         services.append(engine.PROTOCOL)
         operators_methods = set(engine.OPERATORS_METHODS)
-        if settings.allow_local_kv_events:
+        if settings.serves_gateway:
+            door = Door(settings.engine_address, tokens.named if tokens else None)
             operators_methods.remove(engine.EVENTS_METHOD)
+            door_methods = [
+                f"/{engine.SERVICE_NAME}/{name}" for name in engine.PROTOCOL.methods_by_name
+            ]
     paths = {
         f"/{service.full_name}/{name}": name
         for service in services
@@ -61,13 +69,15 @@ def public_server(
         SERVICE_NAME,
         interceptors=[
             ClientInterceptor(
-                Tokens(path) if path else None,
+                tokens,
                 settings.max_requests_per_client,
                 Audit(usage),
                 paths,
                 operators_methods,
                 Tokens(operators_path) if operators_path else None,
                 tracing,
+                door,
+                door_methods,
             )
         ],
         reuse_port=True,
@@ -113,7 +123,13 @@ async def serve(
     if settings.engine_address:
         from frontend.vllm_engine import servicer as engine
 
-        door = Server(settings, engine.SERVICE_NAME, reuse_port=True, beside=server)
+        door = Server(
+            settings,
+            engine.SERVICE_NAME,
+            reuse_port=True,
+            beside=server,
+            plaintext=settings.serves_gateway,
+        )
         servicer = engine.VllmEngineServicer(
             generations, directory, report_cached_tokens=settings.report_cached_tokens
         )

@@ -83,9 +83,6 @@ class FrontendSettings(PublicSettings):
     engine_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )
-    allow_local_kv_events: bool = Field(
-        False, description="whoever reaches engine_addresses, on loopback, may watch the cache"
-    )
     report_cached_tokens: bool = Field(
         False, description="tell callers of engine_addresses how much of a prompt was cached"
     )
@@ -106,17 +103,6 @@ class FrontendSettings(PublicSettings):
                 self.check_scheduler(source)
         for address in self.engine_addresses:
             self._check_listening("engine_addresses", address)
-            if self.allow_local_kv_events and not stays_on_host(address):
-                raise ValueError(
-                    f"allow_local_kv_events: anybody who reaches {address}, of engine_addresses, "
-                    "could watch what is asked: listen on loopback, or leave it to those of "
-                    "operator_tokens_file"
-                )
-        if self.allow_local_kv_events and self.auth_tokens_file:
-            raise ValueError(
-                "allow_local_kv_events: users of this host need tokens, says auth_tokens_file; "
-                "watching the cache without one would show them what the others ask"
-            )
         if self.engine_addresses and self.index >= len(self.engine_addresses):
             raise ValueError(f"engine_addresses: none for the frontend with index {self.index}")
         return self
@@ -129,3 +115,8 @@ class FrontendSettings(PublicSettings):
     def engine_address(self) -> str:
         """Where this frontend serves vLLM's engine protocol; empty: nowhere."""
         return self.engine_addresses[self.index] if self.engine_addresses else ""
+
+    @property
+    def serves_gateway(self) -> bool:
+        """Whether the engine protocol is for processes of this user alone: a gateway's."""
+        return stays_on_host(self.engine_address)

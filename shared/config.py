@@ -84,7 +84,7 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # The services' own settings. No service imports another, yet each must tell the others' settings
 # from misspelt ones, so a new setting is named here, too.
 _NAMES_OF_SERVICES = """
-    allow_local_kv_events allow_public_plaintext attention auth_tokens_file block_size device dtype
+    allow_public_plaintext attention auth_tokens_file block_size device dtype
     enforce_eager engine_addresses engine_name engines_on_host gateway_policy host http_port index
     kv_blocks kv_dtype master_addr master_port max_json_whitespace max_model_len
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting

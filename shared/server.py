@@ -55,6 +55,7 @@ class Server:
         max_calls: open calls per connection, beyond which its client waits.
         reuse_port: whether several processes may listen on the same port.
         ready: called when the server is SERVING for the first time.
+        plaintext: whatever the settings say, for an address on loopback.
         beside: another server of this process, whose interceptors and memory for messages this one
             shares, and with which it is told to stop.
 
@@ -73,6 +74,7 @@ class Server:
         max_calls: int = _CALLS_PER_CONNECTION,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
+        plaintext: bool = False,
         beside: Server | None = None,
     ) -> None:
         if beside:
@@ -83,7 +85,7 @@ class Server:
         self._ready = ready
         self.interceptors: Sequence[aio.ServerInterceptor] = interceptors
         self._calls = OpenCalls()
-        tls = settings.server_tls
+        tls = None if plaintext else settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from frontend.call import CALL
+from frontend.call import CALL, Call
 from frontend.generation import Generation
 from frontend.generations import Generations
 from frontend.vllm_engine import responses
@@ -90,7 +90,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         prompt = b""
         while not generation.ended:
             deltas = await generation.next_deltas()
-            cached = generation.start.cached_prompt_tokens if self._report_cached_tokens else 0
+            shown = self._report_cached_tokens or _shares_cache()
+            cached = generation.start.cached_prompt_tokens if shown else 0
             for completion, delta in deltas:
                 whole = wholes[completion.index]
                 whole.add(delta, logprobs=not streamed)
@@ -116,7 +117,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     @contextmanager
     def _listed(self, generation: Generation) -> Iterator[None]:
         """Lets its caller abort a generation by its request's id meanwhile."""
-        key = _caller(), generation.request.request_id
+        key = _call().caller, generation.request.request_id
         self._open[key].append(generation)
         try:
             yield
@@ -130,7 +131,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise InvalidArgumentError(
                 "request_ids", f"{len(request.request_ids)} given; the limit is {_MAX_ABORTED}"
             )
-        caller = _caller()
+        caller = _call().caller
         for request_id in request.request_ids:
             for generation in self._open.get((caller, request_id), ()):
                 generation.abort()
@@ -262,7 +263,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         yield common.GetTokenizerChunk(sha256=sha256)
 
 
-def _caller() -> str:
+def _call() -> Call:
     call = CALL.get()
     assert call is not None, "set by the interceptor"
-    return call.caller
+    return call
+
+
+def _shares_cache() -> bool:
+    client = _call().client
+    return client is not None and client.shares_cache

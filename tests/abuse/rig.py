@@ -85,8 +85,6 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             variables["auth_tokens_file"] = _tokens_file(directory)
         engine_address = f"127.0.0.1:{free_port()}"
         environment = {"NANO_ENGINE_ADDRESSES": engine_address}
-        if anonymous:
-            environment["NANO_ALLOW_LOCAL_KV_EVENTS"] = "1"
         with _few_descriptors():
             starting = running_stack(environment, **variables)
             stack = starting.__enter__()

@@ -63,21 +63,29 @@ def test_a_port_for_http_that_was_asked_for_must_be_free() -> None:
         plan(Layout(services=WITH_HTTP), HTTP_PORT="23457")
 
 
-def test_where_clients_need_tokens_or_tls_there_is_no_http(
+def test_where_clients_need_tokens_or_tls_there_is_http(
     tmp_path: Path, authority: Authority
 ) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-sixteen\n")
     shown = authority.issue("http", "IP:127.0.0.1")
-    for name, settings in (
-        ("auth_tokens_file", {"AUTH_TOKENS_FILE": str(tokens)}),
-        ("tls_cert", {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}),
-    ):
+    tls = {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}
+    for settings, scheme in (({"AUTH_TOKENS_FILE": str(tokens)}, "http"), (tls, "https")):
         stack, environment = plan(Layout(services=WITH_HTTP), **settings)
-        assert "gateway" not in {each.service for each in stack.processes()}
-        assert "NANO_ENGINE_ADDRESSES" not in environment
-        with pytest.raises(LaunchError, match=f"HTTP_PORT: {name} is set, and the gateway would"):
-            plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
+        assert [e.address for e in stack.processes() if e.service == "gateway"] == [stack.url]
+        assert stack.url == f"{scheme}://127.0.0.1:{stack.http_port}"
+        assert environment["NANO_ENGINE_ADDRESSES"].startswith("127.0.0.1:")
+
+
+def test_where_clients_need_certificates_there_is_no_http(authority: Authority) -> None:
+    shown = authority.issue("http", "IP:127.0.0.1")
+    settings = {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}
+    settings |= {"TLS_CLIENT_CA": str(authority.ca)}
+    stack, environment = plan(Layout(services=WITH_HTTP), **settings)
+    assert not stack.http_port
+    assert "NANO_ENGINE_ADDRESSES" not in environment
+    with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, and the gateway asks"):
+        plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
 
 
 def test_defaults() -> None:

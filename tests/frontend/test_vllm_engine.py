@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
@@ -42,9 +45,9 @@ TEXT = "Once upon a time, 你好 👍🏽!"
 def settings(
     settings: FrontendSettings, request: pytest.FixtureRequest, tmp_path: Path
 ) -> FrontendSettings:
-    """`request.param`: more of them, and the `tokens` in the file of tokens."""
-    address = f"127.0.0.1:{free_port()}"
+    """`request.param`: more of them, the `tokens` in the file of tokens, and the `door_host`."""
     more = dict(getattr(request, "param", {}))
+    address = f"{more.pop('door_host', '127.0.0.1')}:{free_port()}"
     if tokens := more.pop("tokens", ""):
         (tmp_path / "tokens").write_text(tokens)
         more["auth_tokens_file"] = str(tmp_path / "tokens")
@@ -54,7 +57,8 @@ def settings(
 @pytest.fixture
 async def engine(service: Service, settings: FrontendSettings) -> AsyncIterator[Any]:
     """A client of the engine protocol."""
-    async with aio.insecure_channel(settings.engine_address) as channel:
+    port = settings.engine_address.rpartition(":")[2]
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await channel.channel_ready()
         yield VllmEngineStub(channel)  # type: ignore[no-untyped-call]
 
@@ -122,9 +126,14 @@ async def test_both_doors_answer_alike(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("settings", "told"),
-    [({}, 0), ({"report_cached_tokens": True}, CACHED_PROMPT_TOKENS)],
+    [
+        ({}, 0),
+        ({"report_cached_tokens": True}, CACHED_PROMPT_TOKENS),
+        ({"tokens": f"{'t' * 16} name=http\n"}, 0),
+        ({"tokens": f"{'t' * 16} name=http cache=shared\n"}, CACHED_PROMPT_TOKENS),
+    ],
     indirect=["settings"],
-    ids=["hidden", "reported"],
+    ids=["hidden", "reported", "hidden with names", "shared with names"],
 )
 async def test_only_an_operator_has_callers_told_what_was_cached(
     engine: Any, told: int, stream: bool
@@ -272,12 +281,10 @@ async def test_embeddings_are_unimplemented(engine: Any) -> None:
 
 
 async def test_what_is_for_operators_is_off_without_any(engine: Any) -> None:
-    events = engine.SubscribeKvEvents(common.SubscribeKvEventsRequest())
     calls = (
         engine.FlushCache(common.FlushCacheRequest()),
         engine.StartProfile(common.StartProfileRequest()),
         engine.StopProfile(common.StopProfileRequest()),
-        events.read(),
     )
     for call in calls:
         with pytest.raises(aio.AioRpcError) as caught:
@@ -286,16 +293,13 @@ async def test_what_is_for_operators_is_off_without_any(engine: Any) -> None:
         assert "operator_tokens_file" in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("settings", [{"allow_local_kv_events": True}], indirect=True)
-async def test_events_may_be_for_the_whole_host_and_nothing_else_is(engine: Any) -> None:
-    snapshot = await engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
-    assert snapshot.sequence_number == 1
+@pytest.mark.parametrize("settings", [{"door_host": "0.0.0.0"}], indirect=True)
+async def test_beyond_loopback_events_are_for_operators(engine: Any) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        await engine.FlushCache(common.FlushCacheRequest())
+        await engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("settings", [{"allow_local_kv_events": True}], indirect=True)
 async def test_events_for_many_are_translated_one_batch_per_turn(
     engine: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,7 +448,9 @@ ACME, OTHER = "acme-token-0123456789", "other-token-0123456789"
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tokens": f"{ACME} name=acme\n{OTHER} name=other\n"}], indirect=True
+    "settings",
+    [{"tokens": f"{ACME} name=acme\n{OTHER} name=other\n", "door_host": "0.0.0.0"}],
+    indirect=True,
 )
 async def test_nobody_aborts_anothers_request(service: Service, engine: Any) -> None:
     service.scheduler.automatic = False
@@ -462,6 +468,55 @@ async def test_nobody_aborts_anothers_request(service: Service, engine: Any) -> 
     await engine.Abort(abort, metadata=acme)
     _, completes = await collect(call)
     assert completes[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tokens": f"{ACME} name=acme\n{OTHER} name=http max_requests=1\n"}], indirect=True
+)
+async def test_the_gateway_is_the_client_http_without_a_token(
+    service: Service, engine: Any
+) -> None:
+    service.scheduler.automatic = False
+    first = engine.Generate(request(stream=True))
+    submit = await service.scheduler.submits.get()
+    assert submit.client.name == "http"
+    with pytest.raises(aio.AioRpcError) as caught:
+        await collect(engine.Generate(request()))
+    assert "max_requests" in (caught.value.details() or "")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await service.stub.Generate(pb.GenerateRequest(text=TEXT))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    first.cancel()
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokens": f"{ACME} name=acme\n"}], indirect=True)
+async def test_another_users_process_is_no_gateway(engine: Any, settings: FrontendSettings) -> None:
+    """Not even with a client's token, and before its message is read."""
+    if os.geteuid():
+        pytest.skip("only root can start another user's process")
+    program = """if True:
+        import os, sys
+        import grpc
+        from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+        from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+        os.setuid(65534)
+        with grpc.insecure_channel(sys.argv[1]) as channel:
+            try:
+                for _ in VllmEngineStub(channel).Generate(
+                    vllm.GenerateRequest(), metadata=(("authorization", f"Bearer {sys.argv[2]}"),)
+                ):
+                    pass
+            except grpc.RpcError as error:
+                print(error.code().name, error.details())
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, settings.engine_address, ACME), stdout=subprocess.PIPE
+    )
+    told, _ = await process.communicate()
+    assert told.decode() == (
+        "PERMISSION_DENIED for processes of the user that runs this stack alone\n"
+    )
+    assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
 
 
 async def test_the_public_port_does_not_serve_the_engine_protocol(service: Service) -> None:

@@ -135,7 +135,7 @@ def running(directory: Path, module: str, **flags: object) -> Iterator[None]:
 def frontend(directory: Path, address: str, door: str, **flags: object) -> Iterator[None]:
     """A frontend at `address`, which tells those of its host what the cache holds."""
     settings = {"model": DEMO_MODEL, "port": address.rpartition(":")[2], "engine_addresses": door}
-    with running(directory, "frontend", allow_local_kv_events=1, **settings, **flags):
+    with running(directory, "frontend", **settings, **flags):
         yield
 
 

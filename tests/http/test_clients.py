@@ -41,7 +41,7 @@ def given() -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _ends(module: str, given: str) -> dict[str, str]:
+def ends_of(module: str, given: str) -> dict[str, str]:
     run = subprocess.run(
         [others_python(), "checks.py", module, given], cwd=HERE, capture_output=True, text=True
     )
@@ -50,7 +50,7 @@ def _ends(module: str, given: str) -> dict[str, str]:
     return ends
 
 
-def _names(module: str) -> list[str]:
+def names_of(module: str) -> list[str]:
     """The checks of a module, which cannot be imported here."""
     tree = ast.parse((HERE / f"{module}.py").read_text())
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -59,10 +59,10 @@ def _names(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module in MODULES for name in _names(module)]
+    ("module", "name"), [(module, name) for module in MODULES for name in names_of(module)]
 )
 def test_others_clients(given: dict[str, Any], module: str, name: str) -> None:
-    assert not (end := _ends(module, json.dumps(given))[name]), end
+    assert not (end := ends_of(module, json.dumps(given))[name]), end
 
 
 def test_a_load_generator(given: dict[str, Any], tmp_path: Path) -> None:

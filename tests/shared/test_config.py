@@ -65,28 +65,11 @@ def test_a_bad_file_is_named(
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"engine_addresses": "127.0.0.1:1,10.0.0.1:2"}, "10.0.0.1:2"),
-        ({"engine_addresses": "127.0.0.1:1", "auth_tokens_file": "/tokens"}, "auth_tokens_file"),
-    ],
-)
-def test_events_without_a_token_stay_on_a_host_whose_users_need_none(
-    settings: dict[str, str], named: str
-) -> None:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    flags += ["--allow-public-plaintext=1"]
-    load_settings(FrontendSettings, flags)
-    with pytest.raises(SettingsError, match=f"allow_local_kv_events: .*{named}"):
-        load_settings(FrontendSettings, [*flags, "--allow-local-kv-events=1"])
-
-
-@pytest.mark.parametrize(
     ("flags", "named"),
     [
         ((), "engine_addresses: there are none"),
         (("--engine-addresses=127.0.0.1:1,10.0.0.1:2",), "engine_addresses: 10.0.0.1:2 is not on"),
-        (("--engine-addresses=127.0.0.1:1", "--host=0.0.0.0"), "host: 0.0.0.0:8000 is not on"),
+        (("--engine-addresses=127.0.0.1:1", "--host=0.0.0.0"), "host: 0.0.0.0:50051 would listen"),
     ],
 )
 def test_the_gateway_stays_on_its_host_unless_told_otherwise(

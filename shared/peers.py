@@ -1,0 +1,59 @@
+"""Whose process is at the other end of a connection over loopback."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+from urllib.parse import unquote
+
+# From linux/sock_diag.h, linux/netlink.h and linux/inet_diag.h.
+_SOCK_DIAG = 4
+_BY_FAMILY = 20
+_REQUEST = 1
+_ESTABLISHED = 1
+_ANY_STATE = _NO_COOKIE = 0xFFFFFFFF
+_HEADER = struct.Struct("=IHHII")
+_QUERY = struct.Struct("=BBBxI")
+_PORTS = struct.Struct(">HH")
+_UID_AT = _HEADER.size + 4 + 48 + 12  # after state and kind, the connection, and three counters
+
+
+def is_own_process(peer: str, host: str, port: int) -> bool:
+    """Whether the other end of an open connection belongs to a process of this user.
+
+    Asks the kernel for that one socket (sock_diag(7)), which takes some 15 us.
+
+    Args:
+        peer: the other end as gRPC writes it, `ipv4:127.0.0.1:41234`.
+        host, port: this end, on loopback.
+
+    Raises:
+        OSError: the kernel cannot be asked.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    theirs, _, their_port = unquote(rest).rpartition(":")
+    end = ipaddress.ip_address(theirs.strip("[]"))
+    own = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    if not end.is_loopback or end.version != own.version:
+        return False
+    family = socket.AF_INET if end.version == 4 else socket.AF_INET6
+    connection = (
+        _PORTS.pack(int(their_port), port)
+        + end.packed.ljust(16, b"\0")
+        + own.packed.ljust(16, b"\0")
+        + struct.pack("=III", 0, _NO_COOKIE, _NO_COOKIE)
+    )
+    query = _QUERY.pack(family, socket.IPPROTO_TCP, 0, _ANY_STATE) + connection
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG) as ask:
+        ask.sendall(_HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 1, 0) + query)
+        answer = ask.recv(1 << 12)
+    if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
+        return False  # there is no such connection any more
+    state = answer[_HEADER.size + 1]
+    (uid,) = struct.unpack_from("=I", answer, _UID_AT)
+    # One that its process has closed would be root's.
+    return bool(state == _ESTABLISHED and uid == os.geteuid())
