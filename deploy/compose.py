@@ -7,19 +7,34 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT, stream_completion
 from deploy.health import SERVING, check_health, http_health
 from deploy.model import model_name, resolve_model
-from deploy.plan import Environment, Layout, StackSettings, read_settings, stack_settings
-from deploy.stack import bracket_host, dialled_address, make_directory, run_directory
+from deploy.plan import (
+    Environment,
+    Layout,
+    StackSettings,
+    public_tls,
+    read_settings,
+    stack_settings,
+)
+from deploy.stack import (
+    bracket_host,
+    dialled_address,
+    first_token,
+    gateway_url,
+    make_directory,
+    run_directory,
+)
 from shared.config import PREFIX
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
+_INSIDE = "/etc/nano/{}"  # where a container has the file of a setting
 _USUAL_HTTP_PORTS = {50051: 8000}  # by the stack's port
 _POLL_S = 1.0
 
@@ -32,8 +47,8 @@ def up(environment: Environment, layout: Layout) -> int:
         LaunchError: the stack cannot start; the message says why.
     """
     settings = read_settings(environment)
-    if settings.tls_cert or settings.internal_tls_cert or settings.auth_tokens_file:
-        raise LaunchError("RUNTIME=docker: files for TLS and tokens do not get into the containers")
+    if settings.internal_tls_cert:
+        raise LaunchError("RUNTIME=docker: internal_tls: services are on a network of their own")
     variables = compose_variables(settings, layout)
     # The host has been checked; inside, the stack's own network is private.
     stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
@@ -51,11 +66,15 @@ def up(environment: Environment, layout: Layout) -> int:
         settings.port, [*profiles, "up", "--build", "--detach", *wait], environment | variables
     )
     address = dialled_address(settings.host, settings.port)
-    url = f"http://{dialled_address(settings.host, port)}"
-    while check_health(address) != SERVING or (port and http_health(url) != SERVING):
+    tls = public_tls(settings)
+    url = gateway_url(settings.host, port, secure=tls is not None)
+    while check_health(address, tls=tls) != SERVING or (
+        port and http_health(url, tls=tls) != SERVING
+    ):
         time.sleep(_POLL_S)
     print(f"\n{PROMPT}", end="", flush=True)
-    stream_completion(address, lambda text: print(text, end="", flush=True))
+    token = first_token(settings.auth_tokens_file)
+    stream_completion(address, lambda text: print(text, end="", flush=True), tls, token)
     print(f"\n\nThe stack serves on {address}; make chat PORT={settings.port} talks to it.")
     if port:
         print(f"HTTP is on {url}.")
@@ -110,6 +129,8 @@ def http_port(settings: StackSettings) -> int:
     """The gateway's port on the host, 0 for none. It does not depend on what is free, so that `up`
     changes nothing where it need not."""
     if settings.http_port == "auto":
+        if settings.tls_client_ca:
+            return 0
         return _USUAL_HTTP_PORTS.get(settings.port, 0)
     return settings.http_port
 
@@ -127,8 +148,8 @@ def _without_links(model: Path) -> Path:
 
 
 def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
-    """A compose file for what is not in compose.yaml: all ranks but the first, and the schedulers
-    of further engines. Ranks are numbered over all engines."""
+    """What is not in compose.yaml: all ranks but the first, and the schedulers of further engines.
+    Ranks are numbered over all engines."""
     services: dict[str, object] = {}
     for index in range(1, engines * tp):
         engine, rank = divmod(index, tp)
@@ -149,7 +170,41 @@ def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
                 *("--engine-name", str(engine)),
             ],
         }
-    return {"services": services}
+    return services
+
+
+def file_services(settings: StackSettings) -> dict[str, object]:
+    """What gives frontends and gateway the files of tokens and certificates. The
+    frontend beside the gateway is reached by that alone, without TLS."""
+    names = ["auth_tokens_file", "tls_cert", "tls_key", "tls_client_ca"]
+    given = {name: value for name in names if (value := getattr(settings, name))}
+    if not given:
+        return {}
+    tls = public_tls(settings)
+    probe = (
+        {"TLS_CA": _INSIDE.format("tls_cert"), "TLS_SERVER_NAME": tls.server_name} if tls else {}
+    )
+    if settings.tls_client_ca:
+        probe |= {
+            "CLIENT_CERT": _INSIDE.format("tls_cert"),
+            "CLIENT_KEY": _INSIDE.format("tls_key"),
+        }
+
+    def service(wanted: Iterable[str], more: Mapping[str, str]) -> dict[str, object]:
+        inside = {name: _INSIDE.format(name) for name in wanted if name in given}
+        variables = {name.upper(): path for name, path in inside.items()} | dict(more)
+        return {
+            "environment": {f"{PREFIX}{name}": value for name, value in variables.items()},
+            "volumes": [
+                f"{Path(given[name]).resolve()}:{path}:ro" for name, path in inside.items()
+            ],
+        }
+
+    return {
+        "frontend": service(names, probe),
+        "http": service(names[:1], {}),
+        "gateway": service(names[:3], {}),
+    }
 
 
 def _rank_flags(engine: int, index: int, tp: int) -> list[str]:
@@ -182,8 +237,8 @@ def service_names(service: str | None) -> list[str]:
 def _write_ranks(settings: StackSettings, layout: Layout, profile: str) -> None:
     path = _ranks_file(settings.port)
     make_directory(path.parent)
-    services = rank_services(settings.tp, layout.engines, profile)
-    path.write_text(json.dumps(services, indent=1), encoding="utf-8")
+    services = rank_services(settings.tp, layout.engines, profile) | file_services(settings)
+    path.write_text(json.dumps({"services": services}, indent=1), encoding="utf-8")
 
 
 def _ranks_file(port: int) -> Path:

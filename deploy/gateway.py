@@ -176,7 +176,7 @@ def router_args(
         server_cert_path=settings.tls_cert or None,
         server_key_path=settings.tls_key or None,
         control_plane_api_keys=[("launcher", "launcher", secrets.token_hex(32), "admin")],
-        prometheus_host="127.0.0.1",
+        prometheus_host=settings.metrics_host,
         prometheus_port=metrics_port,
         enable_trace=bool(settings.otlp_endpoint),
         otlp_traces_endpoint=settings.otlp_endpoint,
@@ -200,7 +200,7 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
     # It has no settings of its own for this.
     os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
     os.environ["OTEL_TRACES_SAMPLER_ARG"] = str(settings.trace_sample_ratio)
-    metrics_port = free_port()
+    metrics_port = settings.metrics_port or free_port()
     admission = Admission.read(settings)
     with tempfile.TemporaryDirectory() as directory:
         args = router_args(settings, metrics_port, admission, Path(directory, "budgets"))

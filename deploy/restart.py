@@ -117,7 +117,11 @@ def _answers(stack: Stack) -> bool:
         return True
     try:
         stream_completion(
-            stack.address, lambda _: None, stack.public_tls, first_token(stack), max_tokens=1
+            stack.address,
+            lambda _: None,
+            stack.public_tls,
+            first_token(stack.auth_tokens_file),
+            max_tokens=1,
         )
     except LaunchError as error:
         code = error.__cause__.code() if isinstance(error.__cause__, grpc.RpcError) else None

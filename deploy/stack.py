@@ -261,7 +261,7 @@ def bracket_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def first_token(stack: Stack) -> str | None:
+def first_token(tokens_file: str) -> str | None:
     """The token for the launcher's own requests, None if clients need none."""
-    tokens = read_clients(stack.auth_tokens_file) if stack.auth_tokens_file else {}
+    tokens = read_clients(tokens_file) if tokens_file else {}
     return next(iter(tokens), None)

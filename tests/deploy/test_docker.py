@@ -25,12 +25,14 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.compose import compose_variables, rank_services
+from deploy.compose import compose_variables, file_services, rank_services
 from deploy.gateway import GatewaySettings
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
+from shared.channels import stays_on_host
 from shared.config import ServiceSettings, load_settings
+from tests.certificates import Authority
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,7 @@ IMAGES = {
 }
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "frontend": FrontendSettings,
+    "http": FrontendSettings,
     "gateway": GatewaySettings,
     "scheduler": SchedulerSettings,
     "cpu": WorkerSettings,
@@ -146,7 +149,8 @@ def test_containers_may_write_only_to_tmp_and_have_no_privileges(name: str) -> N
     variable = "WORKER_MEMORY_LIMIT" if name in ("cpu", "gpu") else "MEMORY_LIMIT"
     assert service["mem_limit"] == ("2g" if name == "gateway" else f"${{{variable}:-0}}")
     assert service.get("shm_size") == ("${SHM_SIZE:-1g}" if name == "gpu" else None)
-    assert not {"ipc", "pid", "network_mode"} & service.keys()
+    assert not {"ipc", "pid"} & service.keys()
+    assert service.get("network_mode") == ("service:http" if name == "gateway" else None)
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"cap_add", "privileged", "user"} & service.keys()
@@ -172,7 +176,7 @@ def test_compose_files_fit_the_schema(name: str) -> None:
 
 
 def test_generated_ranks_fit_the_schema_and_extend_what_exists() -> None:
-    ranks: Any = rank_services(3, 1, "gpu")
+    ranks: Any = {"services": rank_services(3, 1, "gpu")}
     jsonschema.validate(ranks, SCHEMA)
     assert list(ranks["services"]) == ["worker-1", "worker-2"]
     for service in ranks["services"].values():
@@ -182,7 +186,7 @@ def test_generated_ranks_fit_the_schema_and_extend_what_exists() -> None:
 
 
 def test_engines_are_services_whose_flags_are_known() -> None:
-    composed: Any = rank_services(2, 2, "cpu")
+    composed: Any = {"services": rank_services(2, 2, "cpu")}
     jsonschema.validate(composed, SCHEMA)
     services = composed["services"]
     assert list(services) == ["worker-1", "worker-2", "worker-3", "scheduler-1"]
@@ -203,8 +207,11 @@ def test_engines_are_services_whose_flags_are_known() -> None:
 
 
 def test_builds_find_their_files_and_arguments() -> None:
-    for service in services().values():
-        build = service["build"]
+    built = {
+        service["image"]: service["build"] for service in services().values() if "build" in service
+    }
+    assert built.keys() == {service["image"] for service in services().values()}
+    for build in built.values():
         assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
         image = Path(build["dockerfile"]).stem
         found = [arguments for name, arguments in instructions(image) if name == "ARG"]
@@ -236,9 +243,9 @@ def test_health_is_probed_by_a_command_in_the_image(name: str) -> None:
     assert importlib.util.find_spec("deploy.health")
 
 
-def test_only_frontends_and_gateway_are_published_and_on_loopback() -> None:
+def test_only_what_clients_call_is_published_and_on_loopback() -> None:
     for name, service in load("compose.yaml")["services"].items():
-        assert ("ports" in service) == (name in ("frontend", "gateway"))
+        assert ("ports" in service) == (name in ("frontend", "http"))
         for ports in service.get("ports", ()):
             assert ports.startswith("${HOST:-127.0.0.1}:")
 
@@ -247,14 +254,39 @@ def test_only_published_services_leave_the_internal_network() -> None:
     composed = load("compose.yaml")
     assert composed["networks"] == {"default": {"internal": True}, "published": {}}
     for name, service in composed["services"].items():
-        assert ("published" in service.get("networks", ())) == (name in ("frontend", "gateway"))
+        assert ("published" in service.get("networks", ())) == (name in ("frontend", "http"))
 
 
-def test_the_gateway_finds_the_frontends() -> None:
-    frontend, gateway = (services()[name]["environment"] for name in ("frontend", "gateway"))
-    host, _, port = gateway["NANO_ENGINE_ADDRESSES"].partition(":")
-    assert host in load("compose.yaml")["services"]
-    assert frontend["NANO_ENGINE_ADDRESSES"] == f"0.0.0.0:{port}"
+def test_the_gateway_finds_its_frontend_in_its_own_network() -> None:
+    http, gateway = (services()[name]["environment"] for name in ("http", "gateway"))
+    assert http["NANO_ENGINE_ADDRESSES"] == gateway["NANO_ENGINE_ADDRESSES"]
+    assert stays_on_host(http["NANO_ENGINE_ADDRESSES"])
+    assert "NANO_ENGINE_ADDRESSES" not in services()["frontend"]["environment"]
+
+
+def test_files_of_tokens_and_certificates_get_into_the_containers(
+    tmp_path: Path, authority: Authority
+) -> None:
+    assert not file_services(StackSettings())
+    shown = authority.issue("docker", "DNS:stack.example")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-of-sixteen\n")
+    settings = StackSettings(auth_tokens_file=str(tokens), tls_cert=shown.cert, tls_key=shown.key)
+    composed: Any = {"services": file_services(settings)}
+    jsonschema.validate(composed, SCHEMA)
+    for name, service in composed["services"].items():
+        mounts = dict(volume.split(":")[1::-1] for volume in service["volumes"])
+        with pytest.MonkeyPatch.context() as patched:
+            for variable, value in (
+                services()[name]["environment"] | service["environment"]
+            ).items():
+                if value is not None:
+                    patched.setenv(variable, str(value))
+            read = load_settings(SETTINGS[name], [])
+        assert mounts[read.auth_tokens_file] == str(tokens)
+        assert mounts.get(read.tls_cert) == (None if name == "http" else shown.cert)
+    probe = composed["services"]["frontend"]["environment"]
+    assert probe["NANO_TLS_SERVER_NAME"] == "stack.example"
 
 
 @pytest.mark.parametrize(("status", "health"), [(200, "SERVING"), (503, "NOT_SERVING")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.channels import stays_on_host
@@ -19,9 +20,9 @@ def listens(process: Process) -> list[int]:
 
 def served(process: Process) -> list[str]:
     """A process's addresses but that of its metrics, the one of its health first."""
-    if not process.service:
-        return [f"{process.gateway.host}:{process.gateway.port}"]
     match settings := process.settings:
+        case GatewaySettings():
+            return [f"{settings.host}:{settings.http_port}"]
         case FrontendSettings():
             engine = [settings.engine_address] if settings.engine_address else []
             return [f"{settings.host}:{settings.port}", *engine]
@@ -33,8 +34,6 @@ def served(process: Process) -> list[str]:
 
 
 def _metrics(process: Process) -> str:
-    if not process.service:
-        return f"{process.gateway.prometheus_host}:{process.gateway.prometheus_port}"
     return f"{process.settings.metrics_host}:{process.settings.metrics_port}"
 
 
@@ -49,10 +48,6 @@ def probed_addresses(process: Process) -> tuple[str, ...]:
 
 def tls_of(process: Process) -> ServerTls | None:
     """The TLS that a process serves with."""
-    if not process.service:
-        gateway = process.gateway
-        cert, key = gateway.server_cert_path, gateway.server_key_path
-        return ServerTls(cert, key) if cert else None
     tls: ServerTls | None = process.settings.server_tls
     return tls
 
@@ -67,3 +62,7 @@ def worker_of(process: Process) -> bool:
 
 def frontend_of(process: Process) -> bool:
     return process.service is FrontendSettings
+
+
+def gateway_of(process: Process) -> bool:
+    return process.service is GatewaySettings

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 
 from shared.config import PREFIX
 from shared.tls import ClientTls
-from tests.deploy.kubernetes.addresses import listens, probed_addresses, tls_of
+from tests.deploy.kubernetes.addresses import gateway_of, listens, probed_addresses, tls_of
 from tests.deploy.kubernetes.network import wrong_network
-from tests.deploy.kubernetes.pods import GATEWAY, SERVICES, Impossible, Process, named, processes
+from tests.deploy.kubernetes.pods import Impossible, Process, named, processes
 from tests.deploy.kubernetes.rendering import Manifest
 
 # What deploy.health reads.
@@ -36,20 +36,16 @@ def complaints(manifests: list[Manifest]) -> list[str]:
 
 def _known(process: Process) -> set[str]:
     """The variables that a service and its probe read."""
-    assert process.service
     names = (*process.service.model_fields, *_PROBE_NAMES)
     return {PREFIX + name.upper() for name in names}
 
 
 def _wrong_process(process: Process) -> Iterator[str]:
-    if process.service:
-        own = {each["name"] for each in process.container.get("env", ())}
-        unknown = {name for name in own if name.startswith(PREFIX)} - _known(process)
-        if unknown:
-            yield f"{process}: not settings of {process.image}: {', '.join(sorted(unknown))}"
-        yield from _wrong_files(process)
-    elif process.image != GATEWAY:
-        yield f"{process}: an image of no service, {process.image}"
+    own = {each["name"] for each in process.container.get("env", ())}
+    unknown = {name for name in own if name.startswith(PREFIX)} - _known(process)
+    if unknown:
+        yield f"{process}: not settings of {process.image}: {', '.join(sorted(unknown))}"
+    yield from _wrong_files(process)
     ports = {each["containerPort"] for each in process.container.get("ports", ())}
     if ports != (heard := set(listens(process))):
         yield f"{process}: its ports are {sorted(ports)}, but it listens on {sorted(heard)}"
@@ -76,7 +72,7 @@ def _wrong_probe(process: Process) -> Iterator[str]:
     if "livenessProbe" in container or "startupProbe" in container:
         yield f"{process}: would be killed for waiting for others"
     probe = container.get("readinessProbe", {})
-    if not process.service:
+    if gateway_of(process):
         names = {each["name"]: each["containerPort"] for each in container["ports"]}
         get = probe.get("httpGet", {})
         expected = ("HTTPS" if tls_of(process) else "HTTP", "/readiness")
@@ -104,8 +100,7 @@ def _wrong_maps(manifests: list[Manifest], found: list[Process]) -> Iterator[str
         readers = [
             process
             for process in found
-            if process.image in SERVICES
-            and {"configMapRef": {"name": name}} in process.container.get("envFrom", ())
+            if {"configMapRef": {"name": name}} in process.container.get("envFrom", ())
         ]
         known = set[str]().union(*(_known(process) for process in readers))
         if unknown := manifest["data"].keys() - known:
@@ -129,6 +124,4 @@ def _end_s(process: Process) -> float:
     """How long a container may take to end, from when it is told to."""
     hook = process.container.get("lifecycle", {}).get("preStop", {})
     pause = hook.get("sleep", {}).get("seconds", 0)
-    if process.service:
-        return float(pause + process.settings.drain_timeout_s + 1)
-    return float(pause + process.gateway.shutdown_grace_period_secs)
+    return float(pause + process.settings.drain_timeout_s + 1)

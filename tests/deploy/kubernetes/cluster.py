@@ -23,6 +23,7 @@ _MODULES = {
     "nano-vllm-grpc/frontend": "frontend",
     "nano-vllm-grpc/scheduler": "scheduler_svc",
     "nano-vllm-grpc/worker": "worker_svc",
+    "nano-vllm-grpc/gateway": "deploy.gateway",
 }
 
 
@@ -66,12 +67,11 @@ class Cluster:
     def run(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
         """Runs a container until the end of the body, once its probe has succeeded."""
         process = self.processes[name]
-        module = _MODULES.get(process.image)
-        command = [sys.executable, *(["-m", module] if module else ["-c", process.program])]
+        command = [sys.executable, "-m", _MODULES[process.image]]
         command += [self._translated(process, each) for each in process.arguments]
         with subprocess.Popen(command, cwd=ROOT, env=self._environment(process)) as run:
             try:
-                if process.service:
+                if "exec" in process.container["readinessProbe"]:
                     wait_for(lambda: self.is_healthy(name) or run.poll() is not None, name)
                     assert run.poll() is None
                 yield run

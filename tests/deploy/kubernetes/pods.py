@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -14,8 +13,7 @@ from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
-from smg.launch_router import parse_router_args
-
+from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import ServiceSettings, load_settings
@@ -27,9 +25,8 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "nano-vllm-grpc/frontend": FrontendSettings,
     "nano-vllm-grpc/scheduler": SchedulerSettings,
     "nano-vllm-grpc/worker": WorkerSettings,
+    "nano-vllm-grpc/gateway": GatewaySettings,
 }
-GATEWAY = "nano-vllm-grpc/gateway"
-PROGRAMS = {GATEWAY: ["python", "-c"]}  # followed by a program; else the images' own commands
 
 
 class Impossible(Exception):
@@ -111,8 +108,10 @@ class Process:
         return "/".join(path.split("/")[-2:])
 
     @property
-    def service(self) -> type[ServiceSettings] | None:
-        return SERVICES.get(self.image)
+    def service(self) -> type[ServiceSettings]:
+        if self.image not in SERVICES:
+            raise Impossible(f"{self}: an image of no service, {self.image}")
+        return SERVICES[self.image]
 
     @cached_property
     def environment(self) -> dict[str, str]:
@@ -128,16 +127,9 @@ class Process:
         return found
 
     @property
-    def program(self) -> str:
-        """The Python program that the container runs instead of the image's, or nothing."""
-        *interpreter, program = self.container.get("command", [""])
-        if interpreter != PROGRAMS.get(self.image, []):
-            raise Impossible(f"{self}: a command of its own instead of the image's")
-        return str(program)
-
-    @property
     def arguments(self) -> list[str]:
-        assert self.program or self.image not in PROGRAMS
+        if "command" in self.container:
+            raise Impossible(f"{self}: a command of its own instead of the image's")
         return [self._expanded(arg, self.environment) for arg in self.container.get("args", ())]
 
     @cached_property
@@ -147,30 +139,8 @@ class Process:
         Raises:
             Impossible: it refuses.
         """
-        assert self.service
         with patch.dict(os.environ, self.environment, clear=True), self._refusals():
             return load_settings(self.service, self.arguments)
-
-    @cached_property
-    def gateway(self) -> Any:
-        """What the gateway reads.
-
-        Raises:
-            Impossible: it refuses.
-        """
-        parsed = []
-
-        def launch() -> None:
-            parsed.append(parse_router_args(sys.argv[1:]))
-
-        with (
-            patch.dict(os.environ, self.environment, clear=True),
-            patch("sys.argv", ["-c", *self.arguments]),
-            patch("smg.launch_router.main", launch),
-            self._refusals(),
-        ):
-            exec(self.program, {})
-        return parsed[0]
 
     @property
     def mounts(self) -> dict[str, str]:
@@ -198,8 +168,6 @@ class Process:
             case {"configMapKeyRef": {"name": name, "key": key}}:
                 if key in self._map(name):
                     return self._map(name)[key]
-            case {"secretKeyRef": {"key": key}}:
-                return f"secret-{key}"
         raise Impossible(f"{self}: cannot look up {source}")
 
     def _expanded(self, text: str, known: Mapping[str, str]) -> str:

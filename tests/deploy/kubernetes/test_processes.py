@@ -1,5 +1,5 @@
-"""What the manifests start works together: requests over TLS with a token, and over HTTPS with a
-key, are answered by processes started as their containers are, on this host."""
+"""What the manifests start works together: requests over TLS with a token, and over HTTPS with
+one, are answered by processes started as their containers are, on this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 
-KEY = "secret-api-key"
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -72,9 +71,9 @@ def test_ranks_of_two_pods_serve_together(group: Cluster) -> None:
         assert len(completion["token_ids"]) == 8
 
 
-def test_callers_are_served_over_https_with_a_key(cluster: Cluster) -> None:
+def test_callers_are_served_over_https_with_a_token(cluster: Cluster) -> None:
     gateway = cluster.processes["http/gateway"]
-    ca = cluster.file(gateway, gateway.gateway.server_cert_path)
+    ca = cluster.file(gateway, gateway.settings.tls_cert)
     trust = ssl.create_default_context(cafile=str(ca))
     trust.check_hostname = False  # the name is the Service's
     trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # not signed by itself, as cert-manager's
@@ -95,10 +94,10 @@ def test_callers_are_served_over_https_with_a_key(cluster: Cluster) -> None:
     completion = {"model": "demo", "prompt": PROMPT, "max_tokens": 8}
     with running(cluster, "http/frontend", "http/gateway"):
         wait_for(is_ready, "the gateway")
-        assert ask("/v1/completions", completion, KEY)["usage"]["completion_tokens"] == 8
+        assert ask("/v1/completions", completion, TOKEN)["usage"]["completion_tokens"] == 8
         for path, body, key in (
             ("/v1/completions", completion, "guessed"),
-            ("/workers", None, KEY),
+            ("/workers", None, TOKEN),
             ("/workers", None, ""),
         ):
             with pytest.raises(HTTPError, match="401"):

@@ -6,7 +6,13 @@ from __future__ import annotations
 import pytest
 
 from shared.channels import stays_on_host
-from tests.deploy.kubernetes.addresses import frontend_of, scheduler_of, served, tls_of
+from tests.deploy.kubernetes.addresses import (
+    frontend_of,
+    gateway_of,
+    scheduler_of,
+    served,
+    tls_of,
+)
 from tests.deploy.kubernetes.pods import named, pods, processes
 from tests.deploy.kubernetes.rendering import (
     COMBINATIONS,
@@ -78,21 +84,18 @@ def test_whatever_leaves_a_pod_is_encrypted(
     for process in processes(manifests):
         if not all(map(stays_on_host, served(process))):
             assert (tls_of(process) is None) is encrypted
-        if process.service:
+        if not gateway_of(process):
             assert process.settings.allow_plaintext is encrypted
             expected = "optional" if encrypted else "required"
             assert process.settings.internal_tls_roles == expected
 
 
 def test_clients_need_a_token(manifests: list[Manifest]) -> None:
-    for process in filter(frontend_of, processes(manifests)):
-        assert process.settings.callers_need_tokens or stays_on_host(f"{process.settings.host}:1")
     for process in processes(manifests):
-        if not process.service:
-            assert process.gateway.api_key == "secret-api-key"
-            assert process.gateway.control_plane_api_keys
-            assert not any("secret" in argument for argument in process.arguments)
-            assert all(stays_on_host(url.partition("//")[2]) for url in process.gateway.worker_urls)
+        if frontend_of(process) or gateway_of(process):
+            assert process.settings.callers_need_tokens
+        if gateway_of(process):
+            assert all(map(stays_on_host, process.settings.engine_addresses))
 
 
 def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> None:

@@ -9,7 +9,6 @@ import json
 
 import pytest
 
-from deploy.gateway import GatewaySettings, router_args
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.metrics import EngineMetrics
@@ -43,7 +42,11 @@ def test_manifests_fit_the_settings(overlay: str, components: tuple[str, ...]) -
 # What somebody may rename or forget in one place, and what is said about it.
 PLANTS: dict[str, tuple[str, str, str]] = {
     "a flag": ('"--rank"', '"--rang"', "--rang"),
-    "a flag of the gateway": ("--worker-urls=", "--wrong=", "http/gateway: "),
+    "the gateway's door": (
+        '"127.0.0.1:9001", "NANO_H',
+        '"10.0.0.1:9001", "NANO_H',
+        "10.0.0.1:9001",
+    ),
     "a variable": ('"NANO_ENGINE_NAME"', '"NANO_ENGINE_TITLE"', "NANO_ENGINE_TITLE"),
     "a value": ('"NANO_TP": "2"', '"NANO_TP": "two"', "tp: "),
     "a listening port": ("0.0.0.0:50052", "0.0.0.0:50062", "it listens on [9464, 50062]"),
@@ -84,28 +87,6 @@ def test_what_does_not_fit_in_a_group_is_found(plant: str, group: list[Manifest]
     text = json.dumps(group)
     assert old in text
     assert said in "\n".join(complaints(json.loads(text.replace(old, new))))
-
-
-def test_the_gateway_is_set_up_as_the_launcher_does(manifests: list[Manifest]) -> None:
-    """But for where it listens, its TLS, and its keys."""
-    (process,) = [each for each in processes(manifests) if str(each) == "http/gateway"]
-    (frontend,) = [each for each in processes(manifests) if str(each) == "http/frontend"]
-    settings = GatewaySettings(
-        engine_addresses=frontend.settings.engine_addresses,
-        model=process.environment["NANO_MODEL"],
-        host="0.0.0.0",
-        http_port=8443,
-        drain_timeout_s=120,
-        allow_public_plaintext=True,  # it has TLS and keys of its own there
-    )
-    ours = dataclasses.asdict(process.gateway)
-    launchers = dataclasses.asdict(router_args(settings, 9465))
-    differing = {name for name in ours if ours[name] != launchers[name]}
-    assert differing == {
-        *("api_key", "control_plane_api_keys", "prometheus_host"),
-        *("server_cert_path", "server_key_path"),
-        "otlp_traces_endpoint",  # none, and an empty one
-    }
 
 
 def test_autoscaling_asks_for_metrics_that_there_are(manifests: list[Manifest]) -> None:
