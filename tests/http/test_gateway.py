@@ -8,6 +8,7 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 from smg.router import Router
 
-from deploy.gateway import GatewaySettings, router_args
+from deploy.gateway import Admission, GatewaySettings, router_args
 from deploy.ports import free_port
 from deploy.supervisor import stop_process
 from tests.http.small import half_sent, small_gateway
@@ -41,13 +42,37 @@ def stack(door: str) -> Iterator[RealStack]:
         yield running
 
 
-def test_smg_is_told_not_to_wait_for_load_balancers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smg_is_told_not_to_wait_for_load_balancers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """By an argument that RouterArgs does not declare: a new version could drop it unnoticed."""
     given: dict[str, Any] = {}
     monkeypatch.setattr("smg.router._Router", lambda **arguments: given.update(arguments))
     settings = GatewaySettings(engine_addresses=("127.0.0.1:1",))
-    Router.from_args(router_args(settings, metrics_port=1))
+    admission = Admission.read(settings)
+    Router.from_args(router_args(settings, 1, admission, tmp_path / "budgets"))
     assert given["drain_settle_secs"] == 0
+
+
+@pytest.mark.parametrize("lines", ["", "# nobody\n", "a-token-of-sixteen name=acme\n"])
+def test_a_tokens_file_without_tokens_does_not_let_everybody_in(tmp_path: Path, lines: str) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(lines)
+    settings = GatewaySettings(engine_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
+    keys = dict(Admission.read(settings).keys)
+    assert keys.get("acme") == ("a-token-of-sixteen" if "acme" in lines else None)
+    assert len(keys["nobody"]) == 64
+
+
+def test_what_crosses_of_budgets(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(
+        "a-token-of-sixteen name=both input_tokens_per_minute=7 output_tokens_per_minute=5\n"
+        "b-token-of-sixteen name=one input_tokens_per_minute=7\n"
+    )
+    settings = GatewaySettings(engine_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
+    (tenant,) = Admission.read(settings).budgets["tenants"]
+    assert (tenant["tenant_key"], tenant["tokens_per_minute"]) == ("auth:both", 12)
 
 
 @contextmanager
