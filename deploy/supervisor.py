@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import psutil
 from supervisor.xmlrpc import Faults
 
 from deploy.engines import link_missing_models, list_engines
-from deploy.errors import SupervisorGoneError
+from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import Process, Stack, make_directory
 from deploy.supervisor_config import write_config
 from deploy.supervisor_rpc import ANSWER_S, already, supervisor_rpc
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # was killed. Its value is the stack's directory.
 MARKER = "NANOVLLM_STACK"
 _POLL_S = 0.1
+_STOP_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
     members = set(stack_members(directory))
     told: set[psutil.Process] = set()
     deadline = time.monotonic() + grace_s
+    with suppress(LaunchError):
+        _stop_groups(Stack.load(directory), deadline)
     # A process that is ending no longer has an environment to be found by, but still its ports.
     while alive := [process for process in members if _is_alive(process)]:
         pids = {process.pid for process in alive}
@@ -182,6 +186,31 @@ def stop_stack(directory: Path, grace_s: float, report: Callable[[str], None]) -
         members |= set(stack_members(directory))
     _clear(directory, "supervisord.pid", "stack.json", "up")
     return len(members)
+
+
+def _stop_groups(stack: Stack, deadline: float) -> None:
+    """Has supervisord stop its groups, those that call others first. By itself it would look only
+    once a second whether a group has ended, and it is told to end last.
+
+    Raises:
+        SupervisorGoneError: there is no supervisord, or no longer.
+    """
+    starting_order = dict.fromkeys(process.group for process in stack.processes())
+    with supervisor_rpc(stack.directory) as supervisor:
+        for group in ("watchdog", *reversed(starting_order)):
+            found = [each for each in supervisor.getAllProcessInfo() if each["group"] == group]
+            with already(Faults.BAD_NAME):
+                supervisor.stopProcessGroup(group, False)
+            keepers = [_found(each["pid"]) for each in found if each["pid"]]
+            while any(map(_is_alive, filter(None, keepers))) and time.monotonic() < deadline:
+                time.sleep(_STOP_POLL_S)
+
+
+def _found(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _clear(directory: Path, *patterns: str) -> None:
