@@ -23,13 +23,12 @@ class Door:
     what it may.
 
     Args:
-        address: on loopback.
+        address: on loopback, or a Unix socket, which only this user can open anyway.
         find: a client by its name; None: clients have no names.
     """
 
     def __init__(self, address: str, find: Callable[[str], Client | None] | None) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
+        self._address = address
         self._find = find
 
     def client(self) -> Client | None:
@@ -46,8 +45,11 @@ class Door:
         Raises:
             PermissionDeniedError: it is not a process of this user.
         """
+        if self._address.startswith("unix:"):
+            return
+        host, _, port = self._address.rpartition(":")
         try:
-            if is_own_process(peer, self._host, self._port):
+            if is_own_process(peer, host, int(port)):
                 return
         except OSError as error:
             log.error("cannot tell whose process calls", reason=str(error))

@@ -85,6 +85,10 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             variables["auth_tokens_file"] = _tokens_file(directory)
         engine_address = f"127.0.0.1:{free_port()}"
         environment = {"NANO_ENGINE_ADDRESSES": engine_address}
+        if not anonymous:  # on loopback all callers would be the gateway
+            port = engine_address.rpartition(":")[2]
+            environment["NANO_ENGINE_ADDRESSES"] = f"0.0.0.0:{port}"
+            environment["NANO_ALLOW_PUBLIC_PLAINTEXT"] = "1"
         with _few_descriptors():
             starting = running_stack(environment, **variables)
             stack = starting.__enter__()
