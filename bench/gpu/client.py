@@ -99,7 +99,7 @@ def cpu_seconds() -> dict[str, float]:
     clients = {own.pid, *(child.pid for child in own.children())}
     for process in psutil.Process(os.getppid()).children(recursive=True):
         try:
-            command, used = process.cmdline(), process.cpu_times()
+            command, used = _command(process), process.cpu_times()
         except psutil.Error:  # it has just ended
             continue
         names = ["client"] if process.pid in clients else [s for s in SERVICES if s in command]
@@ -108,8 +108,19 @@ def cpu_seconds() -> dict[str, float]:
     return found
 
 
+def _command(process: psutil.Process) -> list[str]:
+    """The command line; of a fork that has ended and is not waited for yet, its parent's."""
+    try:
+        return process.cmdline()
+    except psutil.ZombieProcess:
+        parent = process.parent()
+        return parent.cmdline() if parent else []
+
+
 def cpu_since(before: dict[str, float]) -> dict[str, float]:
-    return {name: used - before.get(name, 0.0) for name, used in cpu_seconds().items()}
+    """Not below 0, where a fork has ended between the readings of its parent and its own."""
+    now = cpu_seconds()
+    return {name: max(used - before.get(name, 0.0), 0.0) for name, used in now.items()}
 
 
 if __name__ == "__main__":
