@@ -148,8 +148,8 @@ def _without_links(model: Path) -> Path:
 
 
 def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
-    """What is not in compose.yaml: all ranks but the first, and the schedulers of further engines.
-    Ranks are numbered over all engines."""
+    """Services missing from compose.yaml: all ranks but the first, and the schedulers of further
+    engines. Ranks are numbered over all engines."""
     services: dict[str, object] = {}
     for index in range(1, engines * tp):
         engine, rank = divmod(index, tp)
@@ -174,8 +174,8 @@ def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
 
 
 def file_services(settings: StackSettings) -> dict[str, object]:
-    """What gives frontends and gateway the files of tokens and certificates. The
-    frontend beside the gateway is reached by that alone, without TLS."""
+    """Mounts the token and certificate files into the frontends and the gateway, as Compose
+    services. Only the gateway calls the frontend beside it, so that one has no TLS."""
     names = ["auth_tokens_file", "tls_cert", "tls_key", "tls_client_ca"]
     given = {name: value for name in names if (value := getattr(settings, name))}
     if not given:

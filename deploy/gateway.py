@@ -87,7 +87,7 @@ class GatewaySettings(PublicSettings):
 
 
 class Admission(NamedTuple):
-    """What the files of tokens and certificates say: who may call, and what they are shown.
+    """The contents of the token and certificate files, as read at one moment.
 
     Args:
         clients: by token; None: anybody may call.
