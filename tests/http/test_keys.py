@@ -72,7 +72,8 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     tokens = directory / "tokens"
     tokens.write_text("\n".join(LINES))
     settings = {"auth_tokens_file": tokens, "tls_cert": shown.cert, "tls_key": shown.key}
-    with running_stack(http_port="auto", frontends=2, **settings) as running:
+    # A stream must have time to end while the gateway drains, on slow machines too.
+    with running_stack(http_port="auto", frontends=2, drain_timeout_s=60, **settings) as running:
         yield Secure(running, tokens, authority)
 
 
