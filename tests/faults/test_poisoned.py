@@ -31,8 +31,8 @@ def test_a_poisoned_request_ends_and_the_others_go_on() -> None:
             with open_streams(stack.address, poisoned) as dying:
                 assert_internal_error(dying, "poisoned")
             assert_undamaged(streams.wait_ended(), expected)
-        assert_undamaged(undisturbed(stack.address, healthy), expected)
         stack.wait_serving()
+        assert_undamaged(undisturbed(stack.address, healthy), expected)
         stack.wait_idle()
 
 
@@ -52,6 +52,6 @@ def test_a_request_that_kills_the_scheduler_ends_and_the_others_go_on(tmp_path: 
                 assert_internal_error(dying, "deadly")
             assert_undamaged(streams.wait_ended(), expected)
         assert deaths.stat().st_size <= 3 + 4  # of nine requests
-        assert_undamaged(undisturbed(stack.address, healthy), expected)
         stack.wait_serving()
+        assert_undamaged(undisturbed(stack.address, healthy), expected)
         stack.wait_idle()
