@@ -41,8 +41,10 @@ from shared.tls import ClientTls, load_files
 log = structlog.get_logger(__name__)
 
 
+_FIRST = asyncio.FIRST_COMPLETED
 _POLL_S = 0.05
 _FILES_S = 1.0  # between looks at the files of tokens and certificates
+_OPEN = ("01", "03", "08")  # established, its beginning received, its other end closed
 _UNLIMITED = (1 << 32) - 1  # what smg counts per minute
 _RESTART = 1  # exit status: another fork is to take this one's place
 _HEALTH_S = 5  # between the gateway's looks at a frontend
@@ -145,7 +147,7 @@ def router_args(
         budgets: a file for tenants' limits, which smg reads.
     """
     budgets.write_text(json.dumps(admission.budgets))  # YAML, too
-    args = RouterArgs(
+    return RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
         host=settings.host.strip("[]"),
         port=settings.http_port,
@@ -183,10 +185,6 @@ def router_args(
         log_level="info" if settings.otlp_endpoint else "warn",  # as its spans
         log_json=True,
     )
-    # RouterArgs does not have it, but passes on what it is given. By default a gateway that is told
-    # to stop first accepts connections for 5 s more: in case a load balancer still sends some.
-    args.drain_settle_secs = 0
-    return args
 
 
 async def serve(settings: GatewaySettings, ready: Ready) -> None:
@@ -202,6 +200,9 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
     os.environ["OTEL_TRACES_SAMPLER_ARG"] = str(settings.trace_sample_ratio)
     metrics_port = settings.metrics_port or free_port()
     admission = Admission.read(settings)
+    told = asyncio.Event()
+    # Before smg has its own, which then calls this one, too.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     with tempfile.TemporaryDirectory() as directory:
         args = router_args(settings, metrics_port, admission, Path(directory, "budgets"))
         router = Router.from_args(args)
@@ -210,22 +211,50 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
             file = Path(settings.metrics_directory, "gateway-0.json")
             listing = asyncio.create_task(list_endpoint(file, f"127.0.0.1:{metrics_port}"))
         running = asyncio.ensure_future(asyncio.to_thread(router.start))
+        drained = asyncio.create_task(_drained(settings.http_port, told))
+        # With tracing, smg has spans to send as it ends.
+        ends = [running] if settings.otlp_endpoint else [running, drained]
         url = gateway_url(settings.host, settings.http_port, secure=bool(settings.tls_cert))
         tls = ClientTls(settings.tls_cert)
-        while not (await asyncio.wait([running], timeout=_POLL_S))[0]:
+        while not (await asyncio.wait(ends, timeout=_POLL_S, return_when=_FIRST))[0]:
             if await asyncio.to_thread(http_health, url, tls=tls) == SERVING:
                 ready()
                 break
         changed = asyncio.create_task(_change(settings, admission))
-        await asyncio.wait([running, changed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*ends, changed], return_when=_FIRST)
         if changed.done():
             os.kill(os.getpid(), signal.SIGTERM)  # smg's own signal to drain
-        await running
+        await asyncio.wait(ends, return_when=_FIRST)
         if listing:
             listing.cancel()
-    if changed.done():
-        sys.exit(_RESTART)
+    status = _RESTART if changed.done() else 0
+    if not running.done():
+        os._exit(status)  # without smg
+    await running
+    if status:
+        sys.exit(status)
     changed.cancel()
+    drained.cancel()
+
+
+async def _drained(port: int, told: asyncio.Event) -> None:
+    """Returns once the gateway has been told to stop and nobody is connected to it. smg by itself
+    would listen for 5 s more, in case a load balancer still sends callers."""
+    await told.wait()
+    while True:
+        await asyncio.sleep(_POLL_S)
+        if not _is_connected(port):
+            return
+
+
+def _is_connected(port: int) -> bool:
+    """Whether a TCP connection to this port of the host is open, or about to be (proc_net_tcp)."""
+    for table in Path("/proc/self/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if local.endswith(f":{port:04X}") and state in _OPEN:
+                return True
+    return False
 
 
 async def _change(settings: GatewaySettings, admission: Admission) -> None:

@@ -13,26 +13,31 @@ from deploy.ports import free_port
 from tests.stack import DEMO_MODEL, ROOT
 from tests.waiting import wait_for
 
-_PROGRAM = """
-import sys
-import deploy.gateway
+_SMALL = """
 deploy.gateway._MAX_REQUESTS = 2
 deploy.gateway._BODY_S = deploy.gateway._STALL_S = {body_s}
-sys.exit(deploy.gateway.main())
 """
 
 
 @contextmanager
 def small_gateway(door: str, body_s: int) -> Iterator[str]:
     """Runs it in front of the frontend at `door`; yields its address."""
+    with changed_gateway(door, _SMALL.format(body_s=body_s)) as (_, address):
+        yield address
+
+
+@contextmanager
+def changed_gateway(door: str, change: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Runs a gateway in front of the frontend at `door`, after the statements of `change`; yields
+    its process and its address."""
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--http-port={address.rpartition(':')[2]}"]
     flags += [f"--engine-addresses={door}", f"--model={DEMO_MODEL}"]
-    program = _PROGRAM.format(body_s=body_s)
+    program = f"import sys\nimport deploy.gateway\n{change}\nsys.exit(deploy.gateway.main())"
     process = subprocess.Popen([sys.executable, "-c", program, *flags], cwd=ROOT)
     try:
         wait_for(lambda: http_health(f"http://{address}") == SERVING, "the gateway")
-        yield address
+        yield process, address
     finally:
         process.kill()
         process.wait()

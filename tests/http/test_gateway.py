@@ -15,13 +15,12 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
-from smg.router import Router
 
-from deploy.gateway import Admission, GatewaySettings, router_args
+from deploy.gateway import Admission, GatewaySettings
 from deploy.ports import free_port
 from deploy.supervisor import stop_process
-from tests.http.small import half_sent, small_gateway
-from tests.stack import RealStack, running_stack
+from tests.http.small import changed_gateway, half_sent, small_gateway
+from tests.stack import WAIT_S, RealStack, running_stack
 from tests.waiting import wait_for
 
 NAME = "acme/fox-1.5"  # of its model
@@ -40,18 +39,6 @@ def stack(door: str) -> Iterator[RealStack]:
     given = {"NANO_ENGINE_ADDRESSES": door}
     with running_stack(given, http_port="auto", served_model_name=NAME) as running:
         yield running
-
-
-def test_smg_is_told_not_to_wait_for_load_balancers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By an argument that RouterArgs does not declare: a new version could drop it unnoticed."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("smg.router._Router", lambda **arguments: given.update(arguments))
-    settings = GatewaySettings(engine_addresses=("127.0.0.1:1",))
-    admission = Admission.read(settings)
-    Router.from_args(router_args(settings, 1, admission, tmp_path / "budgets"))
-    assert given["drain_settle_secs"] == 0
 
 
 @pytest.mark.parametrize("lines", ["", "# nobody\n", "a-token-of-sixteen name=acme\n"])
@@ -289,6 +276,30 @@ def test_bodies_that_never_come_lose_their_places(brief_gateway: str) -> None:
             assert response.status == 200
         for connection in stalled:
             assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+_NEVER_ENDS = """
+import threading
+start = deploy.gateway.Router.start
+deploy.gateway.Router.start = lambda self: (start(self), threading.Event().wait())
+"""
+
+
+def test_a_gateway_that_is_told_to_stop_ends_with_the_last_connection(
+    stack: RealStack, door: str
+) -> None:
+    """Without waiting for smg."""
+    with changed_gateway(door, _NEVER_ENDS) as (process, address):
+        url = urlsplit(f"http://{address}")
+        connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=100)
+        connection.request("POST", "/v1/completions", body(stream=True, max_tokens=300), HEADERS)
+        response = connection.getresponse()
+        process.terminate()
+        lines = response.readlines()
+        assert lines[-2].strip() == b"data: [DONE]"
+        response.close()
+        connection.close()
+        assert process.wait(WAIT_S) == 0
 
 
 def test_a_full_queue_is_429_and_no_engine_503() -> None:
