@@ -105,7 +105,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         methods: by path, those that are recorded by name.
         operators_methods: paths of those that need one of `operators` in place of a client's
             token; None: nobody may call them.
-        door: admits those who call `door_methods`, paths again, in place of tokens.
+        door: admits those who call its methods, in place of tokens.
     """
 
     def __init__(
@@ -118,10 +118,8 @@ class ClientInterceptor(aio.ServerInterceptor):
         operators: Tokens | None = None,
         tracing: Tracing | None = None,
         door: Door | None = None,
-        door_methods: Collection[str] = (),
     ) -> None:
         self._door = door
-        self._door_methods = frozenset(door_methods)
         self._tracing = tracing
         self._tokens = tokens
         self._operators_methods = frozenset(operators_methods)
@@ -153,7 +151,9 @@ class ClientInterceptor(aio.ServerInterceptor):
             await self._refusals.wait(client.name if client else _NOBODY)
             return None
 
-        door = self._door if handler_call_details.method in self._door_methods else None
+        door = (
+            self._door if self._door and handler_call_details.method in self._door.methods else None
+        )
 
         def count(behavior: Any) -> Any:
             return self._paced(
@@ -172,7 +172,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         token = _bearer_token(details.invocation_metadata)
         if details.method in self._operators_methods:
             return _operator(self._operators, token)
-        if self._door and details.method in self._door_methods:
+        if self._door and details.method in self._door.methods:
             return self._door.client()
         if self._tokens is None:
             return None

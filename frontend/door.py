@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import structlog
 
@@ -24,10 +24,14 @@ class Door:
 
     Args:
         address: on loopback, or a Unix socket, which only this user can open anyway.
+        methods: paths of the methods that are called there.
         find: a client by its name; None: clients have no names.
     """
 
-    def __init__(self, address: str, find: Callable[[str], Client | None] | None) -> None:
+    def __init__(
+        self, address: str, methods: Collection[str], find: Callable[[str], Client | None] | None
+    ) -> None:
+        self.methods = frozenset(methods)
         self._address = address
         self._find = find
 

@@ -43,18 +43,15 @@ def public_server(
     tokens = Tokens(path) if path else None
     operators_methods: set[str] = set()
     door: Door | None = None
-    door_methods: list[str] = []
     if settings.engine_address:
         from frontend.vllm_engine import servicer as engine  # its packages are for gateways alone
 
         services.append(engine.PROTOCOL)
         operators_methods = set(engine.OPERATORS_METHODS)
         if settings.serves_gateway:
-            door = Door(settings.engine_address, tokens.named if tokens else None)
+            methods = {f"/{engine.SERVICE_NAME}/{name}" for name in engine.PROTOCOL.methods_by_name}
+            door = Door(settings.engine_address, methods, tokens.named if tokens else None)
             operators_methods.remove(engine.EVENTS_METHOD)
-            door_methods = [
-                f"/{engine.SERVICE_NAME}/{name}" for name in engine.PROTOCOL.methods_by_name
-            ]
     paths = {
         f"/{service.full_name}/{name}": name
         for service in services
@@ -77,7 +74,6 @@ def public_server(
                 Tokens(operators_path) if operators_path else None,
                 tracing,
                 door,
-                door_methods,
             )
         ],
         reuse_port=True,

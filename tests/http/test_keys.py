@@ -38,26 +38,25 @@ class Secure:
         unfinished.write_text("\n".join(lines) + "\n")
         unfinished.replace(self.tokens)
 
-    def ask(self, token: str, max_tokens: int = 4, path: str = "completions") -> dict[str, Any]:
-        """
+    def open(self, token: str, **options: Any) -> Any:
+        """The answer to a completion with these options, to be read.
+
         Raises:
             HTTPError: the gateway refuses.
             OSError: nobody is there.
         """
-        asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": max_tokens}
+        asked = {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True}
         headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
-        body = json.dumps(asked | {"ignore_eos": True}).encode()
-        request = Request(f"{self.url}/v1/{path}", body, headers)
+        body = json.dumps(asked | options).encode()
+        request = Request(f"{self.url}/v1/completions", body, headers)
         trusting = ssl.create_default_context(cafile=self.authority.ca)
-        with urlopen(request, timeout=100, context=trusting) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer
+        return urlopen(request, timeout=100, context=trusting)
 
     def status(self, token: str) -> int:
         """0: nobody is there, since the gateway starts anew."""
         try:
-            self.ask(token)
-            return 200
+            with self.open(token, max_tokens=4) as response:
+                return int(response.status)
         except HTTPError as error:
             return error.code
         except OSError:
@@ -93,7 +92,8 @@ def test_a_tenant_over_its_budget_is_told_so_and_others_go_on(secure: Secure) ->
 def test_to_the_engine_all_callers_are_one_client(secure: Secure) -> None:
     """Whose cache they share, but cannot see into; callers by gRPC have their own."""
     for _ in range(2):
-        usage = secure.ask(ACME, max_tokens=1)["usage"]
+        with secure.open(ACME, max_tokens=1) as response:
+            usage = json.load(response)["usage"]
     assert not (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     frontends = [secure.stack.stack.log(f"frontend-{index}") for index in range(2)]
     lines = [line for log in frontends for line in log.read_text().splitlines()]
@@ -106,12 +106,7 @@ def test_a_new_token_counts_soon_and_an_old_one_not_any_more(secure: Secure) -> 
     begun = Event()
 
     def stream() -> None:
-        asked = {"model": "demo", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
-        headers = {"content-type": "application/json", "authorization": f"Bearer {ACME}"}
-        body = json.dumps(asked | {"stream": True}).encode()
-        request = Request(f"{secure.url}/v1/completions", body, headers)
-        trusting = ssl.create_default_context(cafile=secure.authority.ca)
-        with urlopen(request, timeout=100, context=trusting) as response:
+        with secure.open(ACME, max_tokens=1500, stream=True) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     begun.set()
