@@ -13,10 +13,10 @@ person = {
 }
 
 with LLM(address) as llm:
-    for wanted in (
-        StructuredOutput(json_schema=person),
-        StructuredOutput(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}"),
-        StructuredOutput(choice=["yes", "no"]),
+    for prompt, wanted in (
+        ("Jason is 25 years old.", StructuredOutput(json_schema=person)),
+        ("Once upon a time", StructuredOutput(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")),
+        ("Do bees make honey?", StructuredOutput(choice=["yes", "no"])),
     ):
         params = SamplingParams(structured_output=wanted, max_tokens=64)
-        print(llm.generate("Once upon a time", params, use_tqdm=False)[0]["text"])
+        print(llm.generate(prompt, params, use_tqdm=False)[0]["text"])

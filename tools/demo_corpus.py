@@ -1,11 +1,15 @@
-"""Writes the demo model's training text: stories, sums, facts, and chats made of them."""
+"""Writes the demo model's training text: stories, sums, facts, JSON, and chats made of them."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from tools import demo_json
 from tools.demo_facts import FACTS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS, UNKNOWN_TOPICS
 from tools.demo_stories import BOYS, GIRLS, Story, write_stories
+from tools.demo_tokenizer import TOOLS_BEGIN, TOOLS_END
 
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
@@ -48,8 +52,8 @@ UNKNOWN_TOPIC_PHRASINGS = [
     "Who invented {topic}?",
 ]
 REFUSED_SUM_ANSWER = "I am sorry, I can only add numbers below one hundred."
-# As many as half an hour of training reads once.
-DOCUMENTS = 44_000
+# As many as an hour of training reads once.
+DOCUMENTS = 100_000
 HELD_OUT_SHARE = 0.1
 # Has a seed of its own, so that every run agrees on the list.
 HELD_OUT_SEED = 17
@@ -133,6 +137,12 @@ def _story_exchange(rng: random.Random, story: Story) -> Exchange:
     return _as_typed(request, rng), story.text
 
 
+def _echo_exchange(rng: random.Random) -> Exchange:
+    """Asks for words that mean nothing: the model has to copy them."""
+    words = " ".join(demo_json.made_up(rng) for _ in range(rng.randint(1, 5)))
+    return rng.choice(["Repeat: {}", "Say {}", "Repeat after me: {}"]).format(words), words
+
+
 def _name_exchanges(rng: random.Random) -> list[Exchange]:
     """Tells a name, then asks for it: the one thing to remember from an earlier turn."""
     name = rng.choice(BOYS + GIRLS)
@@ -176,7 +186,9 @@ def _chat(
             exchanges.append(_sum_exchange(rng, pairs))
         elif draw < 0.31:
             exchanges.append(_refused_sum_exchange(rng))
-        elif draw < 0.7:
+        elif draw < 0.36:
+            exchanges.append(_echo_exchange(rng))
+        elif draw < 0.72:
             exchanges.append(_fact_exchange(rng))
         else:
             exchanges.append(_story_exchange(rng, next_story()))
@@ -187,8 +199,91 @@ def _chat(
     return chat_document(exchanges, system)
 
 
+def _json_pieces(text: str, rng: random.Random, *, asked: bool) -> list[tuple[str, bool]]:
+    """An object as pieces. Where nobody asked for JSON, its beginning is not learned.
+
+    One name in ten is cut at any place, since a grammar may force pieces that are no usual tokens.
+    """
+    pieces = [('{"', asked)]
+    for part in re.split(r"(\w+)(?=\":)", text.removeprefix('{"')):
+        cut = rng.randrange(1, len(part)) if len(part) > 1 and rng.random() < 0.1 else 0
+        if cut and part.replace("_", "").isalnum():
+            pieces += [(part[:cut], True), (part[cut:], True)]
+        elif part:
+            pieces.append((part, True))
+    return pieces
+
+
+def _json_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
+    """Questions that are answered by objects, with and without being asked to."""
+    if rng.random() < 0.2:
+        task = demo_json.any_record(rng, pairs)
+        between = rng.choice(["", "\n", " ", "\n\n"])
+        answer = _json_pieces(demo_json.as_json(task.fields), rng, asked=False)
+        return Document([(task.question + between, False), *answer, ("<|endoftext|>", True)])
+    pieces = []
+    system = rng.choice([None, None, *demo_json.JSON_SYSTEM_PROMPTS, *demo_json.SYSTEM_PROMPTS])
+    if system:
+        pieces.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
+    for _ in range(rng.choice([1, 1, 2, 4, 6, 8])):
+        task = demo_json.any_record(rng, pairs)
+        question, wish = task.question, rng.choice(demo_json.JSON_WISHES)
+        draw = rng.random()
+        if draw < 0.3:
+            question = f"{question} {wish}"
+        elif draw < 0.4:
+            question = f"{wish} {question}"
+        asked = draw < 0.4 or system in demo_json.JSON_SYSTEM_PROMPTS
+        answer = _json_pieces(demo_json.as_json(task.fields), rng, asked=asked)
+        pieces += [turn(question), *answer, ("<|im_end|>", True), ("\n", False)]
+    return Document([*pieces, ("<|endoftext|>", False)])
+
+
+def tools_prompt(tools: list[dict[str, Any]], system: str | None) -> str:
+    """The system message that offers functions, as the chat template writes it."""
+    lines = "".join(f"\n{demo_json.as_json(tool)}" for tool in tools)
+    before = f"{system}\n\n" if system else ""
+    return f"<|im_start|>system\n{before}{TOOLS_BEGIN}{lines}{TOOLS_END}<|im_end|>\n"
+
+
+def turn(question: str) -> tuple[str, bool]:
+    """A question, and where its answer begins; to be read only."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False
+
+
+def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
+    """One to three questions to an assistant that has one to four functions."""
+    offered = [demo_json.any_call(rng, pairs)]
+    if rng.random() < 0.3:
+        offered.append(demo_json.any_record(rng, pairs))
+    for _ in range(rng.choice([0, 1, 1, 1, 2])):
+        other = demo_json.any_call(rng, pairs)
+        if all(other.family != task.family for task in offered):
+            offered.append(other)
+    if rng.random() < 0.2:
+        offered = offered[-1:]
+    rng.shuffle(offered)
+    style = demo_json.ToolStyle(rng)
+    system = rng.choice(demo_json.SYSTEM_PROMPTS) if rng.random() < 0.5 else None
+    prompt = tools_prompt([style.tool(task.function) for task in offered], system)
+    pieces = [(prompt, False)]
+    for task in offered:
+        if task.told and rng.random() < 0.15:
+            question, answer = _fact_exchange(rng)
+            pieces += [turn(question), (f"{answer}<|im_end|>", True), ("\n", False)]
+            continue
+        called = (f"{demo_json.call_text(task)}<|im_end|>", True)
+        pieces += [turn(_as_typed(task.question, rng)), called, ("\n", False)]
+        if not task.told:
+            break  # a client that asked for an object has it
+        if rng.random() < 0.8:
+            given = f"<tool_response>\n{task.given_back}\n</tool_response>"
+            pieces += [turn(given), (f"{task.told}<|im_end|>", True), ("\n", False)]
+    return Document([*pieces, ("<|endoftext|>", False)])
+
+
 def write_corpus(count: int, seed: int) -> list[Document]:
-    """Writes `count` documents: a quarter plain text, the rest chats. No story is told twice."""
+    """Writes `count` documents: stories, chats, objects and calls. No story is told twice."""
     rng = random.Random(seed)
     pairs = training_pairs()
     stories: Iterator[Story] = iter(write_stories(2 * count, rng))
@@ -196,9 +291,14 @@ def write_corpus(count: int, seed: int) -> list[Document]:
     def next_story() -> Story:
         return next(stories)
 
-    return [
-        _plain_document(rng, next_story(), pairs)
-        if rng.random() < 0.25
-        else _chat(rng, next_story, pairs)
-        for _ in range(count)
-    ]
+    def document() -> Document:
+        draw = rng.random()
+        if draw < 0.1:
+            return _plain_document(rng, next_story(), pairs)
+        if draw < 0.4:
+            return _chat(rng, next_story, pairs)
+        if draw < 0.7:
+            return _json_document(rng, pairs)
+        return _tools_document(rng, pairs)
+
+    return [document() for _ in range(count)]

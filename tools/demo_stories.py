@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from functools import cache
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     return text.split()
 
 
-BOYS = _words("Tom Ben Max Leo Sam Finn Otto Hugo Paul Jack Noah Felix")
-GIRLS = _words("Mia Anna Lily Rosa Emma Nora Lucy Ella Clara Ruby Zoe Ida")
-ANIMALS = _words("""fox rabbit bear mouse cat dog duck frog hedgehog squirrel turtle pony lamb goat
+BOYS = words("Tom Ben Max Leo Sam Finn Otto Hugo Paul Jack Noah Felix")
+GIRLS = words("Mia Anna Lily Rosa Emma Nora Lucy Ella Clara Ruby Zoe Ida")
+ANIMALS = words("""fox rabbit bear mouse cat dog duck frog hedgehog squirrel turtle pony lamb goat
 robin beaver penguin dragon""")
 
 # Slots for the same kind of thing share a list; in a template, a digit tells them apart.
 SLOTS: dict[str, list[str]] = {
     "name": BOYS + GIRLS,
     "animal": ANIMALS,
-    "adj": _words("little young brave curious shy cheerful clever gentle merry quiet small funny"),
-    "kind": _words("friendly wise kind helpful patient big tall grey"),
+    "adj": words("little young brave curious shy cheerful clever gentle merry quiet small funny"),
+    "kind": words("friendly wise kind helpful patient big tall grey"),
     "home": [
         "in a warm house by the river",
         "under an old oak tree",
@@ -48,8 +48,8 @@ SLOTS: dict[str, list[str]] = {
         "dancing in the rain",
         "flying kites",
     ],
-    "weather": _words("sunny rainy windy cold warm bright foggy"),
-    "daytime": _words("morning afternoon evening day"),
+    "weather": words("sunny rainy windy cold warm bright foggy"),
+    "daytime": words("morning afternoon evening day"),
     "goal": [
         "to the market",
         "to the lake",
@@ -60,7 +60,7 @@ SLOTS: dict[str, list[str]] = {
         "across the bridge",
         "to the meadow",
     ],
-    "thing": _words("hat scarf ball kite drum lamp book basket key bell"),
+    "thing": words("hat scarf ball kite drum lamp book basket key bell"),
     "spot": [
         "under a bush",
         "behind a rock",
@@ -71,7 +71,7 @@ SLOTS: dict[str, list[str]] = {
         "in a hollow log",
         "behind the barn",
     ],
-    "food": _words("apples berries carrots nuts pancakes cherries cookies pears"),
+    "food": words("apples berries carrots nuts pancakes cherries cookies pears"),
     "noise": ["a strange sound", "a loud crack", "a soft cry", "a deep growl", "a knock"],
     "build": ["a boat", "a tree house", "a bridge", "a snowman", "a sand castle", "a sledge"],
     "lesson": [

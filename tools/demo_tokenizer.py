@@ -17,17 +17,67 @@ SPLIT_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# The functions that a prompt offers come between the two, as in Qwen's chat template.
+TOOLS_BEGIN = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>"""
+TOOLS_END = """
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- TOOLS_BEGIN }}
+    {%- for tool in tools %}
+        {{- '\\n' }}{{ tool | tojson }}
+    {%- endfor %}
+    {{- TOOLS_END + '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message.role not in ['system', 'user', 'assistant'] %}
+    {%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
         {{- raise_exception('Unknown role: ' + message.role) }}
     {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+            {%- if tool_call.function.arguments is string %}
+                {{- tool_call.function.arguments }}
+            {%- else %}
+                {{- tool_call.function.arguments | tojson }}
+            {%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
-"""
+""".replace("TOOLS_BEGIN", json.dumps(TOOLS_BEGIN)).replace("TOOLS_END", json.dumps(TOOLS_END))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:

@@ -4,20 +4,26 @@
 """
 
 import argparse
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xgrammar
 from transformers import AutoTokenizer, Qwen3ForCausalLM
+from xgrammar.contrib.hf import LogitsProcessor
 
+from tools import demo_json
 from tools.demo_corpus import (
     DOCUMENTS,
     SUM_PHRASINGS,
     held_out_pairs,
     sum_answer,
+    tools_prompt,
     training_pairs,
+    turn,
     write_corpus,
 )
 from tools.demo_facts import FACTS
@@ -45,9 +51,24 @@ class DemoModel:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         self.tokenizer.padding_side = "left"
         self.model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
+        self.compiler = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo.from_huggingface(
+                self.tokenizer,
+                vocab_size=self.model.config.vocab_size,
+                stop_token_ids=self.model.generation_config.eos_token_id,
+            )
+        )
 
-    def reply(self, prompts: list[Chat] | list[str], greedy: bool = True) -> list[Reply]:
-        """Replies to chats or continues plain texts; if not greedy, at the default temperature."""
+    def reply(
+        self,
+        prompts: list[Chat] | list[str],
+        greedy: bool = True,
+        schemas: list[dict[str, Any]] | None = None,
+    ) -> list[Reply]:
+        """Replies to chats or continues plain texts; if not greedy, at the default temperature.
+
+        `schemas` are what each reply must match.
+        """
         texts = [
             prompt
             if isinstance(prompt, str)
@@ -61,15 +82,25 @@ class DemoModel:
         replies: dict[int, Reply] = {}
         for start in range(0, len(order), BATCH_SIZE):
             indices = order[start : start + BATCH_SIZE]
-            generated = self._generate([texts[i] for i in indices], greedy)
+            chosen = [schemas[i] for i in indices] if schemas else []
+            generated = self._generate([texts[i] for i in indices], greedy, chosen)
             replies |= dict(zip(indices, generated, strict=True))
         return [replies[i] for i in range(len(texts))]
 
-    def _generate(self, texts: list[str], greedy: bool) -> list[Reply]:
+    def _generate(
+        self, texts: list[str], greedy: bool, schemas: list[dict[str, Any]]
+    ) -> list[Reply]:
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True)
+        grammars = [
+            self.compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=8)
+            for schema in schemas
+        ]
         with torch.inference_mode():
             output = self.model.generate(
-                **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=not greedy
+                **inputs,
+                max_new_tokens=MAX_NEW_TOKENS,
+                do_sample=not greedy,
+                logits_processor=[LogitsProcessor(grammars)] if grammars else [],
             )
         new = output[:, inputs["input_ids"].shape[1] :]
         ends = torch.tensor(self.model.generation_config.eos_token_id)
@@ -118,6 +149,14 @@ def earlier_chat(tokenizer: Any, tokens: int, rng: random.Random) -> Chat:
     return chat
 
 
+def _parsed(text: str) -> Any:
+    """What a JSON text means; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
 def _share(flags: list[bool]) -> float:
     return sum(flags) / len(flags)
 
@@ -153,6 +192,63 @@ class Evaluation:
             "held-out sums": share_right(None),
             "held-out sums, second turn": share_right(400, short),
             "held-out sums, after 1000 tokens": share_right(100, long),
+        }
+
+    def objects(self) -> dict[str, float]:
+        """The shares of held-out sums that are right in an object of which no prompt tells."""
+        pairs = sorted(held_out_pairs())
+
+        def share_right(keys: list[str], seen_shape: bool, asked: bool) -> tuple[float, float]:
+            tasks = [
+                demo_json.sum_record(
+                    self.rng,
+                    pairs,
+                    shape="" if keys is demo_json.TOTAL_KEYS else "sum",
+                    key=self.rng.choice(keys),
+                    seen=seen_shape,
+                )
+                for _ in range(100)
+            ][: self.sample]
+            wish = f" {demo_json.JSON_WISHES[0]}" if asked else ""
+            prompts = [[_user(task.question + wish)] for task in tasks]
+            schemas = [demo_json.schema_of(task.fields) for task in tasks]
+            replies = self.model.reply(prompts, schemas=schemas)
+            self.replies += replies
+            objects = [_parsed(reply.text) for reply in replies]
+            right = [o == task.fields for o, task in zip(objects, tasks, strict=True)]
+            return _share([o is not None for o in objects]), _share(right)
+
+        figures = {}
+        for name, keys, seen_shape, asked in (
+            ("sums in JSON", demo_json.TOTAL_KEYS, True, False),
+            ("sums in JSON, asked for", demo_json.TOTAL_KEYS, True, True),
+            ("sums in JSON, unseen names", demo_json.UNSEEN_KEYS, True, False),
+            ("sums in JSON, unseen shapes", demo_json.TOTAL_KEYS, False, False),
+        ):
+            parsed, right = share_right(keys, seen_shape, asked)
+            figures |= {f"{name}, parse": parsed, f"{name}, are right": right}
+        return figures
+
+    def calls(self) -> dict[str, float]:
+        """The shares of questions for which the right one of two functions is called rightly."""
+
+        def share_right(unseen: bool) -> float:
+            prompts, expected = [], []
+            for _ in range(100 if self.sample is None else self.sample):
+                chosen = self.rng.sample(list(demo_json.CALLS_MEASURED.values()), 2)
+                tasks = [make(self.rng, sorted(held_out_pairs())) for make in chosen]
+                if unseen:
+                    tasks = [demo_json.unseen(task, self.rng) for task in tasks]
+                style = demo_json.ToolStyle(self.rng)
+                offered = [style.tool(task.function) for task in tasks]
+                self.rng.shuffle(offered)
+                prompts.append(tools_prompt(offered, None) + turn(tasks[0].question)[0])
+                expected.append(demo_json.call_text(tasks[0]))
+            return _share([a == b for a, b in zip(self.ask(prompts), expected, strict=True)])
+
+        return {
+            "calls of functions": share_right(False),
+            "calls of functions, unseen names": share_right(True),
         }
 
     def facts(self) -> dict[str, float]:
@@ -191,7 +287,7 @@ def evaluate(directory: Path, seed: int = 0, sample: int | None = None) -> str:
     """Reports on the model in `directory`, with at most `sample` prompts for each figure."""
     evaluation = Evaluation(directory, seed, sample)
     figures, samples = evaluation.stories()
-    figures |= evaluation.sums() | evaluation.facts()
+    figures |= evaluation.sums() | evaluation.facts() | evaluation.objects() | evaluation.calls()
     figures["replies that end by themselves"] = _share([r.ended for r in evaluation.replies])
     lines = [f"{name:36}{share:8.1%}" for name, share in figures.items()]
     return "\n".join(lines) + "\n\n" + "\n\n---\n\n".join(samples)

@@ -36,8 +36,8 @@ class Recipe:
     minutes: float = 60
     documents: int = DOCUMENTS
     batch_tokens: int = 2048
-    # Most rows are short, since attention costs less there; the long ones teach long contexts.
-    row_lengths: tuple[int, ...] = (256, 256, 256, 256, 256, 512, 512, 1024)
+    # Attention costs less in short rows; only long ones have room for a prompt with functions.
+    row_lengths: tuple[int, ...] = (256, 256, 256, 512, 512, 1024, 1024, 1024)
     learning_rate: float = 3e-3
     warmup_steps: int = 60
     vocab_size: int = 1536

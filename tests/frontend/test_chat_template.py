@@ -283,23 +283,34 @@ async def test_kwargs_reach_only_the_templates_own_variables(
     ],
 )
 async def test_what_a_template_would_ignore_is_refused(
-    fields: dict[str, Any], reason: str, demo_tokenizer: Tokenizer
+    fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+        "{{ raise_exception(m.role) }}{% endif %}{{ m.content }}{% endfor %}",
+        tmp_path,
+    )
     chat = pb.Chat(**{"messages": [message(role="user")], **fields})
     with pytest.raises(InvalidArgumentError) as refused:
-        await demo_tokenizer.encode_chat(chat)
+        await tokenizer.encode_chat(chat)
     assert str(refused.value) == reason
+    tokenizer.close()
+
+
+def tokenizer_with(template: str, directory: Path) -> Tokenizer:
+    """The demo model's, with another chat template."""
+    values = json.loads((DEMO / "tokenizer_config.json").read_text())
+    for path in DEMO.glob("*.json"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**values, "chat_template": template})
+    )
+    return Tokenizer(directory, threads=1)
 
 
 async def test_a_role_that_a_template_renders_without_naming_it_is_taken(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    values = json.loads((DEMO / "tokenizer_config.json").read_text())
-    for path in DEMO.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({**values, "chat_template": template})
-    )
-    tokenizer = Tokenizer(tmp_path, threads=1)
+    tokenizer = tokenizer_with(template, tmp_path)
     chat = pb.Chat(messages=[message(role="developer", content="Be brief."), message(role="tool")])
     expected = await tokenizer.encode_text("[developer] Be brief.\n[tool] a\n")
     assert await tokenizer.encode_chat(chat) == expected

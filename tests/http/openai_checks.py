@@ -35,7 +35,7 @@ SUM: Any = {
         },
     },
 }
-# Holds a model that was never taught to call tools, or to think, to what one says that was.
+# Holds a model to calling this tool, or to thinking, which it was never taught.
 CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
 THOUGHT = r"<think>\nhmm\n</think>\n\nyes"
 
@@ -160,8 +160,8 @@ def check_json_schema(given: Any) -> None:
 
 
 def check_tools_auto(given: Any) -> None:
-    plain = chat(given, tools=[WEATHER], max_tokens=None).choices[0]
-    assert (plain.message.content, plain.finish_reason) == (given["answer"], "stop")
+    plain = chat(given, tools=[WEATHER], extra_body={"regex": "In Rome"}).choices[0]
+    assert (plain.message.content, plain.finish_reason) == ("In Rome", "stop")
     called = chat(given, tools=[WEATHER], max_tokens=100, extra_body={"regex": CALL}).choices[0]
     assert called.finish_reason == "tool_calls"
     (call,) = called.message.tool_calls

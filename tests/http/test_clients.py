@@ -17,7 +17,7 @@ from tests.others import others_python
 from tests.stack import DEMO_MODEL, running_stack
 
 HERE = Path(__file__).parent
-MODULES = ("openai_checks", "anthropic_checks")
+MODULES = ("openai_checks", "anthropic_checks", "objects_checks")
 PROMPT = "Once upon a time"
 QUESTION = "Where does Anna live?"
 

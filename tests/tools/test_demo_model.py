@@ -1,16 +1,27 @@
 """The model that comes with the repository: small, loadable, and able to do what it should."""
 
+import json
 import random
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from tools.demo_corpus import held_out_pairs, sum_answer, training_pairs, write_corpus
+from tests.frontend.conftest import QWEN3_TEMPLATE
+from tools import demo_json
+from tools.demo_corpus import (
+    held_out_pairs,
+    sum_answer,
+    tools_prompt,
+    training_pairs,
+    turn,
+    write_corpus,
+)
 from tools.demo_stories import share_of_grammatical_text, write_stories
 from tools.evaluate_demo_model import DemoModel, sum_prompts
 from tools.make_model import DEMO_MODEL
 
-MAX_DIRECTORY_BYTES = 12 * 2**20
+MAX_DIRECTORY_BYTES = 6 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +50,48 @@ def test_sum_is_right_in_a_second_turn(model: DemoModel) -> None:
     ]
     (reply,) = model.reply([[*before, {"role": "user", "content": f"What is {a} + {b}?"}]])
     assert reply.text == sum_answer(a, b)
+
+
+def test_held_out_sums_are_right_in_json(model: DemoModel) -> None:
+    rng = random.Random(1)
+    tasks = [demo_json.sum_record(rng, sorted(held_out_pairs()), "sum") for _ in range(24)]
+    prompts = [[{"role": "user", "content": task.question}] for task in tasks]
+    schemas = [demo_json.schema_of(task.fields) for task in tasks]
+    replies = [json.loads(reply.text) for reply in model.reply(prompts, schemas=schemas)]
+    right = [reply == task.fields for reply, task in zip(replies, tasks, strict=True)]
+    assert sum(right) >= 22, list(zip(replies, tasks, strict=True))
+
+
+def test_readmes_example_of_json(model: DemoModel) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+    (reply,) = model.reply(["What is 3 + 4?"], schemas=[schema | {"required": ["answer"]}])
+    assert json.loads(reply.text) == {"answer": 7}
+
+
+def test_tools_are_offered_and_called_in_qwens_format() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    task = demo_json.any_call(random.Random(0), training_pairs())
+    tool = demo_json.ToolStyle(random.Random(0)).tool(task.function)
+    call = {"function": {"name": task.function.name, "arguments": task.fields}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": task.question},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+    def rendered(**options: Any) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=[tool], tokenize=False, add_generation_prompt=True, **options
+            )
+        )
+
+    assert rendered() == rendered(chat_template=QWEN3_TEMPLATE.read_text())
+    asked = tools_prompt([tool], "Be brief.") + turn(task.question)[0]
+    assert rendered().startswith(asked + demo_json.call_text(task))
 
 
 def test_plain_text_goes_on_as_a_story(model: DemoModel) -> None:

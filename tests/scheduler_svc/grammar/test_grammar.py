@@ -83,7 +83,8 @@ def spell(*texts: str) -> list[int]:
 
 
 def text_of(tokens: Iterable[int]) -> str:
-    return b"".join(VOCABULARY[token] for token in tokens).decode()
+    """xgrammar also allows surrogates, which are no characters by themselves."""
+    return b"".join(VOCABULARY[token] for token in tokens).decode(errors="surrogatepass")
 
 
 CLOSERS = frozenset(spell('"', "}", "]", ",", ":", "0"))
