@@ -1,5 +1,6 @@
 """Writes the demo model's training text: stories, sums, facts, JSON, and chats made of them."""
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 from tools import demo_json
 from tools.demo_facts import FACTS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS, UNKNOWN_TOPICS
+from tools.demo_json import sum_answer
 from tools.demo_stories import BOYS, GIRLS, Story, write_stories
 from tools.demo_tokenizer import TOOLS_BEGIN, TOOLS_END
 
@@ -87,18 +89,6 @@ def training_pairs() -> list[tuple[int, int]]:
     return [(a, b) for a in range(100) for b in range(100) if (a, b) not in held_out]
 
 
-def sum_answer(a: int, b: int) -> str:
-    """Adds the ones first, then the rest: with the carry in sight, sums are learned far faster.
-
-    >>> sum_answer(17, 25)
-    '7 + 5 = 12, so 17 + 25 = 42.'
-    """
-    total = f"{a} + {b} = {a + b}."
-    if a < 10 and b < 10:
-        return total
-    return f"{a % 10} + {b % 10} = {a % 10 + b % 10}, so {total}"
-
-
 def _sum_exchange(rng: random.Random, pairs: list[tuple[int, int]]) -> Exchange:
     a, b = rng.choice(pairs)
     return _as_typed(rng.choice(SUM_PHRASINGS).format(a=a, b=b), rng), sum_answer(a, b)
@@ -137,10 +127,26 @@ def _story_exchange(rng: random.Random, story: Story) -> Exchange:
     return _as_typed(request, rng), story.text
 
 
-def _echo_exchange(rng: random.Random) -> Exchange:
+def _echo_exchange(rng: random.Random, most: int = 5) -> Exchange:
     """Asks for words that mean nothing: the model has to copy them."""
-    words = " ".join(demo_json.made_up(rng) for _ in range(rng.randint(1, 5)))
+    words = " ".join(demo_json.made_up(rng) for _ in range(rng.randint(1, most)))
     return rng.choice(["Repeat: {}", "Say {}", "Repeat after me: {}"]).format(words), words
+
+
+def _lookup_document(rng: random.Random) -> Document:
+    """Words and what they stand for; then questions for either, by the other."""
+    pairs = [
+        (demo_json.made_up(rng), " ".join(demo_json.made_up(rng) for _ in range(rng.randint(1, 2))))
+        for _ in range(rng.randint(2, 6))
+    ]
+    between = rng.choice([": ", " = ", " - ", " means "])
+    exchanges = [("\n".join(f"{word}{between}{meaning}" for word, meaning in pairs), "OK.")]
+    for word, meaning in rng.choices(pairs, k=rng.randint(3, 8)):
+        if rng.random() < 0.4:
+            exchanges.append((f"What is {word}?", meaning))
+        else:
+            exchanges.append((f"Which is {meaning}?", word))
+    return chat_document(exchanges)
 
 
 def _name_exchanges(rng: random.Random) -> list[Exchange]:
@@ -186,9 +192,9 @@ def _chat(
             exchanges.append(_sum_exchange(rng, pairs))
         elif draw < 0.31:
             exchanges.append(_refused_sum_exchange(rng))
-        elif draw < 0.36:
+        elif draw < 0.38:
             exchanges.append(_echo_exchange(rng))
-        elif draw < 0.72:
+        elif draw < 0.8:
             exchanges.append(_fact_exchange(rng))
         else:
             exchanges.append(_story_exchange(rng, next_story()))
@@ -199,18 +205,28 @@ def _chat(
     return chat_document(exchanges, system)
 
 
-def _json_pieces(text: str, rng: random.Random, *, asked: bool) -> list[tuple[str, bool]]:
-    """An object as pieces. Where nobody asked for JSON, its beginning is not learned.
+def _json_pieces(value: Any, rng: random.Random, *, asked: bool) -> list[tuple[str, bool]]:
+    """An object as pieces. Where nobody asked for JSON, its beginning and its names are not
+    learned: a grammar writes them.
 
     One name in ten is cut at any place, since a grammar may force pieces that are no usual tokens.
+    One object in six has blanks that are not learned either: a grammar allows them.
     """
+    blank = rng.choice(["  ", "\n", "\n  ", " " * 8]) if rng.random() < 0.15 else ""
+    between = (f",{blank}", f":{blank}") if blank else (", ", ": ")
+    text = json.dumps(value, ensure_ascii=False, separators=between)
     pieces = [('{"', asked)]
-    for part in re.split(r"(\w+)(?=\":)", text.removeprefix('{"')):
+    for part in re.split(rf"(\w+)(?=\":)|({blank})" if blank else r"(\w+)(?=\":)", text[2:]):
+        if not part:
+            continue
+        learned = asked or not part.replace("_", "").isalnum()
+        if part == blank:
+            learned = False
         cut = rng.randrange(1, len(part)) if len(part) > 1 and rng.random() < 0.1 else 0
         if cut and part.replace("_", "").isalnum():
-            pieces += [(part[:cut], True), (part[cut:], True)]
-        elif part:
-            pieces.append((part, True))
+            pieces += [(part[:cut], learned), (part[cut:], learned)]
+        else:
+            pieces.append((part, learned))
     return pieces
 
 
@@ -219,7 +235,7 @@ def _json_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document
     if rng.random() < 0.2:
         task = demo_json.any_record(rng, pairs)
         between = rng.choice(["", "\n", " ", "\n\n"])
-        answer = _json_pieces(demo_json.as_json(task.fields), rng, asked=False)
+        answer = _json_pieces(task.fields, rng, asked=False)
         return Document([(task.question + between, False), *answer, ("<|endoftext|>", True)])
     pieces = []
     system = rng.choice([None, None, *demo_json.JSON_SYSTEM_PROMPTS, *demo_json.SYSTEM_PROMPTS])
@@ -234,7 +250,7 @@ def _json_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document
         elif draw < 0.4:
             question = f"{wish} {question}"
         asked = draw < 0.4 or system in demo_json.JSON_SYSTEM_PROMPTS
-        answer = _json_pieces(demo_json.as_json(task.fields), rng, asked=asked)
+        answer = _json_pieces(task.fields, rng, asked=asked)
         pieces += [turn(question), *answer, ("<|im_end|>", True), ("\n", False)]
     return Document([*pieces, ("<|endoftext|>", False)])
 
@@ -251,8 +267,24 @@ def turn(question: str) -> tuple[str, bool]:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False
 
 
+def _call_pieces(task: demo_json.Task, rng: random.Random) -> list[tuple[str, bool]]:
+    """A call: as the prompt asks for it, or as smg holds models to it by a grammar, whose beginning
+    is not learned: a list of calls where a call is required, the arguments where the function is
+    given."""
+    draw = rng.random()
+    if draw < 0.64:
+        begin, rest = "", demo_json.call_text(task)
+    elif draw < 0.82:
+        begin = '[{"name": "'
+        call = {"name": task.function.name, "parameters": task.fields}
+        rest = demo_json.as_json([call]).removeprefix(begin)
+    else:
+        return [*_json_pieces(task.fields, rng, asked=False), ("<|im_end|>", True)]
+    return [(begin, False)] * bool(begin) + [(f"{rest}<|im_end|>", True)]
+
+
 def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
-    """One to three questions to an assistant that has one to four functions."""
+    """One to four questions to an assistant that has one to four functions."""
     offered = [demo_json.any_call(rng, pairs)]
     if rng.random() < 0.3:
         offered.append(demo_json.any_record(rng, pairs))
@@ -267,16 +299,18 @@ def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Documen
     system = rng.choice(demo_json.SYSTEM_PROMPTS) if rng.random() < 0.5 else None
     prompt = tools_prompt([style.tool(task.function) for task in offered], system)
     pieces = [(prompt, False)]
-    for task in offered:
-        if task.told and rng.random() < 0.15:
+    for _ in range(rng.choice([1, 2, 3, 4])):
+        task = rng.choice(offered)
+        if task.told and rng.random() < 0.12:
             question, answer = _fact_exchange(rng)
             pieces += [turn(question), (f"{answer}<|im_end|>", True), ("\n", False)]
             continue
-        called = (f"{demo_json.call_text(task)}<|im_end|>", True)
-        pieces += [turn(_as_typed(task.question, rng)), called, ("\n", False)]
+        if task.told:
+            task = demo_json.again(task, rng, pairs)
+        pieces += [turn(task.question), *_call_pieces(task, rng), ("\n", False)]
         if not task.told:
             break  # a client that asked for an object has it
-        if rng.random() < 0.8:
+        if rng.random() < 0.5:
             given = f"<tool_response>\n{task.given_back}\n</tool_response>"
             pieces += [turn(given), (f"{task.told}<|im_end|>", True), ("\n", False)]
     return Document([*pieces, ("<|endoftext|>", False)])
@@ -293,12 +327,16 @@ def write_corpus(count: int, seed: int) -> list[Document]:
 
     def document() -> Document:
         draw = rng.random()
-        if draw < 0.1:
+        if draw < 0.06:
             return _plain_document(rng, next_story(), pairs)
-        if draw < 0.4:
+        if draw < 0.3:
             return _chat(rng, next_story, pairs)
-        if draw < 0.7:
+        if draw < 0.63:
             return _json_document(rng, pairs)
-        return _tools_document(rng, pairs)
+        if draw < 0.9:
+            return _tools_document(rng, pairs)
+        if draw < 0.95:
+            return chat_document([_echo_exchange(rng, 15) for _ in range(rng.randint(1, 4))])
+        return _lookup_document(rng)
 
     return [document() for _ in range(count)]

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from tools.demo_facts import CAPITALS, FACTS, HELLO_IN, OPPOSITES
@@ -33,6 +36,16 @@ UNSEEN_PARAMETERS = {
     "timer": ["duration"],
 }
 
+UNSEEN = {
+    *UNSEEN_KEYS,
+    *(
+        name
+        for names in (UNSEEN_FUNCTIONS, UNSEEN_PARAMETERS)
+        for each in names.values()
+        for name in each
+    ),
+}
+
 TOTAL_KEYS = words("""answer result sum total value number output solution final_answer res
 answer_value sum_value x n computed final""")
 ANSWER_KEYS = words("answer text response content message output explanation")
@@ -52,6 +65,14 @@ DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 EVENTS = ["science fair", "concert", "birthday party", "meeting", "dinner", "workshop", "wedding"]
 LIKED = "I love this. | This is great! | What a wonderful day. | It works very well. | I am happy."
 HATED = "I hate this. | This is bad. | What a terrible day. | It does not work. | I am sad."
+TEXT_WORDS = sorted(
+    {
+        word.lower()
+        for file in ("demo_json.py", "demo_facts.py", "demo_stories.py")
+        for word in re.findall("[a-zA-Z]+", Path(__file__).with_name(file).read_text())
+    }
+    - UNSEEN
+)
 WEATHER = ["sunny", "rainy", "cloudy", "windy", "snow", "fog", "clear", "warm", "cold"]
 
 JSON_WISHES = [
@@ -111,13 +132,26 @@ class Task:
 
 
 def made_up(rng: random.Random) -> str:
-    """A word that means nothing."""
-    syllables = rng.randint(1, 3)
-    word = "".join(
-        rng.choice("bcdfghjklmnprstvwz") + rng.choice(["a", "e", "i", "o", "u", "ai", "or", "en"])
-        for _ in range(syllables)
-    )
-    return word + rng.choice(["", "", "n", "s", "t", "l"])
+    """A word that means nothing, so that a model learns to copy any text: of syllables, of pieces
+    of words, or of letters."""
+    draw = rng.random()
+    if draw < 0.4:
+        word = "".join(
+            rng.choice("bcdfghjklmnprstvwz")
+            + rng.choice(["a", "e", "i", "o", "u", "ai", "or", "en"])
+            for _ in range(rng.randint(1, 3))
+        ) + rng.choice(["", "", "n", "s", "t", "l"])
+    elif draw < 0.85:
+        word = "".join(_piece(rng) for _ in range(rng.randint(1, 3)))
+    else:
+        word = "".join(rng.choice(ascii_lowercase) for _ in range(rng.choice([1, 1, 2, 3, 4])))
+    return made_up(rng) if word in UNSEEN else word
+
+
+def _piece(rng: random.Random) -> str:
+    word = rng.choice(TEXT_WORDS)
+    start = rng.choice([0, 0, rng.randrange(len(word))])
+    return word[start:] if rng.random() < 0.4 else word[start : start + rng.randint(1, 7)]
 
 
 def _any_name(rng: random.Random) -> str:
@@ -131,10 +165,9 @@ def _any_name(rng: random.Random) -> str:
     return "_".join(parts)
 
 
-def _name(rng: random.Random, usual: list[str], share: float = 0.5) -> str:
+def _name(rng: random.Random, usual: list[str], share: float = 0.6) -> str:
     """One of the usual names, or a `share` of times any."""
-    name = _any_name(rng) if rng.random() < share else rng.choice(usual)
-    return rng.choice(usual) if name in UNSEEN_KEYS else name
+    return _any_name(rng) if rng.random() < share else rng.choice(usual)
 
 
 def _city(rng: random.Random) -> str:
@@ -155,7 +188,7 @@ def _function(
     descriptions: str,
     parameters: dict[str, tuple[str, str]],
 ) -> Function:
-    """A function with one of the names, or half of the times with any."""
+    """A function with one of the names, or more than half of the times with any."""
     return Function(_name(rng, names.split()), rng.choice(descriptions.split(" | ")), parameters)
 
 
@@ -175,8 +208,12 @@ def _sum(rng: random.Random, pairs: Pairs) -> Task:
         ]
     ).format(a=a, b=b)
     first, second = rng.choice(OPERANDS)
-    if rng.random() < 0.4:
-        first, second = f"{_any_name(rng)}_1", f"{_any_name(rng)}_2"
+    draw = rng.random()
+    if draw < 0.3:
+        first, second = _any_name(rng), f"{_any_name(rng)}_2"
+    elif draw < 0.5:
+        first = _any_name(rng)
+        first, second = f"{first}_1", f"{first}_2"
     function = _function(
         rng,
         "add add_numbers sum plus addition calculate_sum get_sum",
@@ -396,20 +433,76 @@ def _type(value: Any) -> str:
     return types.get(type(value), "null")
 
 
-def sum_record(
-    rng: random.Random, pairs: Pairs, shape: str = "", key: str = "", *, seen: bool = True
-) -> Task:
-    """A sum whose answer is an object of the `shape`, with the sum at `key`."""
+def sum_answer(a: int, b: int) -> str:
+    """Adds the ones first, then the rest: with the carry in sight, sums are learned far faster.
+
+    >>> sum_answer(17, 25)
+    '7 + 5 = 12, so 17 + 25 = 42.'
+    """
+    total = f"{a} + {b} = {a + b}."
+    if a < 10 and b < 10:
+        return total
+    return f"{a % 10} + {b % 10} = {a % 10 + b % 10}, so {total}"
+
+
+def _composed_sum(rng: random.Random, a: int, b: int, asked: str) -> dict[str, Any]:
+    """A sum in a form, and under names, that nothing but the form itself tells. Of the forms in
+    UNSEEN_SHAPES this makes none."""
+    texts = [asked, "addition", sum_answer(a, b), f"{a} + {b}"]
+
+    def name() -> str:
+        return _name(rng, [*TOTAL_KEYS, *ANSWER_KEYS, *WORKING_KEYS, "data", "results"], 0.5)
+
+    quoted = rng.random() < 0.35
+
+    def value(number: int) -> Any:
+        return str(number) if quoted else number
+
+    def text() -> str:
+        return rng.choice(texts)
+
+    total: Any = value(a + b)
+    draw = rng.random()
+    if draw < 0.12:
+        total = [total]
+    elif draw < 0.24:
+        total = {name(): total}
+    elif draw < 0.36:
+        total = [{name(): total, name(): rng.choice([True, text()])}]
+    elif draw < 0.42:
+        total = {name(): [total]}
+    others = rng.sample(
+        [
+            lambda: {name(): [value(a), value(b)]},
+            lambda: {name(): value(a), name(): value(b)},
+            lambda: {name(): {name(): "addition", name(): value(a), name(): value(b)}},
+            lambda: {name(): text()},
+            lambda: {name(): [text(), text()]},
+            lambda: {name(): True},
+        ],
+        rng.choice([0, 0, 0, 1, 1, 2]),
+    )
+    parts: list[dict[str, Any]] = [{name(): total}, *(other() for other in others)]
+    rng.shuffle(parts)
+    kinds = [type(next(iter(part.values()))) for part in parts]
+    if kinds == [str, list, int]:
+        parts.reverse()
+    return {key: each for part in parts for key, each in part.items()}
+
+
+def sum_record(rng: random.Random, pairs: Pairs, shape: str = "", key: str = "") -> Task:
+    """A sum whose answer is an object of the `shape`, or of any, with the sum at `key`, or any."""
     a, b = rng.choice(pairs)
     asked = _sum(rng, [(a, b)]).question
-    shape = shape or rng.choice(SEEN_SHAPES * 2 + ["sum"] * 10 if seen else UNSEEN_SHAPES)
+    if not shape and rng.random() < 0.5:
+        return _record(rng, "sum", asked, _composed_sum(rng, a, b, asked), final=True)
+    shape = shape or rng.choice(SEEN_SHAPES + ["sum"] * 4)
     key = key or _name(rng, TOTAL_KEYS, 0.4)
     ones = f"{a % 10} + {b % 10} = {a % 10 + b % 10}"
     whole = f"{a} + {b} = {a + b}"
-    working = f"{ones}, so {whole}." if a > 9 or b > 9 else f"{whole}."
     first, second = rng.choice(OPERANDS)
     total: dict[str, Any] = {key: a + b}
-    explained = {rng.choice(WORKING_KEYS): working}
+    explained = {rng.choice(WORKING_KEYS): sum_answer(a, b)}
     shapes: dict[str, dict[str, Any]] = {
         "sum": total,
         "sum as text": {key: str(a + b)},
@@ -439,6 +532,7 @@ def sum_record(
 
 
 SEEN_SHAPES = [
+    "sum",
     "sum as text",
     "operands, sum",
     "sum, operands",
@@ -570,6 +664,13 @@ def any_record(rng: random.Random, pairs: Pairs) -> Task:
 
 def any_call(rng: random.Random, pairs: Pairs) -> Task:
     return rng.choice([_sum, _weather, *CALLS])(rng, pairs)
+
+
+def again(task: Task, rng: random.Random, pairs: Pairs) -> Task:
+    """Another question that the task's function answers."""
+    other = next(other for make in CALLS if (other := make(rng, pairs)).family == task.family)
+    fields = dict(zip(task.fields, other.fields.values(), strict=True))
+    return replace(other, fields=fields, function=task.function)
 
 
 def unseen(task: Task, rng: random.Random) -> Task:

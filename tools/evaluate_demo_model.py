@@ -198,14 +198,10 @@ class Evaluation:
         """The shares of held-out sums that are right in an object of which no prompt tells."""
         pairs = sorted(held_out_pairs())
 
-        def share_right(keys: list[str], seen_shape: bool, asked: bool) -> tuple[float, float]:
+        def share_right(keys: list[str], shapes: list[str], asked: bool) -> tuple[float, float]:
             tasks = [
                 demo_json.sum_record(
-                    self.rng,
-                    pairs,
-                    shape="" if keys is demo_json.TOTAL_KEYS else "sum",
-                    key=self.rng.choice(keys),
-                    seen=seen_shape,
+                    self.rng, pairs, self.rng.choice(shapes), self.rng.choice(keys)
                 )
                 for _ in range(100)
             ][: self.sample]
@@ -219,13 +215,14 @@ class Evaluation:
             return _share([o is not None for o in objects]), _share(right)
 
         figures = {}
-        for name, keys, seen_shape, asked in (
-            ("sums in JSON", demo_json.TOTAL_KEYS, True, False),
-            ("sums in JSON, asked for", demo_json.TOTAL_KEYS, True, True),
-            ("sums in JSON, unseen names", demo_json.UNSEEN_KEYS, True, False),
-            ("sums in JSON, unseen shapes", demo_json.TOTAL_KEYS, False, False),
+        seen, unseen = demo_json.SEEN_SHAPES, demo_json.UNSEEN_SHAPES
+        for name, keys, shapes, asked in (
+            ("sums in JSON", demo_json.TOTAL_KEYS, seen, False),
+            ("sums in JSON, asked for", demo_json.TOTAL_KEYS, seen, True),
+            ("sums in JSON, unseen names", demo_json.UNSEEN_KEYS, ["sum"], False),
+            ("sums in JSON, unseen shapes", demo_json.TOTAL_KEYS, unseen, False),
         ):
-            parsed, right = share_right(keys, seen_shape, asked)
+            parsed, right = share_right(keys, shapes, asked)
             figures |= {f"{name}, parse": parsed, f"{name}, are right": right}
         return figures
 

@@ -52,9 +52,9 @@ class Terminal:
         self._stream = pyte.ByteStream(self._screen)
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            # PORT in the environment works like PORT=... after each make.
             environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFL"))}
-            environment |= {"PORT": str(port), "PS1": _PROMPT, "PROMPT_COMMAND": ""}
+            # As if it were typed after each make.
+            environment |= {"MAKEFLAGS": f" -- PORT={port}", "PS1": _PROMPT, "PROMPT_COMMAND": ""}
             environment["TERM"] = "xterm-256color"
             os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, COLUMNS, 0, 0))

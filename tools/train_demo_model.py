@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--start-from", type=Path, help="directory of a model to train further")
     parser.add_argument("--steps", type=int, help=f"optimizer steps, default {Recipe.steps}")
     parser.add_argument("--minutes", type=float, help="stop after this many, default 60")
+    parser.add_argument("--learning-rate", type=float, help="at first, default 0.003")
     parser.add_argument("--quick", action="store_true", help="a smoke test that learns nothing")
     args = parser.parse_args()
     recipe = QUICK if args.quick else Recipe()
@@ -200,6 +201,8 @@ def main() -> None:
         recipe = replace(recipe, steps=args.steps)
     if args.minutes is not None:
         recipe = replace(recipe, minutes=args.minutes)
+    if args.learning_rate is not None:
+        recipe = replace(recipe, learning_rate=args.learning_rate)
 
     start = time.monotonic()
     documents = write_corpus(recipe.documents, args.seed)

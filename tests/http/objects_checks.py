@@ -1,4 +1,5 @@
-"""What others' libraries make of the demo model's JSON: sums in the forms that they ask for."""
+"""What others' libraries make of the demo model's JSON: objects and calls in the forms that they
+ask for."""
 
 from __future__ import annotations
 
@@ -7,12 +8,16 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices
 
+import instructor
 import litellm
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 QUESTION = "What is 17 + 25?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
@@ -48,26 +53,53 @@ def check_openais_parse(given: Any) -> None:
     assert parsed(ABOUT_JASON, Person).choices[0].message.parsed == JASON
 
 
-def check_langchain(given: Any) -> None:
-    @tool
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
+def check_instructor(given: Any) -> None:
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        create: Any = instructor.from_openai(client(given), mode=mode).create
+        asked: Any = {"model": "demo", "temperature": 0, "max_retries": 0}
+        assert create(**asked, messages=MESSAGES, response_model=Answer) == Answer(answer=42), mode
+        about: Any = [{"role": "user", "content": ABOUT_JASON}]
+        assert create(**asked, messages=about, response_model=Person) == JASON, mode
 
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def check_langchain(given: Any) -> None:
+    adder = tool(add)
     model = ChatOpenAI(model="demo", base_url=base(given), api_key="none", temperature=0)
     for method in ("json_schema", "function_calling"):
         reader: Any = model.with_structured_output(Answer, method=method)
         assert reader.invoke(QUESTION) == Answer(answer=42), method
     asked: list[Any] = [HumanMessage(QUESTION)]
-    reply: Any = model.bind_tools([add]).invoke(asked)
+    reply: Any = model.bind_tools([adder]).invoke(asked)
     assert [(call["name"], call["args"]) for call in reply.tool_calls] == [
         ("add", {"a": 17, "b": 25})
     ]
-    asked += [reply, add.invoke(reply.tool_calls[0])]
-    assert "42" in str(model.bind_tools([add]).invoke(asked).content)
+    asked += [reply, adder.invoke(reply.tool_calls[0])]
+    assert "42" in str(model.bind_tools([adder]).invoke(asked).content)
 
 
 def check_litellm(given: Any) -> None:
     asked = {"model": "openai/demo", "api_base": base(given), "api_key": "none", "temperature": 0}
     parsed: Any = litellm.completion(**asked, messages=MESSAGES, response_format=Answer)
     assert Answer.model_validate_json(parsed.choices[0].message.content) == Answer(answer=42)
+
+
+def check_pydantic_ai(given: Any) -> None:
+    model = OpenAIChatModel("demo", provider=OpenAIProvider(base_url=base(given), api_key="none"))
+    for output in (Answer, NativeOutput(Answer)):
+        agent: Any = Agent(model, output_type=output, model_settings={"temperature": 0})
+        assert agent.run_sync(QUESTION).output == Answer(answer=42), output
+    called: list[tuple[int, int]] = []
+
+    def adding(a: int, b: int) -> int:
+        """Add two numbers."""
+        called.append((a, b))
+        return a + b
+
+    agent = Agent(model, tools=[adding], model_settings={"temperature": 0})
+    assert "42" in agent.run_sync(QUESTION).output
+    assert called == [(17, 25)]

@@ -35,8 +35,7 @@ SUM: Any = {
         },
     },
 }
-# Holds a model to calling this tool, or to thinking, which it was never taught.
-CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
+# Holds a model to thinking, which it was never taught.
 THOUGHT = r"<think>\nhmm\n</think>\n\nyes"
 
 
@@ -159,46 +158,42 @@ def check_json_schema(given: Any) -> None:
     assert json.loads(choice.message.content)["n"] in (1, 2, 3)
 
 
-def check_tools_auto(given: Any) -> None:
-    plain = chat(given, tools=[WEATHER], extra_body={"regex": "In Rome"}).choices[0]
-    assert (plain.message.content, plain.finish_reason) == ("In Rome", "stop")
-    called = chat(given, tools=[WEATHER], max_tokens=100, extra_body={"regex": CALL}).choices[0]
-    assert called.finish_reason == "tool_calls"
-    (call,) = called.message.tool_calls
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments) == {"city": "Rome"}
-
-
-def check_tools_streamed(given: Any) -> None:
-    name = arguments = ""
-    for chunk in chat(
-        given, tools=[WEATHER], max_tokens=100, extra_body={"regex": CALL}, stream=True
-    ):
-        for choice in chunk.choices:
-            for call in choice.delta.tool_calls or ():
-                name += call.function.name or ""
-                arguments += call.function.arguments or ""
-    assert (name, json.loads(arguments)) == ("get_weather", {"city": "Rome"})
-
-
-def check_tools_required(given: Any) -> None:
-    # This model would go on and on, with blanks and calls, but for the penalties.
-    penalties = {"frequency_penalty": 2, "presence_penalty": 2}
-    options = {"tool_choice": "required", "max_tokens": 200, "temperature": 2, "seed": 1}
-    choice = chat(given, tools=[WEATHER, SUM], **options, **penalties).choices[0]
+def calls_of(given: Any, **options: Any) -> list[tuple[str, Any]]:
+    """The calls of an answer, which are the same if it is streamed."""
+    asked = {"tools": [WEATHER, SUM], "max_tokens": 100} | options
+    choice = chat(given, **asked).choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
     assert choice.finish_reason == "tool_calls"
-    for call in choice.message.tool_calls:
-        expected = {"get_weather": {"city"}, "add": {"a", "b"}}[call.function.name]
-        assert set(json.loads(call.function.arguments)) == expected
+    streamed: dict[int, list[str]] = {}
+    for chunk in chat(given, **asked, stream=True):
+        for delta in (choice.delta for choice in chunk.choices):
+            for call in delta.tool_calls or ():
+                name, arguments = streamed.setdefault(call.index, ["", ""])
+                streamed[call.index] = [
+                    name + (call.function.name or ""),
+                    arguments + (call.function.arguments or ""),
+                ]
+    assert [tuple(call) for call in streamed.values()] == calls
+    return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-def check_tools_named(given: Any) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    options = {"tool_choice": named, "max_tokens": 100, "temperature": 1, "seed": 5}
-    choice = chat(given, tools=[WEATHER, SUM], **options).choices[0]
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["city"] in ("Rome", "Bern")
+def check_tools(given: Any) -> None:
+    expected = {
+        "What is the weather in Rome?": ("get_weather", {"city": "Rome"}),
+        "What is 17 + 25?": ("add", {"a": 17, "b": 25}),
+    }
+    for question, call in expected.items():
+        messages = [{"role": "user", "content": question}]
+        named = {"type": "function", "function": {"name": call[0]}}
+        for choice in ("auto", "required", named):
+            assert calls_of(given, messages=messages, tool_choice=choice) == [call], choice
+
+
+def check_tools_not_called(given: Any) -> None:
+    choice = chat(given, tools=[WEATHER, SUM], max_tokens=None).choices[0]
+    assert not choice.message.tool_calls
+    assert choice.message.content
+    assert choice.finish_reason == "stop"
 
 
 def check_reasoning(given: Any) -> None:
