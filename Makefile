@@ -152,7 +152,7 @@ chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how m
 abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
-check: check-style check-types check-imports check-protos check-stubs check-lines  ## linter, formatter, types, import rule, protos, and whether shared/pb and README are up to date
+check: check-style check-types check-imports check-protos check-stubs check-lines  ## linter, formatter, types, import rule, protos, and whether the stubs and README are up to date
 
 # Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
@@ -171,13 +171,14 @@ check-protos: $(STAMP)
 
 check-stubs: $(STAMP)
 	@stubs=$$(mktemp -d) && trap 'rm -r "$$stubs"' EXIT && $(call protoc,"$$stubs") && \
-	diff -r --exclude=__init__.py --exclude=__pycache__ shared/pb "$$stubs/shared/pb" && \
-	echo "shared/pb is up to date"
+	for stubs_of in nano_vllm_grpc/pb shared/pb; do \
+		diff -r --exclude=__init__.py --exclude=__pycache__ $$stubs_of "$$stubs/$$stubs_of" || exit; \
+	done && echo "the stubs are up to date"
 
 check-lines: $(STAMP)
 	$(BIN)/python -m tools.readme_lines --check
 
-protos: $(STAMP)  ## regenerate shared/pb from protos/
+protos: $(STAMP)  ## regenerate nano_vllm_grpc/pb and shared/pb from protos/
 	$(call protoc,.)
 
 # Versions that are locked stay, unless ARGS=--upgrade; images get those of requirements/dev.txt.
@@ -194,8 +195,10 @@ lock:  ## lock packages that fit pyproject.toml, with the hashes of all their fi
 	$(LOCK) requirements/test-clients.in --output-file requirements/test-clients.txt
 	echo $(TRITON) | $(LOCK) --no-deps --output-file requirements/triton.txt -
 
-protoc = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -Ishared/pb=protos --python_out=$(1) \
-	--mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
+protoc = $(call stubs,$(1),nano_vllm_grpc/pb,frontend) && \
+	$(call stubs,$(1),shared/pb,scheduler worker)
+stubs = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -I$(2)=protos --python_out=$(1) --mypy_out=quiet:$(1) \
+	--grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(patsubst %,protos/%.proto,$(3))
 
 clean:  ## stop all stacks, remove .venv and everything generated
 	-@$(CLI) down --all

@@ -26,7 +26,7 @@ from bench.result import Result, print_table, write_json
 from bench.single_stream import measure_single_stream
 from bench.stack import Received, private_stack, run_stack
 from bench.workload import Shape, check_fits, reference_workload, warm_up_request
-from frontend.client import AsyncLLM, LLMError, ModelInfo
+from nano_vllm_grpc import AsyncLLM, LLMError, ModelInfo
 
 
 def _mode_parser() -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, percentile, summarize
 from bench.stack import PLAIN, private_stack
-from frontend.client import AsyncLLM, LLMError, StructuredOutput
+from nano_vllm_grpc import AsyncLLM, LLMError, StructuredOutput
 
 # Matches long enough text for any run, so that no stream ends early.
 _WORDS = StructuredOutput(regex=r"([a-z]{1,9}[ .])+")

@@ -28,8 +28,8 @@ from bench.machine import this_machine
 from bench.stack import private_stack
 from bench.stream_client import METHOD
 from deploy.ports import free_port
-from frontend.client import LLMError
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc import LLMError
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 _WORDS = ("once", "upon", "a", "time", "there", "was", "fox", "who", "lived", "in", "the", "wood")
 _PROMPT_WORDS = 24

@@ -15,7 +15,7 @@ from bench.metrics import Trace, summarize
 from bench.run import Run
 from bench.stack import Received
 from bench.workload import TEMPERATURE, Request
-from frontend.client import ModelInfo
+from nano_vllm_grpc import ModelInfo
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.edge.step_encoding import encode_step

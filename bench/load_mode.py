@@ -27,7 +27,7 @@ from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, summarize
 from bench.stack import private_stack, run_request
 from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
-from frontend.client import AsyncLLM, LLMError
+from nano_vllm_grpc import AsyncLLM, LLMError
 
 # A server that takes this much longer than the requests took to arrive is beyond its capacity.
 _BEHIND = 1.5

@@ -33,12 +33,12 @@ from bench.processes import BenchProcess
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
 from deploy.health import SERVING, check_health, http_health
 from deploy.ports import free_port
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb import scheduler_pb2
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 
 if TYPE_CHECKING:
-    from shared.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
+    from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 HOST = "127.0.0.1"
 _MODEL = "models/demo"

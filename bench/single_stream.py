@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.errors import BenchError
 from bench.stack import run_request
 from bench.workload import LONG_PROMPT, REPEATS, STREAM_PROMPT, STREAM_TOKENS, random_request
-from frontend.client import AsyncLLM, ModelInfo
+from nano_vllm_grpc import AsyncLLM, ModelInfo
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from bench.errors import BenchError
 from bench.metrics import Trace, summarize
 from bench.run import Run
 from bench.workload import TEMPERATURE, Request
-from frontend.client import AsyncLLM, PrivateStack, SamplingParams
+from nano_vllm_grpc import AsyncLLM, PrivateStack, SamplingParams
 
 # Adds nothing to a temperature, whatever the model's own defaults are.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)

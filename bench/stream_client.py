@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.http2 import Connection
 from bench.step_clock import StepClock
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 METHOD = "/nanovllm.v1.InferenceService/GenerateStream"
 PROMPT_TOKENS = 32

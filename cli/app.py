@@ -23,8 +23,8 @@ from deploy.restart import restart as restart_processes
 from deploy.scale import scale as scale_stack
 from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
 from deploy.top import top as show_load
-from frontend.client import SamplingParams
-from frontend.client.chat import hold_conversation
+from nano_vllm_grpc import SamplingParams
+from nano_vllm_grpc.chat import hold_conversation
 from shared.config import PREFIX, SettingsError
 
 

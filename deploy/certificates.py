@@ -6,15 +6,9 @@ import ssl
 from collections.abc import Iterable
 
 from deploy.errors import LaunchError
+from nano_vllm_grpc.tls import ClientTls, FileError, client_context, load_files
 from shared.roles import ROLE, roles_among
-from shared.tls import (
-    ClientTls,
-    FileError,
-    ServerTls,
-    check_apart,
-    client_context,
-    load_files,
-)
+from shared.tls import ServerTls, check_apart
 
 
 def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:

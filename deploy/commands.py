@@ -219,7 +219,7 @@ The stack serves on {stack.address}{http}.{page} Send more:
 {_http_examples(stack)}\
   grpcurl -plaintext -d '{{"text": "{PROMPT}", "sampling": {{"max_tokens": 32}}}}' \\
     {stack.address} nanovllm.v1.InferenceService/GenerateStream
-  .venv/bin/python -c 'from frontend.client import LLM
+  .venv/bin/python -c 'from nano_vllm_grpc import LLM
 print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'
 
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")

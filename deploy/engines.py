@@ -15,7 +15,7 @@ from deploy.errors import LaunchError
 from deploy.health import CHANNEL_OPTIONS
 from deploy.ports import free_port
 from deploy.stack import Stack, replace_file
-from shared.channels import open_blocking_channel
+from nano_vllm_grpc.channels import open_blocking_channel
 from shared.config import PREFIX
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub

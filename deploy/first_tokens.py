@@ -8,9 +8,9 @@ import grpc
 
 from deploy.errors import LaunchError
 from deploy.health import CHANNEL_OPTIONS
-from shared.channels import open_blocking_channel
-from shared.pb import frontend_pb2, frontend_pb2_grpc
-from shared.tls import ClientTls
+from nano_vllm_grpc.channels import open_blocking_channel
+from nano_vllm_grpc.pb import frontend_pb2, frontend_pb2_grpc
+from nano_vllm_grpc.tls import ClientTls
 
 PROMPT = "Once upon a time"
 _MAX_TOKENS = 32

@@ -32,11 +32,11 @@ from deploy.ports import free_port
 from deploy.stack import gateway_url
 from frontend.settings import PublicSettings
 from frontend.tenants import Client, read_clients
-from shared.channels import stays_on_host
+from nano_vllm_grpc.channels import stays_on_host
+from nano_vllm_grpc.tls import ClientTls, load_files
 from shared.config import Addresses, settings_or_exit, split_commas
 from shared.metrics_endpoint import list_endpoint
 from shared.process import Ready, run_service
-from shared.tls import ClientTls, load_files
 
 log = structlog.get_logger(__name__)
 

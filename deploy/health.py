@@ -11,8 +11,8 @@ from http.client import HTTPException
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.channels import open_blocking_channel
-from shared.tls import ClientTls, client_context
+from nano_vllm_grpc.channels import open_blocking_channel
+from nano_vllm_grpc.tls import ClientTls, client_context
 
 SERVING = "SERVING"
 NOT_SERVING = "NOT_SERVING"

@@ -20,9 +20,9 @@ from deploy.ports import choose_port, free_port, is_free
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.auth import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
+from nano_vllm_grpc.tls import ClientTls, FileError
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import PREFIX, Addresses, AutoInt, ServiceSettings, load_settings, split_commas
-from shared.tls import ClientTls, FileError
 from worker_svc.settings import WorkerSettings
 
 Environment = dict[str, str]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.errors import LaunchError
 from frontend.tenants import read_clients
-from shared.tls import ClientTls
+from nano_vllm_grpc.tls import ClientTls
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.
 ENGINE_SERVICES = ("worker", "scheduler", "frontend")

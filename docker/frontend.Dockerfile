@@ -12,6 +12,7 @@ RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-bi
         $PIP_ARGS -r /requirements/frontend.txt \
     && pip uninstall --yes pip setuptools \
     && find /opt/venv -depth -type d -name tests -exec rm -r {} +
+COPY nano_vllm_grpc nano_vllm_grpc
 COPY shared shared
 COPY frontend frontend
 # The health probe.

@@ -11,6 +11,7 @@ RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-bi
         $PIP_ARGS -r /requirements/gateway.txt \
     && pip uninstall --yes pip setuptools \
     && find /opt/venv -depth -type d -name tests -exec rm -r {} +
+COPY nano_vllm_grpc nano_vllm_grpc
 COPY shared shared
 COPY frontend/__init__.py frontend/settings.py frontend/tenants.py frontend/
 COPY deploy/__init__.py deploy/errors.py deploy/gateway.py deploy/health.py deploy/ports.py \

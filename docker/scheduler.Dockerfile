@@ -16,6 +16,7 @@ RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-bi
     && cd /opt/venv/lib/python3*/site-packages \
     && find . -depth -type d -name tests -exec rm -r {} + \
     && rm -rf torch/include torch/test torch/bin/test_*
+COPY nano_vllm_grpc nano_vllm_grpc
 COPY shared shared
 COPY scheduler_svc scheduler_svc
 # The health probe.

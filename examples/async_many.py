@@ -5,7 +5,7 @@ import asyncio
 import sys
 from contextlib import aclosing
 
-from frontend.client import AsyncLLM, LLMError, SamplingParams
+from nano_vllm_grpc import AsyncLLM, LLMError, SamplingParams
 
 address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 

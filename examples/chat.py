@@ -3,7 +3,7 @@
 
 import sys
 
-from frontend.client import LLM, Message, SamplingParams
+from nano_vllm_grpc import LLM, Message, SamplingParams
 
 address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 messages: list[Message] = []

@@ -4,7 +4,7 @@ import sys
 
 import grpc
 
-from shared.pb import frontend_pb2, frontend_pb2_grpc
+from nano_vllm_grpc.pb import frontend_pb2, frontend_pb2_grpc
 
 with grpc.insecure_channel(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051") as channel:
     stub = frontend_pb2_grpc.InferenceServiceStub(channel)

@@ -2,7 +2,7 @@
 
 import sys
 
-from frontend.client import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams
 
 model = sys.argv[1] if len(sys.argv) > 1 else "models/demo"
 

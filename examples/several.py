@@ -3,7 +3,7 @@
 
 import sys
 
-from frontend.client import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams
 
 address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 

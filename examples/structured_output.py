@@ -3,7 +3,7 @@ examples/structured_output.py [HOST:PORT]"""
 
 import sys
 
-from frontend.client import LLM, SamplingParams, StructuredOutput
+from nano_vllm_grpc import LLM, SamplingParams, StructuredOutput
 
 address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 person = {

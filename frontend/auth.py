@@ -26,6 +26,7 @@ from frontend.door import Door
 from frontend.refusals import Refusals
 from frontend.tenants import Client, read_clients
 from frontend.tracing import AskedTraces, traced
+from nano_vllm_grpc.tls import FileError
 from shared.callers import CALLER, Caller, network_of
 from shared.errors import (
     InvalidArgumentError,
@@ -37,7 +38,6 @@ from shared.errors import (
 )
 from shared.interceptors import within, wrap_behavior
 from shared.message_memory import MAX_BYTES_PER_CALLER
-from shared.tls import FileError
 from shared.tracing import Tracing
 
 log = structlog.get_logger(__name__)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from frontend.json_text import parse_json
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 # Of one JSON text: for so many, parsing holds the interpreter's lock for 2 ms.
 MAX_JSON_BYTES = 64 << 10

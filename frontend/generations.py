@@ -20,8 +20,8 @@ from frontend.request import Request
 from frontend.sampling_checks import check_resume, check_sampling
 from frontend.tenants import engine_salt
 from frontend.tokenizer import Tokenizer
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 Context = aio.ServicerContext[Any, Any]
 

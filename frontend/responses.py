@@ -10,7 +10,7 @@ from frontend.logprobs import LogprobRow
 from frontend.model_files import ModelFacts
 from frontend.threads import in_pieces
 from frontend.token_stream import FinishReason
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from shared.sampling_params import NUMBERS
 

@@ -11,8 +11,8 @@ from frontend.model_files import ModelFacts
 from frontend.request import Sampling
 from frontend.structured_output import check_structured_output
 from frontend.validation import check_token_ids
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 from shared.sampling_params import BOUNDS, FILTERS, NUMBERS, Range, SamplingNumbers
 
 MAX_STOP_STRINGS = 16

@@ -35,11 +35,11 @@ from frontend.scheduler_messages import (
 from frontend.streams import Streams
 from frontend.suspects import Record, Suspects
 from frontend.token_stream import FinishReason, Start, TokenStream
+from nano_vllm_grpc.tls import FileError
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, QueueFullError, ServiceError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from shared.tls import FileError
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub

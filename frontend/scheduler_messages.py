@@ -15,6 +15,7 @@ from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind
 from frontend.tenants import Client
 from frontend.token_stream import FinishReason, TokenStream
+from nano_vllm_grpc.pb import frontend_pb2
 from shared.errors import (
     DeadlineError,
     InternalError,
@@ -22,7 +23,6 @@ from shared.errors import (
     QueueFullError,
     ServiceError,
 )
-from shared.pb import frontend_pb2
 from shared.pb import scheduler_pb2 as pb
 from shared.sampling_params import NUMBERS
 

@@ -11,8 +11,8 @@ from frontend import responses, validation
 from frontend.completion import Delta
 from frontend.generations import Generations
 from frontend.responses import WholeCompletion, stream_response
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import (
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
 )
 from shared.reading import let_go

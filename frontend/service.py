@@ -17,8 +17,8 @@ from frontend.server import SERVICE_NAME, InferenceServicer
 from frontend.settings import FrontendSettings
 from frontend.tokenizer import Tokenizer
 from frontend.usage import Usage
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared.server import Server
 from shared.tracing import open_tracing
 

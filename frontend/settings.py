@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.channels import stays_on_host
+from nano_vllm_grpc.channels import stays_on_host
 from shared.config import Addresses, ServiceSettings, split_commas
 from shared.tls import ServerTls
 

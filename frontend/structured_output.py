@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from frontend.json_text import parse_json
 from frontend.request import Grammar, GrammarKind
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024

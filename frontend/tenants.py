@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.tls import FileError
+from nano_vllm_grpc.tls import FileError
 
 _MIN_TOKEN_LENGTH = 16
 _MAX_PRIORITY = (1 << 31) - 1

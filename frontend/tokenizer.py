@@ -16,8 +16,8 @@ from frontend.detokenizer import IncrementalDetokenizer, token_bytes
 from frontend.fair_threads import FairThreads
 from frontend.model_files import ModelFilesError, check_tokenizer_files
 from frontend.tracing import part_of_call
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 Result = TypeVar("Result")
 

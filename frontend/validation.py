@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 MAX_REQUEST_ID_LENGTH = 256  # characters
 MAX_CACHE_SALT_LENGTH = 256  # characters

@@ -1,42 +1,15 @@
-"""Channels between processes, and the options that both ends of a connection must agree on.
-
-A process that dies says goodbye: the kernel closes its connections. Nobody does so if a host
-vanishes, the network is partitioned or a process is stopped. So both ends ping while there are
-calls, and end a connection whose pings go unanswered: it is found dead within one and a half times
-the keepalive interval. gRPC answers pings by itself, in its own threads: a stream may stay silent
-for ever.
-"""
+"""Channels from one service to another."""
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 from grpc import aio
 
-from shared.tls import ClientTls, channel_credentials
+from nano_vllm_grpc.channels import KEEPALIVE_S, Options, keepalive_options, open_channel
+from nano_vllm_grpc.tls import ClientTls
 
-Options = Sequence[tuple[str, str | int]]
-
-KEEPALIVE_S = 10.0
 _CONNECT_TIMEOUT_S = 2.0
-
-
-def keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Options for either end: ping after `keepalive_s` seconds without a byte while there are
-    calls, and give up if there is no answer within half of that."""
-    timeout_ms = round(500 * keepalive_s)
-    return (
-        ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
-        ("grpc.keepalive_timeout_ms", timeout_ms),
-        # What really ends a connection (grpcio 1.85); a minute by default.
-        ("grpc.http2.ping_timeout_ms", timeout_ms),
-        ("grpc.keepalive_permit_without_calls", 0),
-        # By default gRPC sends two pings on a silent stream and then hardly any.
-        ("grpc.http2.max_pings_without_data", 0),
-    )
 
 
 def internal_options(keepalive_s: float) -> Options:
@@ -76,49 +49,3 @@ class Dialer:
 
 
 PLAINTEXT = Dialer()
-
-
-def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> aio.Channel:
-    """Opens a channel to `address`, in plaintext if `tls` is None.
-
-    Raises:
-        FileError: a file of `tls` cannot be used.
-    """
-    if tls is None:
-        return aio.insecure_channel(address, options=options)
-    return aio.secure_channel(
-        address, channel_credentials(tls), options=(*options, *_name_options(address, tls))
-    )
-
-
-def open_blocking_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
-    """Opens a channel as `open_channel` does, for programs without asyncio."""
-    if tls is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(
-        address, channel_credentials(tls), options=(*options, *_name_options(address, tls))
-    )
-
-
-def _name_options(address: str, tls: ClientTls) -> Options:
-    """The option for the name that the server's certificate must have, unless that is the host."""
-    # A socket has no name; gRPC would look for its path in the certificate.
-    name = tls.server_name or ("localhost" if address.startswith("unix:") else "")
-    return (("grpc.ssl_target_name_override", name),) if name else ()
-
-
-def stays_on_host(address: str) -> bool:
-    """Whether only processes on this host can connect to `host:port` or `unix:path`. Any host name
-    other than localhost is assumed to stand for a network interface. An abstract socket
-    (`unix-abstract:name`) counts as one, too: it has no mode, and containers that share the host's
-    network reach it."""
-    if address.startswith("unix-abstract:"):
-        return False
-    if address.startswith("unix:"):
-        return True
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").removeprefix("dns:").lstrip("/")
-    host = host.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,8 +7,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared.channels import KEEPALIVE_S, Dialer, stays_on_host
-from shared.tls import ClientTls, ServerTls
+from nano_vllm_grpc.channels import KEEPALIVE_S, stays_on_host
+from nano_vllm_grpc.tls import ClientTls
+from shared.channels import Dialer
+from shared.tls import ServerTls
 
 PREFIX = "NANO_"
 

@@ -12,7 +12,8 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.channels import Options, keepalive_options
+from nano_vllm_grpc.channels import Options, keepalive_options
+from nano_vllm_grpc.tls import channel_credentials
 from shared.config import ServiceSettings
 from shared.health import HealthServicer
 from shared.interceptors import StatusInterceptor
@@ -20,7 +21,7 @@ from shared.message_memory import MAX_BYTES, MessageMemory
 from shared.open_calls import OpenCalls
 from shared.reading import UNREAD_FACTOR, MessageReader
 from shared.roles import Callers, RoleInterceptor
-from shared.tls import channel_credentials, server_credentials
+from shared.tls import server_credentials
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 from frontend.service import public_server
 from frontend.settings import FrontendSettings
-from shared.config import load_settings
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import (
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.config import load_settings
 
 
 class Echo(InferenceServiceServicer):

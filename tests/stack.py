@@ -23,7 +23,7 @@ from deploy.health import CHANNEL_OPTIONS, SERVING
 from deploy.stack import Process, Stack
 from deploy.status import format_status, stack_status
 from deploy.supervisor import MARKER, stack_members, supervised_processes
-from shared.channels import open_blocking_channel
+from nano_vllm_grpc.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.waiting import WAIT_S, wait_for

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from frontend.client import AsyncLLM, SamplingParams, StructuredOutput
+from nano_vllm_grpc import AsyncLLM, SamplingParams, StructuredOutput
 from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 from tests.waiting import until

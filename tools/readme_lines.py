@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- lines: python -m tools.readme_lines -->\n", "<!-- end of lines -->\n"
 # (name in the table, folder, subfolders to leave out)
 PARTS = (
-    ("frontend", "frontend", ("client",)),
+    ("frontend", "frontend", ()),
     ("scheduler", "scheduler_svc", ()),
     ("worker", "worker_svc", ()),
     ("shared by the three", "shared", ("pb",)),
-    ("client library", "frontend/client", ()),
+    ("client library", "nano_vllm_grpc", ("pb",)),
     ("launcher", "deploy", ()),
     ("command line", "cli", ()),
 )

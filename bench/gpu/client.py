@@ -26,7 +26,7 @@ from bench.metrics import summarize
 from bench.single_stream import measure_single_stream
 from bench.stack import run_request
 from bench.workload import Shape, reference_workload, warm_up_request
-from frontend.client import AsyncLLM
+from nano_vllm_grpc import AsyncLLM
 
 SERVICES = ("frontend", "scheduler_svc", "worker_svc")
 

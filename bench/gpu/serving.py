@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.gpu.setup import Setup
 from bench.run import Run
-from frontend.client import EngineCapacity, ModelInfo, SamplingParams
+from nano_vllm_grpc import EngineCapacity, ModelInfo, SamplingParams
 from worker_svc.model_runner import RunnerInfo
 
 MAX_WAITING = 4096

@@ -22,7 +22,7 @@ from bench.gpu.in_process_speed import best_case
 from bench.gpu.records import Report
 from bench.gpu.serving import variables
 from bench.gpu.setup import Setup
-from frontend.client import PrivateStack
+from nano_vllm_grpc import PrivateStack
 
 # Of the bound. Launches, not bytes, hold up a single stream.
 TARGET = 0.78

@@ -13,7 +13,7 @@ from bench.peers.driver import Server, main
 from bench.peers.entries import Entry, Job
 from bench.stack import run_request
 from bench.workload import Request
-from frontend.client import AsyncLLM, PrivateStack
+from nano_vllm_grpc import AsyncLLM, PrivateStack
 
 
 def settings(entry: Entry) -> dict[str, str]:

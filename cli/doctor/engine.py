@@ -22,11 +22,11 @@ from cli.doctor.check import Check
 from cli.doctor.host import check_shared_memory
 from frontend.model_files import ModelFilesError, read_model_facts
 from frontend.tokenizer import Tokenizer
+from nano_vllm_grpc.pb import frontend_pb2
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError
 from shared.logging import configure_logging
 from shared.model_directory import read_text
-from shared.pb import frontend_pb2
 from worker_svc.attention.base import Backend
 from worker_svc.config import ModelConfig, load_model_config
 from worker_svc.errors import ModelError, StartError

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from frontend.client import Chat, Prompt, SamplingParams
+from nano_vllm_grpc import Chat, Prompt, SamplingParams
 
 Value = TypeVar("Value")
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from cli.errors import CommandError
 from cli.generate.requests import LineError, parse_defaults, parse_line
 from cli.generate.results import Results
-from frontend.client import (
+from nano_vllm_grpc import (
     AsyncLLM,
     Completion,
     LLMError,

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from deploy.page.app import make_app
 from deploy.page.observer import Observer
 from deploy.stack import Stack
-from frontend.client import AsyncLLM
+from nano_vllm_grpc import AsyncLLM
 from shared.config import ServiceSettings, settings_or_exit
 from shared.process import Ready, run_service
 

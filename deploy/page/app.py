@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from deploy.page.guard import HOSTS, Bounded, Guard
 from deploy.page.observer import Observer
 from deploy.stack import Stack
-from frontend.client import AsyncLLM, LLMError
+from nano_vllm_grpc import AsyncLLM, LLMError
 
 _STATIC = Path(__file__).parent / "static"
 _MAX_PAGES, _MAX_ANSWERS = 16, 8  # at a time

@@ -19,7 +19,8 @@ from deploy.page.samples import Sample, Sampler
 from deploy.stack import Stack
 from deploy.status import ProcessStatus, stack_status
 from deploy.supervisor import supervised_processes
-from shared.channels import KEEPALIVE_S, internal_options, open_channel
+from nano_vllm_grpc.channels import KEEPALIVE_S, open_channel
+from shared.channels import internal_options
 
 _INTERVAL_S = 1.0
 _MAX_SAMPLES = 300

@@ -24,7 +24,7 @@ from deploy.ray.process import Report
 from deploy.stack import SERVICES, bracket_host, run_directory
 from deploy.status import format_status, status_json
 from deploy.supervisor import is_running
-from shared.channels import stays_on_host
+from nano_vllm_grpc.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
 from shared.fork import CANNOT_START
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 
 _OTHER_MODELS = ("mm_inputs", "extra_mm_inputs", "media_refs")

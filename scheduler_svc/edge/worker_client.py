@@ -14,6 +14,7 @@ import grpc
 import structlog
 from grpc import aio
 
+from nano_vllm_grpc.tls import FileError
 from scheduler_svc.edge import profiles
 from scheduler_svc.edge.execute_stream import ExecuteStream
 from scheduler_svc.edge.step_encoding import MalformedAnswerError, encode_step, read_answer
@@ -26,7 +27,6 @@ from scheduler_svc.step import Answer, Row, Step
 from shared.channels import PLAINTEXT, Dialer
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from shared.tls import FileError
 
 if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub

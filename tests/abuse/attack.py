@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from grpc import aio
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.http2 import RawConnection, connect
 
 SERVICE = "nanovllm.v1.InferenceService"

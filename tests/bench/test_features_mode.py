@@ -12,7 +12,7 @@ import pytest
 
 from bench import features_mode
 from bench.features_mode import FEATURES, main
-from shared.pb.frontend_pb2 import SamplingParams
+from nano_vllm_grpc.pb.frontend_pb2 import SamplingParams
 from tests.client.fake_server import FakeServer
 
 KNOWN_BY: dict[str, Callable[[SamplingParams], object]] = {

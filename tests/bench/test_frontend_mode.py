@@ -14,7 +14,7 @@ from bench.frontend_mode import main
 from bench.http2 import Connection
 from bench.step_clock import StepClock
 from bench.stream_client import METHOD
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.bench.command import status
 from tests.client.fake_server import FakeServer
 from tests.waiting import WAIT_S

@@ -11,7 +11,7 @@ import pytest
 
 from bench.in_process import InProcessEngine
 from bench.workload import Request, Shape, reference_workload, warm_up_request
-from frontend.client import EngineCapacity, ModelInfo, SamplingParams
+from nano_vllm_grpc import EngineCapacity, ModelInfo, SamplingParams
 from tests.waiting import WAIT_S
 from tools.make_model import make_model
 

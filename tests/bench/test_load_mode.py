@@ -14,7 +14,7 @@ from bench import load_mode
 from bench.load_mode import Goals, arrivals, summarize_load
 from bench.metrics import Trace
 from bench.workload import Request
-from frontend.client import AsyncLLM
+from nano_vllm_grpc import AsyncLLM
 from tests.bench.command import status
 from tests.client.fake_server import FakeServer
 

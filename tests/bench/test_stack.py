@@ -17,7 +17,7 @@ from bench.errors import BenchError
 from bench.single_stream import measure_single_stream
 from bench.stack import run_request, run_stack
 from bench.workload import Request
-from frontend.client import AsyncLLM
+from nano_vllm_grpc import AsyncLLM
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import (
     SchedulerServiceServicer,

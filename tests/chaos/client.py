@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from frontend.client import AsyncLLM
-from frontend.client.types import Chunk
-from frontend.client.wire import encode_request
-from shared.pb.frontend_pb2 import GenerateResponse
+from nano_vllm_grpc import AsyncLLM
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateResponse
+from nano_vllm_grpc.types import Chunk
+from nano_vllm_grpc.wire import encode_request
 from tests.chaos.workload import Request
 
 

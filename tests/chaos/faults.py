@@ -12,8 +12,8 @@ from contextlib import aclosing, suppress
 
 import grpc
 
-from frontend.client.errors import LLMError
-from frontend.client.types import SamplingParams
+from nano_vllm_grpc.errors import LLMError
+from nano_vllm_grpc.types import SamplingParams
 from tests.chaos.client import Client
 from tests.chaos.workload import Request
 from tests.faults.faulty import TRIGGER

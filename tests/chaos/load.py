@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from frontend.client.errors import LLMError
-from frontend.client.types import Chunk
+from nano_vllm_grpc.errors import LLMError
+from nano_vllm_grpc.types import Chunk
 from tests.chaos.client import Client
 from tests.chaos.workload import Request
 from tests.faults.transcript import Damage, Transcript, transcript_of

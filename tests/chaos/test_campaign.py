@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.client.types import Chunk
+from nano_vllm_grpc.types import Chunk
 from tests.chaos.faults import FAULTS, draw_faults
 from tests.chaos.report import Report, Rest, quantiles
 from tests.chaos.workload import draw_requests

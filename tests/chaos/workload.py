@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 
-from frontend.client.types import Prompt, SamplingParams, StructuredOutput
+from nano_vllm_grpc.types import Prompt, SamplingParams, StructuredOutput
 
 _SCHEMA = {
     "type": "object",

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.app import app
-from frontend.client import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams
 from tests.client.fake_server import FakeServer, running_server
 from tests.stack import UnmetPreconditionError, running_stack
 from tests.waiting import wait_for

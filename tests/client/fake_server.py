@@ -16,14 +16,14 @@ from typing import Any
 
 from grpc import aio
 
-from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
-from shared.interceptors import StatusInterceptor
-from shared.message_memory import MessageMemory
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import (
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
+from shared.interceptors import StatusInterceptor
+from shared.message_memory import MessageMemory
 from shared.reading import MessageReader
 
 Responses = AsyncIterator[pb.GenerateStreamResponse]

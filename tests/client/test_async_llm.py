@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from frontend.client import AsyncLLM, SamplingParams, UnavailableError
+from nano_vllm_grpc import AsyncLLM, SamplingParams, UnavailableError
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
 

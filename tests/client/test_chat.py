@@ -14,7 +14,7 @@ from shared.errors import InternalError
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
 EDITING = "\x1b[?2004h"  # bracketed paste on: the line editor has the terminal
-CHAT = [sys.executable, "-m", "frontend.client.chat"]
+CHAT = [sys.executable, "-m", "nano_vllm_grpc.chat"]
 
 
 def chat(server: FakeServer, lines: str, *flags: str) -> subprocess.CompletedProcess[str]:

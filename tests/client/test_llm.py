@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from frontend.client import (
+from nano_vllm_grpc import (
     LLM,
     DeadlineError,
     InvalidRequestError,
@@ -24,9 +24,9 @@ from frontend.client import (
     StructuredOutput,
     UnavailableError,
 )
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InternalError, ServiceError
 from shared.errors import QueueFullError as ServerQueueFullError
-from shared.pb import frontend_pb2 as pb
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
 
@@ -398,7 +398,7 @@ def test_an_address_or_a_model_and_not_both() -> None:
 
 def test_importing_the_client_imports_nothing_heavy() -> None:
     script = (
-        "import sys, frontend.client;"
+        "import sys, nano_vllm_grpc;"
         "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'structlog'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.client import LLM, PrivateStack, StackError
+from nano_vllm_grpc import LLM, PrivateStack, StackError
 from tests.client.fake_server import FakeServer
 
 LAUNCHER = """
@@ -57,7 +57,7 @@ def test_a_dropped_llm_stops_its_stack(cwd: Path) -> None:
 
 
 def test_the_end_of_the_program_stops_its_stack(cwd: Path) -> None:
-    script = "from frontend.client import LLM; llm = LLM(model='m'); llm.tokenize('a')"
+    script = "from nano_vllm_grpc import LLM; llm = LLM(model='m'); llm.tokenize('a')"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert (cwd / "stopped").exists()
 
@@ -65,7 +65,7 @@ def test_the_end_of_the_program_stops_its_stack(cwd: Path) -> None:
 def test_a_killed_program_takes_its_stack_along(cwd: Path) -> None:
     os.mkfifo(cwd / "stopped")  # its reader waits for the launcher to write
     script = (
-        "import os; from frontend.client import LLM; llm = LLM(model='m'); llm.tokenize('a');"
+        "import os; from nano_vllm_grpc import LLM; llm = LLM(model='m'); llm.tokenize('a');"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=60)

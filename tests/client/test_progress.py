@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.client.progress import PhaseRates
+from nano_vllm_grpc.progress import PhaseRates
 
 
 def test_each_phase_has_its_own_clock() -> None:

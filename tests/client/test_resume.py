@@ -9,7 +9,7 @@ from contextlib import ExitStack, aclosing
 import grpc
 import pytest
 
-from frontend.client import (
+from nano_vllm_grpc import (
     LLM,
     AsyncLLM,
     Chunk,
@@ -200,7 +200,7 @@ async def test_a_full_server_is_waited_for_when_a_stream_broke_off(
 async def test_a_server_that_broke_off_before_any_token_was_reached(
     server: FakeServer, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.client.retry._FIRST_CONTACT_S", 0)
+    monkeypatch.setattr("nano_vllm_grpc.retry._FIRST_CONTACT_S", 0)
     service.refusals.append(ServerUnavailableError("cut"))
     async with AsyncLLM(server.address) as llm:
         (completion,) = await llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from frontend.client import DeadlineError, LLMError, QueueFullError, UnavailableError
-from frontend.client.retry import Retries
+from nano_vllm_grpc import DeadlineError, LLMError, QueueFullError, UnavailableError
+from nano_vllm_grpc.retry import Retries
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("frontend.client.retry.time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr("nano_vllm_grpc.retry.time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.client.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "frontend", "shared", "cli")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "nano_vllm_grpc", "frontend", "shared", "cli")
 # Other people's packages that share the names of the checkout's folders.
 DECOYS = ("bench", "cli", "deploy", "frontend", "shared", "tools")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -66,22 +66,11 @@ def run(python: Path, directory: Path, *args: object) -> subprocess.CompletedPro
     )
 
 
-def installed_example(name: str, directory: Path) -> Path:
-    """Copies an example, adapted to an environment where the wheel is installed."""
-    text = (ROOT / "examples" / name).read_text()
-    path = directory / name
-    path.write_text(
-        text.replace("frontend.client", "nano_vllm_grpc").replace("shared.pb", "nano_vllm_grpc.pb")
-    )
-    return path
-
-
 def test_it_takes_no_name_but_its_own(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (top_level,) = (name for name in names if name.endswith("top_level.txt"))
         assert archive.read(top_level) == b"nano_vllm_grpc\n"
-    assert not [name for name in names if name.endswith("entry_points.txt")]  # nor a script's
     folders = {name.split("/")[0] for name in names}
     assert len(folders) == 2
     assert all(folder.startswith("nano_vllm_grpc") for folder in folders)
@@ -95,7 +84,7 @@ def test_every_module_of_it_can_be_imported(python: Path, tmp_path: Path) -> Non
     )
     done = run(python, tmp_path, "-c", script)
     assert done.returncode == 0, done.stderr
-    clients = {path.stem for path in (ROOT / "frontend" / "client").glob("[!_]*.py")}
+    clients = {path.stem for path in (ROOT / "nano_vllm_grpc").glob("[!_]*.py")}
     assert {f"nano_vllm_grpc.{name}" for name in clients} <= set(done.stdout.split())
 
 
@@ -106,13 +95,19 @@ def test_every_module_of_it_can_be_imported(python: Path, tmp_path: Path) -> Non
 def test_examples_run_beside_other_peoples_packages(
     python: Path, tmp_path: Path, server: FakeServer, name: str, text: str
 ) -> None:
-    done = run(python, tmp_path, installed_example(name, tmp_path), server.address)
+    done = run(python, tmp_path, ROOT / "examples" / name, server.address)
     assert done.returncode == 0, done.stderr
     assert text in done.stdout
 
 
+def test_the_command_says_that_it_needs_a_checkout(python: Path, tmp_path: Path) -> None:
+    done = run(python, tmp_path, "-m", "nano_vllm_grpc", "up")
+    assert done.returncode == 1
+    assert "from a checkout of the project" in done.stderr
+
+
 def test_a_private_stack_says_that_it_needs_a_checkout(python: Path, tmp_path: Path) -> None:
-    done = run(python, tmp_path, installed_example("private_stack.py", tmp_path))
+    done = run(python, tmp_path, ROOT / "examples" / "private_stack.py")
     assert done.returncode == 1
     assert "StackError: a private stack needs a checkout of nano-vllm-grpc" in done.stderr
 

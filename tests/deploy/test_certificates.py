@@ -9,7 +9,7 @@ import pytest
 from deploy.errors import LaunchError
 from deploy.plan import Layout, plan_stack
 from deploy.stack import Stack, make_directory
-from shared.tls import ClientTls
+from nano_vllm_grpc.tls import ClientTls
 from tests.certificates import Authority
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")

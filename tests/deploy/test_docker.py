@@ -29,8 +29,8 @@ from deploy.compose import compose_variables, file_services, rank_services
 from deploy.gateway import GatewaySettings
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
-from shared.channels import stays_on_host
 from shared.config import ServiceSettings, load_settings
 from tests.certificates import Authority
 from worker_svc.settings import WorkerSettings

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from deploy.health import CHANNEL_OPTIONS
-from shared.pb import frontend_pb2, frontend_pb2_grpc
+from nano_vllm_grpc.pb import frontend_pb2, frontend_pb2_grpc
 from tests.waiting import wait_for
 
 from .conftest import Launcher

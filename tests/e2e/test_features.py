@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from shared.pb.frontend_pb2 import (
+from nano_vllm_grpc.pb.frontend_pb2 import (
     FINISH_REASON_EOS,
     FINISH_REASON_LENGTH,
     Choice,
@@ -23,7 +23,7 @@ from shared.pb.frontend_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.e2e.transformers_model import TransformersModel, token_prompts
 from tests.stack import running_stack
 

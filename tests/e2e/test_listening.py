@@ -21,13 +21,13 @@ import pytest
 from deploy.health import SERVING, check_health
 from deploy.ports import free_port
 from deploy.supervisor import stack_members, supervised_processes
-from shared.channels import open_blocking_channel
+from nano_vllm_grpc.channels import open_blocking_channel
+from nano_vllm_grpc.tls import ClientTls
 from shared.pb.scheduler_pb2 import GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from shared.ports import bound_socket
-from shared.tls import ClientTls
 from tests.certificates import Authority
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import wait_for

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deploy.ports import free_port
-from frontend.client import LLM, SamplingParams, StructuredOutput
+from nano_vllm_grpc import LLM, SamplingParams, StructuredOutput
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import wait_for
 

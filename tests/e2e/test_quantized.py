@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.e2e.transformers_model import TransformersModel, token_prompts
 from tests.faults.streams import open_streams
 from tests.stack import DEMO_MODEL, RealStack, UnmetPreconditionError, running_stack

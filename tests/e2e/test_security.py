@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from frontend.client import (
+from nano_vllm_grpc import (
     LLM,
     TLS,
     LLMError,
@@ -21,7 +21,7 @@ from frontend.client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from shared.channels import open_blocking_channel
+from nano_vllm_grpc.channels import open_blocking_channel
 from tests.certificates import Authority, Issued, replace
 from tests.stack import ROOT, RealStack, running_stack
 
@@ -105,7 +105,7 @@ def test_examples_find_all_they_need_in_the_environment(stack: SecureStack) -> N
     for command, printed in (
         (["examples/stream.py", stack.address], r".+\n\[\w+, \d+ tokens\]\n"),
         (
-            ["-m", "frontend.client.chat", "--address", stack.address, "--max-tokens", "4"],
+            ["-m", "nano_vllm_grpc.chat", "--address", stack.address, "--max-tokens", "4"],
             r"[^\n]+; /help lists the commands\n.*\n\[\d tokens, [^\n]+\]\n",
         ),
         (["-m", "deploy.health", stack.address], "SERVING\n"),

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from shared.pb.frontend_pb2 import (
+from nano_vllm_grpc.pb.frontend_pb2 import (
     FINISH_REASON_EOS,
     FINISH_REASON_LENGTH,
     FINISH_REASON_UNSPECIFIED,
@@ -19,7 +19,7 @@ from shared.pb.frontend_pb2 import (
     SamplingParams,
     TokenIds,
 )
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.e2e.transformers_model import TransformersModel, token_prompts
 from tests.stack import RealStack
 

@@ -21,8 +21,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from deploy.ports import free_port
-from shared.pb import frontend_pb2
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb import frontend_pb2
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.stack import running_stack
 from tests.waiting import wait_for
 

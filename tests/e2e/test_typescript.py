@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.client import LLM, Message, SamplingParams
+from nano_vllm_grpc import LLM, Message, SamplingParams
 from tests.client.fake_server import running_server
 from tests.frontend.conftest import link_with_qwen3_template
 from tests.others import node_modules

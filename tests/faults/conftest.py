@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.pb.frontend_pb2 import GenerateRequest
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest
 from tests.faults.streams import REQUESTS, long_prompts, undisturbed
 from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack

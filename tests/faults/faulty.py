@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import WAIT_S
 

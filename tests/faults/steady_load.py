@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from frontend.client import AsyncLLM, SamplingParams
+from nano_vllm_grpc import AsyncLLM, SamplingParams
 
 MAX_TOKENS = 160
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import grpc
 
-from frontend.client.wire import decode_chunk
-from shared.pb.frontend_pb2 import (
+from nano_vllm_grpc.pb.frontend_pb2 import (
     Choice,
     GenerateRequest,
     SamplingParams,
     StructuredOutput,
     TokenIds,
 )
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.wire import decode_chunk
 from tests.faults.transcript import Transcript
 from tests.stack import UnmetPreconditionError
 from tests.waiting import WAIT_S

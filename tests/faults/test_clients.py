@@ -13,9 +13,9 @@ import psutil
 import pytest
 from grpc import aio
 
-from frontend.client import AsyncLLM, SamplingParams
-from frontend.client.wire import encode_request
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc import AsyncLLM, SamplingParams
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.wire import encode_request
 from shared.pb.scheduler_pb2 import GetLoadResponse
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import WAIT_S
@@ -31,9 +31,9 @@ _UNREAD_TOKENS = 8 * 250
 _STALLED_CLIENT = """
 import asyncio, sys
 from grpc import aio
-from frontend.client import SamplingParams
-from frontend.client.wire import encode_request
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc import SamplingParams
+from nano_vllm_grpc.wire import encode_request
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 
 async def main():
     params = SamplingParams(temperature=1, max_tokens=600, ignore_eos=True, logprobs=20)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from grpc import StatusCode, aio
 
-from frontend.client import SamplingParams
-from frontend.client.wire import decode_chunk, encode_request
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc import SamplingParams
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.wire import decode_chunk, encode_request
 from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 

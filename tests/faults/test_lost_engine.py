@@ -17,7 +17,7 @@ import pytest
 from deploy.ports import free_port
 from deploy.stack import Process
 from deploy.supervisor import start_process, stop_process, supervised_processes
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.streams import (
     REQUESTS,
     STORY,

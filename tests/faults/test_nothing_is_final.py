@@ -17,7 +17,7 @@ import pytest
 from deploy.health import SERVING
 from deploy.status import format_status, stack_status
 from deploy.supervisor import supervised_processes
-from frontend.client import LLM, TLS, SamplingParams
+from nano_vllm_grpc import LLM, TLS, SamplingParams
 from tests.certificates import Authority, Issued
 from tests.stack import RealStack, UnmetPreconditionError, running_stack
 from tests.waiting import WAIT_S, wait_for

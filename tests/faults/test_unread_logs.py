@@ -15,8 +15,8 @@ import grpc
 from grpc import aio
 
 from deploy.ports import free_port
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.frontend.fake_scheduler import FakeScheduler
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from frontend.client.types import Chunk
-from frontend.client.wire import decode_chunk
-from shared.pb.frontend_pb2 import GenerateResponse, GenerateStreamResponse
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateResponse, GenerateStreamResponse
+from nano_vllm_grpc.types import Chunk
+from nano_vllm_grpc.wire import decode_chunk
 
 # Log-probabilities recomputed in another batch differ in their last bits.
 _LOGPROB_TOLERANCE = 1e-3

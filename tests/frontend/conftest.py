@@ -21,8 +21,8 @@ from frontend.server import SERVICE_NAME
 from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from frontend.token_stream import TokenStream
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.server import Server
 from tests.frontend.fake_scheduler import FakeScheduler
 

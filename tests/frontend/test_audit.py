@@ -19,8 +19,8 @@ from frontend.call import Call, Work
 from frontend.settings import FrontendSettings
 from frontend.tenants import Client
 from frontend.usage import Usage
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError, QueueFullError
-from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2 as pb2
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS

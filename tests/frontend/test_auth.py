@@ -22,10 +22,10 @@ from frontend.refusals import Refusals
 from frontend.server import SERVICE_NAME
 from frontend.tenants import read_clients
 from frontend.usage import Usage
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.tls import FileError
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from shared.tls import FileError
 from tests.echo_server import echo_server
 
 FIRST, SECOND, THIRD = "first-token-0123456789", "second-token-0123456789", "third-token-0123456789"

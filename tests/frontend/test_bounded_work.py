@@ -17,7 +17,7 @@ from frontend.completion import CompletionBuilder
 from frontend.generation import Generation
 from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
 from frontend.validation import MAX_TOKENIZED
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import logprob_row, logprob_rows

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from frontend.client import AsyncLLM, Chat, SamplingParams
 from frontend.settings import FrontendSettings
 from frontend.tokenizer import Tokenizer
+from nano_vllm_grpc import AsyncLLM, Chat, SamplingParams
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 from tests.frontend.conftest import DEMO, QWEN3_TEMPLATE, Service, link_with_qwen3_template
 from tests.frontend.test_generation import accept_long_sequences
 

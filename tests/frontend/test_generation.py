@@ -15,7 +15,7 @@ from grpc import aio
 
 from frontend import responses
 from frontend.completion import CompletionBuilder
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import echo_from_seed, logprob_row, logprob_rows

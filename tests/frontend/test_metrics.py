@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from grpc import aio
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import QUEUE_S

@@ -11,8 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from frontend.model_files import ModelFacts
 from frontend.request import Grammar, GrammarKind, Sampling
 from frontend.sampling_checks import check_resume, check_sampling
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 from shared.sampling_params import BOUNDS, SamplingNumbers
 
 FACTS = ModelFacts(

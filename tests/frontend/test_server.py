@@ -19,9 +19,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from frontend.generation import Generation
 from frontend.server import SERVICE_NAME
 from frontend.token_stream import TokenStream
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb import scheduler_pb2
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.sampling_params import NUMBERS
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, INFO, FakeScheduler

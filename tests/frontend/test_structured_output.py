@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from frontend.request import Grammar, GrammarKind
 from frontend.structured_output import check_structured_output
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 KIB64 = 64 << 10
 

@@ -14,9 +14,9 @@ import pytest
 
 from frontend.model_files import ModelFilesError
 from frontend.tokenizer import Tokenizer
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 from shared.model_directory import MAX_TOKENIZER_BYTES
-from shared.pb import frontend_pb2 as pb
 
 CHAT: list[Any] = [
     {"role": "system", "content": "You are kind."},

@@ -17,12 +17,12 @@ from grpc import aio
 from deploy.ports import free_port
 from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from scheduler_svc import __main__ as scheduler_service
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.settings import SchedulerSettings
-from shared.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, start_worker
 from tests.frontend.conftest import DEMO

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from frontend.validation import check_prompt_length, check_request, check_token_ids
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from deploy.ports import free_port
 from frontend.settings import FrontendSettings
 from frontend.vllm_engine.kv_events import KvEventStream
 from frontend.vllm_engine.tokenizer_files import TokenizerArchive
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import (

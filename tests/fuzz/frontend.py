@@ -7,7 +7,7 @@ from typing import Any
 
 from grpc import aio
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.stack import SERVICE, Stack, send_all
 from tests.fuzz.tally import DEADLINE_S, Tally, unary

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from grpc import aio
 
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.http_requests import Answer, draw_cases, exchange, is_whole
 from tests.fuzz.tally import DEADLINE_S, Tally

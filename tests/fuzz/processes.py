@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 from grpc import aio
 
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, Issued
 from tests.fuzz.corpus import Case
 from tests.fuzz.frontend import draw_cases, send_case

@@ -17,10 +17,10 @@ import scheduler_svc.__main__ as scheduler_main
 import worker_svc.__main__ as worker_main
 from deploy.ports import free_port
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.frontend.conftest import DEMO, link_with_qwen3_template

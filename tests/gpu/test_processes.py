@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from deploy.health import SERVING, check_health
-from frontend.client import AsyncLLM, SamplingParams
+from nano_vllm_grpc import AsyncLLM, SamplingParams
 from shared.fork import CANNOT_START
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub

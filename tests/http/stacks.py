@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.health import SERVING, check_health, http_health
 from deploy.ports import free_port
-from frontend.client import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams
 from shared.pb.scheduler_pb2 import FlushCacheRequest, GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.certificates import Authority, Issued

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from frontend.client import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams
 from tests.others import others_python
 from tests.stack import DEMO_MODEL, running_stack
 

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from grpc import aio
 
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.channels import Dialer
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.echo_server import echo_server
 from tests.http2 import PING, connect, frame
 from tests.waiting import wait_for

@@ -18,18 +18,18 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import (
+    InferenceServiceServicer,
+    InferenceServiceStub,
+    add_InferenceServiceServicer_to_server,
+)
 from shared import reading
 from shared.callers import CALLER, Caller
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
 from shared.interceptors import wrap_behavior
 from shared.message_memory import MessageMemory
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import (
-    InferenceServiceServicer,
-    InferenceServiceStub,
-    add_InferenceServiceServicer_to_server,
-)
 from shared.reading import MessageReader, let_go
 from shared.server import Server
 from tests.http2 import connect

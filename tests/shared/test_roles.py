@@ -10,8 +10,9 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nano_vllm_grpc.channels import open_channel
+from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.settings import SchedulerSettings
-from shared.channels import open_channel
 from shared.config import load_settings
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import (
@@ -21,7 +22,6 @@ from shared.pb.scheduler_pb2_grpc import (
 )
 from shared.roles import Callers
 from shared.server import Server
-from shared.tls import ClientTls
 from tests.certificates import Authority
 
 TIMEOUT_S = 60

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from frontend.client import SamplingParams
-from shared.pb import frontend_pb2, scheduler_pb2, worker_pb2
+from nano_vllm_grpc import SamplingParams
+from nano_vllm_grpc.pb import frontend_pb2
+from shared.pb import scheduler_pb2, worker_pb2
 from shared.sampling_params import BOUNDS, COLUMNS, NUMBERS, SamplingNumbers
 
 PUBLIC = frontend_pb2.SamplingParams.DESCRIPTOR

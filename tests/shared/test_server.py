@@ -18,13 +18,13 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.settings import FrontendSettings
-from shared.config import load_settings
-from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
-from shared.pb import frontend_pb2
-from shared.pb.frontend_pb2_grpc import (
+from nano_vllm_grpc.pb import frontend_pb2
+from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.config import load_settings
+from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
 from shared.server import Server
 
 SERVICE = "nanovllm.v1.InferenceService"

@@ -12,13 +12,13 @@ from grpc import aio
 
 from frontend.service import public_server
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.channels import open_channel, stays_on_host
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.tls import ClientTls, FileError, channel_credentials
 from scheduler_svc.settings import SchedulerSettings
-from shared.channels import open_channel, stays_on_host
 from shared.config import load_settings
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.server import Server
-from shared.tls import ClientTls, FileError, channel_credentials
 from tests.certificates import Authority, Issued, replace
 from tests.echo_server import echo_server
 

@@ -13,12 +13,12 @@ from grpc import aio
 
 from frontend.service import public_server
 from frontend.settings import FrontendSettings
-from shared.config import load_settings
-from shared.pb import frontend_pb2 as pb
-from shared.pb.frontend_pb2_grpc import (
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from shared.config import load_settings
 from tests.waiting import WAIT_S, until
 
 CALLS = 10
@@ -26,8 +26,8 @@ CALLS = 10
 CLIENT = f"""
 import asyncio, sys
 from grpc import aio
-from shared.pb.frontend_pb2 import GenerateRequest
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 
 async def main():
     async with aio.insecure_channel(sys.argv[1]) as channel:

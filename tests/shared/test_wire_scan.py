@@ -7,9 +7,9 @@ import random
 import pytest
 from google.protobuf.message import DecodeError
 
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared import wire_scan
 from shared.errors import InvalidArgumentError
-from shared.pb import frontend_pb2 as pb
 from shared.wire_scan import MAX_FIELDS, scan
 
 GENERATE = pb.GenerateRequest.DESCRIPTOR

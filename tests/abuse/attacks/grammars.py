@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.abuse.attack import Target, attack
 
 _AT_ONCE = 8

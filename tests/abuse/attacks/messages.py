@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.abuse.attack import Target, attack
 
 _LIMIT = (4 << 20) - 64  # bytes of a message that is still read

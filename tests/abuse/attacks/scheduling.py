@@ -7,7 +7,7 @@ import random
 from contextlib import AsyncExitStack
 from typing import Any
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.abuse.attack import SERVICE, Target, attack
 
 _CALLS_PER_CONNECTION = 1024  # the most that a server takes

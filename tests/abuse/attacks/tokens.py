@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests import http2
 from tests.abuse.attack import HEALTH, Target, attack
 from tests.http2 import RawConnection

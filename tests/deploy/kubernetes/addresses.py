@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
-from shared.channels import stays_on_host
 from shared.tls import ServerTls
 from tests.deploy.kubernetes.pods import Process
 from worker_svc.settings import WorkerSettings

@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from nano_vllm_grpc.tls import ClientTls
 from shared.config import PREFIX
-from shared.tls import ClientTls
 from tests.deploy.kubernetes.addresses import gateway_of, listens, probed_addresses, tls_of
 from tests.deploy.kubernetes.network import wrong_network
 from tests.deploy.kubernetes.pods import Impossible, Process, named, processes

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from frontend.client import LLM, TLS, SamplingParams, UnauthenticatedError
+from nano_vllm_grpc import LLM, TLS, SamplingParams, UnauthenticatedError
 from tests.deploy.kubernetes.cluster import TOKEN, Cluster, running
 from tests.deploy.kubernetes.rendering import render_combination
 from tests.waiting import wait_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.channels import stays_on_host
+from nano_vllm_grpc.channels import stays_on_host
 from tests.deploy.kubernetes.addresses import (
     frontend_of,
     gateway_of,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from deploy.ports import free_port
-from frontend.client import AsyncLLM, SamplingParams
+from nano_vllm_grpc import AsyncLLM, SamplingParams
 from tests.stack import RealStack, running_stack
 from tests.waiting import wait_for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from frontend.client import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams
 from tests.worker_svc.device import DEVICE, ON_GPU
 from tests.worker_svc.gpu_path.small_model import LARGER
 from tests.worker_svc.test_model_runner import prompts

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from grpc import ChannelConnectivity, aio
 
-from frontend.client.connections import Connection, Connections
-from frontend.client.errors import UnavailableError, from_rpc_error
-from frontend.client.merge import merge
-from frontend.client.resume import Call, ResumableRequest
-from frontend.client.retry import Retries
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc.connections import Connection, Connections
+from nano_vllm_grpc.errors import UnavailableError, from_rpc_error
+from nano_vllm_grpc.merge import merge
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.resume import Call, ResumableRequest
+from nano_vllm_grpc.retry import Retries
 
 if TYPE_CHECKING:
-    from shared.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
+    from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 Response = TypeVar("Response")
 Received = tuple[Call, pb.GenerateStreamResponse]

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tqdm import tqdm
-
 
 class PhaseRates:
     """Prefill and decode tokens/s as a client sees them from the events of its streams.
@@ -70,6 +68,8 @@ class Progress:
     """Counts the requests of one `generate` call and, if `shown`, draws them on stderr."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
+        from tqdm import tqdm  # not at the top: services import this package, too
+
         self.shown = shown
         self._rates = PhaseRates()
         self._bar = tqdm(total=total, desc="Generating", unit="req", disable=not shown)

@@ -1,4 +1,4 @@
-"""`python -m frontend.client.chat` holds a conversation in the terminal."""
+"""`python -m nano_vllm_grpc.chat` holds a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TextIO
 
-from frontend.client.errors import LLMError, UnavailableError
-from frontend.client.llm import LLM
-from frontend.client.types import Message, SamplingParams
+from nano_vllm_grpc.errors import LLMError, UnavailableError
+from nano_vllm_grpc.llm import LLM
+from nano_vllm_grpc.types import Message, SamplingParams
 
 HELP = """\
 /reset   forget the conversation
@@ -151,7 +151,7 @@ def line_reader() -> ReadLine:
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m frontend.client.chat", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nano_vllm_grpc.chat", description=__doc__)
     parser.add_argument("--address", default="127.0.0.1:50051", help="a frontend's, %(default)s")
     parser.add_argument("--system", default="", help="system prompt")
     parser.add_argument("--temperature", type=float)

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from shared.pb import frontend_pb2 as shared_dot_pb_dot_frontend__pb2
+from nano_vllm_grpc.pb import frontend_pb2 as nano__vllm__grpc_dot_pb_dot_frontend__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in shared/pb/frontend_pb2_grpc.py depends on'
+        + ' but the generated code in nano_vllm_grpc/pb/frontend_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,28 +36,28 @@ class InferenceServiceStub:
         """
         self.Generate = channel.unary_unary(
                 '/nanovllm.v1.InferenceService/Generate',
-                request_serializer=shared_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_frontend__pb2.GenerateResponse.FromString,
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/nanovllm.v1.InferenceService/GenerateStream',
-                request_serializer=shared_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_frontend__pb2.GenerateStreamResponse.FromString,
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/nanovllm.v1.InferenceService/Tokenize',
-                request_serializer=shared_dot_pb_dot_frontend__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_frontend__pb2.TokenizeResponse.FromString,
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/nanovllm.v1.InferenceService/Detokenize',
-                request_serializer=shared_dot_pb_dot_frontend__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_frontend__pb2.DetokenizeResponse.FromString,
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/nanovllm.v1.InferenceService/GetModel',
-                request_serializer=shared_dot_pb_dot_frontend__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_frontend__pb2.GetModelResponse.FromString,
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GetModelResponse.FromString,
                 _registered_method=True)
 
 
@@ -101,28 +101,28 @@ def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=shared_dot_pb_dot_frontend__pb2.GenerateRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_frontend__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=shared_dot_pb_dot_frontend__pb2.GenerateRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_frontend__pb2.GenerateStreamResponse.SerializeToString,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=shared_dot_pb_dot_frontend__pb2.TokenizeRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_frontend__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=shared_dot_pb_dot_frontend__pb2.DetokenizeRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_frontend__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.DetokenizeRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=shared_dot_pb_dot_frontend__pb2.GetModelRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_frontend__pb2.GetModelResponse.SerializeToString,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GetModelRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GetModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -150,8 +150,8 @@ class InferenceService:
             request,
             target,
             '/nanovllm.v1.InferenceService/Generate',
-            shared_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
-            shared_dot_pb_dot_frontend__pb2.GenerateResponse.FromString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -177,8 +177,8 @@ class InferenceService:
             request,
             target,
             '/nanovllm.v1.InferenceService/GenerateStream',
-            shared_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
-            shared_dot_pb_dot_frontend__pb2.GenerateStreamResponse.FromString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -204,8 +204,8 @@ class InferenceService:
             request,
             target,
             '/nanovllm.v1.InferenceService/Tokenize',
-            shared_dot_pb_dot_frontend__pb2.TokenizeRequest.SerializeToString,
-            shared_dot_pb_dot_frontend__pb2.TokenizeResponse.FromString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -231,8 +231,8 @@ class InferenceService:
             request,
             target,
             '/nanovllm.v1.InferenceService/Detokenize',
-            shared_dot_pb_dot_frontend__pb2.DetokenizeRequest.SerializeToString,
-            shared_dot_pb_dot_frontend__pb2.DetokenizeResponse.FromString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.DetokenizeRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -258,8 +258,8 @@ class InferenceService:
             request,
             target,
             '/nanovllm.v1.InferenceService/GetModel',
-            shared_dot_pb_dot_frontend__pb2.GetModelRequest.SerializeToString,
-            shared_dot_pb_dot_frontend__pb2.GetModelResponse.FromString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.GetModelRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.GetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

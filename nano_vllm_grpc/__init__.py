@@ -1,6 +1,6 @@
 """The Python client: texts, chats or token ids in, completions out.
 
-    from frontend.client import LLM, SamplingParams
+    from nano_vllm_grpc import LLM, SamplingParams
 
     llm = LLM("127.0.0.1:50051")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0]["text"])
@@ -8,8 +8,8 @@
 Needs grpcio, protobuf and tqdm, but nothing from the services.
 """
 
-from frontend.client.async_llm import AsyncLLM
-from frontend.client.errors import (
+from nano_vllm_grpc.async_llm import AsyncLLM
+from nano_vllm_grpc.errors import (
     DeadlineError,
     InvalidRequestError,
     LLMError,
@@ -20,9 +20,10 @@ from frontend.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from frontend.client.llm import LLM
-from frontend.client.private_stack import PrivateStack
-from frontend.client.types import (
+from nano_vllm_grpc.llm import LLM
+from nano_vllm_grpc.private_stack import PrivateStack
+from nano_vllm_grpc.tls import ClientTls as TLS
+from nano_vllm_grpc.types import (
     Chat,
     Chunk,
     Completion,
@@ -35,7 +36,6 @@ from frontend.client.types import (
     Timings,
     Usage,
 )
-from shared.tls import ClientTls as TLS
 
 __all__ = [
     "LLM",

@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from frontend.client.async_llm import AsyncLLM
-from frontend.client.private_stack import PrivateStack
-from frontend.client.types import (
+from nano_vllm_grpc.async_llm import AsyncLLM
+from nano_vllm_grpc.private_stack import PrivateStack
+from nano_vllm_grpc.tls import ClientTls as TLS
+from nano_vllm_grpc.types import (
     Chat,
     Chunk,
     Completion,
@@ -23,7 +24,6 @@ from frontend.client.types import (
     Prompt,
     SamplingParams,
 )
-from shared.tls import ClientTls as TLS
 
 Result = TypeVar("Result")
 
@@ -36,7 +36,7 @@ class LLM:
         llm = LLM("127.0.0.1:50051")
         llm = LLM(model="models/demo", max_num_seqs=64)
 
-    Usable from several threads. Every method may raise `frontend.client.errors.LLMError`.
+    Usable from several threads. Every method may raise `nano_vllm_grpc.errors.LLMError`.
 
     Args:
         address: `host:port` or `unix:path` of a frontend, or of several, as for `AsyncLLM`; without

@@ -6,7 +6,7 @@ import math
 import random
 import time
 
-from frontend.client.errors import LLMError, QueueFullError, UnavailableError
+from nano_vllm_grpc.errors import LLMError, QueueFullError, UnavailableError
 
 _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 2.0
 # For a server that was never reached: it is less likely to be down than not to exist.

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from frontend.client.errors import StackError
+from nano_vllm_grpc.errors import StackError
 
-_LAUNCHER = Path(__file__).parents[2] / "cli"
+# Another project may have a folder `cli`, too.
+IS_CHECKOUT = (Path(__file__).parents[1] / "protos" / "frontend.proto").exists()
 _STOP_TIMEOUT_S = 30.0
 _REASON_LINES = 12
 
@@ -36,7 +37,7 @@ class PrivateStack:
     address: str
 
     def __init__(self, model: str | os.PathLike[str], **variables: object) -> None:
-        if not _LAUNCHER.is_dir():
+        if not IS_CHECKOUT:
             raise StackError(
                 "a private stack needs a checkout of nano-vllm-grpc, and this client was installed "
                 "without one: give the address of a server"

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from frontend.client.errors import InvalidRequestError
-from frontend.client.types import (
+from nano_vllm_grpc.errors import InvalidRequestError
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.types import (
     Chat,
     Chunk,
     EngineCapacity,
@@ -22,7 +23,6 @@ from frontend.client.types import (
     Usage,
     is_chat,
 )
-from shared.pb import frontend_pb2 as pb
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_EOS: "eos",

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from frontend.client.connection import connect
-from shared.tls import ClientTls
+from nano_vllm_grpc.connection import connect
+from nano_vllm_grpc.tls import ClientTls
 
 _REST_S = 1.0  # how long a failed connection rests if there are others
 

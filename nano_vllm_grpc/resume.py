@@ -7,9 +7,9 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from frontend.client import wire
-from frontend.client.types import Chunk
-from shared.pb import frontend_pb2 as pb
+from nano_vllm_grpc import wire
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.types import Chunk
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from grpc import aio
 
-from frontend.client.errors import LLMError
-from shared.channels import keepalive_options, open_channel, stays_on_host
-from shared.pb.frontend_pb2_grpc import InferenceServiceStub
-from shared.tls import ClientTls, FileError
+from nano_vllm_grpc.channels import keepalive_options, open_channel, stays_on_host
+from nano_vllm_grpc.errors import LLMError
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.tls import ClientTls, FileError
 
 if TYPE_CHECKING:
-    from shared.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
+    from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 _OPTIONS = (
     # A whole prompt with logprobs can exceed gRPC's 4 MB.

@@ -5,7 +5,7 @@ The public contract: text in, text out. Served by every frontend process."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from shared.pb import frontend_pb2 as _frontend_pb2
+from nano_vllm_grpc.pb import frontend_pb2 as _frontend_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -1,4 +1,4 @@
-"""The client for asyncio programs; `frontend.client.LLM` is this one behind plain calls."""
+"""The client for asyncio programs; `nano_vllm_grpc.LLM` is this one behind plain calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, cast
 
-from frontend.client import wire
-from frontend.client.calls import Calls
-from frontend.client.connections import Connections, split_addresses
-from frontend.client.progress import Progress
-from frontend.client.resume import ResumableRequest
-from frontend.client.types import (
+from nano_vllm_grpc import wire
+from nano_vllm_grpc.calls import Calls
+from nano_vllm_grpc.connections import Connections, split_addresses
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.progress import Progress
+from nano_vllm_grpc.resume import ResumableRequest
+from nano_vllm_grpc.tls import ClientTls as TLS
+from nano_vllm_grpc.types import (
     Chat,
     Chunk,
     Completion,
@@ -29,8 +31,6 @@ from frontend.client.types import (
     is_chat,
     join,
 )
-from shared.pb import frontend_pb2 as pb
-from shared.tls import ClientTls as TLS
 
 
 class AsyncLLM:
@@ -42,7 +42,7 @@ class AsyncLLM:
 
     If a server goes away, or says when to come back, the request is sent again, to another server
     if there is one: a broken stream goes on after the tokens received, without an error, a gap or a
-    repetition. Every method may raise `frontend.client.errors.LLMError`.
+    repetition. Every method may raise `nano_vllm_grpc.errors.LLMError`.
 
     Args:
         address: `host:port` or `unix:path` of a frontend, or of several, as a list or separated by
