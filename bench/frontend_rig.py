@@ -22,7 +22,7 @@ from bench.machine import cpu_s
 from bench.step_clock import StepClock
 from bench.stream_client import LATENCY_UNIT_S
 from deploy.ports import free_port
-from frontend.model_files import ModelFilesError, read_model_facts
+from frontend.text.model_files import ModelFilesError, read_model_facts
 
 HOST = "127.0.0.1"
 CLIENTS = 2  # processes

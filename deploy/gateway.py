@@ -30,8 +30,8 @@ from smg.router_args import RouterArgs
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import gateway_url
+from frontend.callers.tenants import Client, read_clients
 from frontend.settings import PublicSettings
-from frontend.tenants import Client, read_clients
 from nano_vllm_grpc.channels import stays_on_host
 from nano_vllm_grpc.tls import ClientTls, load_files
 from shared.config import Addresses, settings_or_exit, split_commas

@@ -20,7 +20,7 @@ from deploy.stack import Process, Stack
 from deploy.startup import Report, wait_until_serving
 from deploy.status import stack_status
 from deploy.supervisor_rpc import replace_groups
-from frontend.model_files import ModelFilesError, read_model_facts
+from frontend.text.model_files import ModelFilesError, read_model_facts
 
 
 def replace_engine(
@@ -91,7 +91,7 @@ def find_model(stack: Stack, model: str) -> Path:
         raise LaunchError("MODEL: no process of this host's part of the stack reads one")
     directory = Path(os.path.abspath(resolve_model(model)))
     # Imported here: the import is slow, and a restart does without.
-    from frontend.tokenizer import Tokenizer
+    from frontend.text.tokenizer import Tokenizer
 
     try:
         read_model_facts(directory)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import LaunchError
-from frontend.tenants import read_clients
+from frontend.callers.tenants import read_clients
 from nano_vllm_grpc.tls import ClientTls
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.

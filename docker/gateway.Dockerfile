@@ -13,7 +13,8 @@ RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-bi
     && find /opt/venv -depth -type d -name tests -exec rm -r {} +
 COPY nano_vllm_grpc nano_vllm_grpc
 COPY shared shared
-COPY frontend/__init__.py frontend/settings.py frontend/tenants.py frontend/
+COPY frontend/__init__.py frontend/settings.py frontend/
+COPY frontend/callers/__init__.py frontend/callers/tenants.py frontend/callers/
 COPY deploy/__init__.py deploy/errors.py deploy/gateway.py deploy/health.py deploy/ports.py \
     deploy/stack.py deploy/
 # Fails if something is missing, and leaves the bytecode of what is imported at every start.

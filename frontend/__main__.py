@@ -12,10 +12,10 @@ from functools import partial
 
 from frontend.event_loop import EventLoop
 from frontend.metrics import RequestMetrics
-from frontend.model_files import ModelFilesError
 from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
-from frontend.tokenizer import import_auto_tokenizer
+from frontend.text.model_files import ModelFilesError
+from frontend.text.tokenizer import import_auto_tokenizer
 from shared.config import settings_or_exit
 from shared.process import Ready, run_service
 

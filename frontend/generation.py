@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import structlog
 
-from frontend.call import CALL
-from frontend.completion import CompletionBuilder, Delta
+from frontend.callers.call import CALL
 from frontend.engines.pool import Engines
+from frontend.engines.token_stream import FinishReason, Start, TokenStream, Waiter
 from frontend.logprobs import CompletionLogprobs
 from frontend.metrics import ABORT, ERROR, LENGTH, STOP, RequestMetrics
 from frontend.request import Request
-from frontend.threads import in_pieces
-from frontend.token_stream import FinishReason, Start, TokenStream, Waiter
+from frontend.text.completion import CompletionBuilder, Delta
+from frontend.text.threads import in_pieces
 from shared.errors import DeadlineError, InternalError, ServiceError
 from shared.turns import Turns
 

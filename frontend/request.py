@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frontend.tenants import Client
+from frontend.callers.tenants import Client
 from shared.sampling_params import SamplingNumbers
 
 

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from frontend.audit import Audit
-from frontend.auth import ClientInterceptor, Tokens
-from frontend.door import Door
+from frontend.api.generations import Generations
+from frontend.api.servicer import SERVICE_NAME, InferenceServicer
+from frontend.callers.audit import Audit
+from frontend.callers.auth import ClientInterceptor, Tokens
+from frontend.callers.door import Door
+from frontend.callers.usage import Usage
 from frontend.engines.pool import Engines
-from frontend.generations import Generations
 from frontend.metrics import RequestMetrics
-from frontend.model_files import read_model_facts
-from frontend.server import SERVICE_NAME, InferenceServicer
 from frontend.settings import FrontendSettings
-from frontend.tokenizer import Tokenizer
-from frontend.usage import Usage
+from frontend.text.model_files import read_model_facts
+from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared.server import Server
@@ -44,7 +44,9 @@ def public_server(
     operators_methods: set[str] = set()
     door: Door | None = None
     if settings.engine_address:
-        from frontend.vllm_engine import servicer as engine  # its packages are for gateways alone
+        from frontend.api.vllm_engine import (
+            servicer as engine,  # its packages are for gateways alone
+        )
 
         services.append(engine.PROTOCOL)
         operators_methods = set(engine.OPERATORS_METHODS)
@@ -117,7 +119,7 @@ async def serve(
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
     if settings.engine_address:
-        from frontend.vllm_engine import servicer as engine
+        from frontend.api.vllm_engine import servicer as engine
 
         door = Server(
             settings,

@@ -20,8 +20,8 @@ import torch
 from bench.gpu.preflight import driver_version
 from cli.doctor.check import Check
 from cli.doctor.host import check_shared_memory
-from frontend.model_files import ModelFilesError, read_model_facts
-from frontend.tokenizer import Tokenizer
+from frontend.text.model_files import ModelFilesError, read_model_facts
+from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError

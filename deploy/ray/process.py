@@ -32,7 +32,7 @@ from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.ray.peers import Peers
 from deploy.stack import MODULES, Process, bracket_host, make_private
 from deploy.status import ProcessStatus
-from frontend.tenants import read_clients
+from frontend.callers.tenants import read_clients
 from shared.config import PREFIX
 from shared.fork import CANNOT_START
 from shared.keeper_state import read_keeper_state

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import structlog
 
+from frontend.engines.connection import SchedulerClient
 from frontend.engines.placement import EngineLoad
 from frontend.engines.prefix_index import Name, PrefixIndex
-from frontend.scheduler_client import SchedulerClient
-from frontend.token_stream import TokenStream
+from frontend.engines.token_stream import TokenStream
 from shared.errors import ServiceError
 from shared.pb import scheduler_pb2 as pb
 

@@ -19,16 +19,16 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from frontend.engine_calls import EngineCalls
+from frontend.engines.connection import SchedulerClient, no_engine
 from frontend.engines.engine import Engine, Fit
+from frontend.engines.engine_calls import EngineCalls
 from frontend.engines.placement import choose
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.engines.sources import Place, watch_places
+from frontend.engines.streams import Streams
+from frontend.engines.token_stream import TokenStream
 from frontend.metrics import RequestMetrics
 from frontend.request import Request
-from frontend.scheduler_client import SchedulerClient, no_engine
-from frontend.streams import Streams
-from frontend.token_stream import TokenStream
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb import scheduler_pb2 as pb

@@ -13,8 +13,8 @@ import pytest
 from deploy.errors import LaunchError
 from deploy.plan import Layout, plan_stack
 from deploy.stack import ENGINE_SERVICES, Process, Stack
-from frontend.model_files import read_model_facts
-from frontend.tokenizer import Tokenizer
+from frontend.text.model_files import read_model_facts
+from frontend.text.tokenizer import Tokenizer
 from shared.config import SettingsError
 from tests.certificates import Authority
 from worker_svc.config import load_model_config

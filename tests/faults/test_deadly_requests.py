@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
+from frontend.engines.connection import SchedulerClient
+from frontend.engines.suspects import MIN_LOSSES
+from frontend.engines.token_stream import TokenStream
 from frontend.request import Request, Sampling
-from frontend.scheduler_client import SchedulerClient
-from frontend.suspects import MIN_LOSSES
-from frontend.token_stream import TokenStream
 from shared.errors import InternalError
 from tests.fake_worker import FakeWorker, completion, start_worker
 from tests.faults.faulty import deadly_environment

@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
 from deploy.ports import free_port
+from frontend.api.servicer import SERVICE_NAME
+from frontend.engines.token_stream import TokenStream
 from frontend.metrics import RequestMetrics
-from frontend.server import SERVICE_NAME
 from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
-from frontend.token_stream import TokenStream
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.server import Server

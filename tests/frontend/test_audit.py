@@ -14,11 +14,11 @@ import grpc
 import pytest
 import structlog
 
-from frontend.audit import MAX_KINDS, Audit
-from frontend.call import Call, Work
+from frontend.callers.audit import MAX_KINDS, Audit
+from frontend.callers.call import Call, Work
+from frontend.callers.tenants import Client
+from frontend.callers.usage import Usage
 from frontend.settings import FrontendSettings
-from frontend.tenants import Client
-from frontend.usage import Usage
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError, QueueFullError
 from shared.pb import scheduler_pb2 as pb2

@@ -16,12 +16,12 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from frontend.audit import Audit
-from frontend.auth import ClientInterceptor, Tokens
-from frontend.refusals import Refusals
-from frontend.server import SERVICE_NAME
-from frontend.tenants import read_clients
-from frontend.usage import Usage
+from frontend.api.servicer import SERVICE_NAME
+from frontend.callers.audit import Audit
+from frontend.callers.auth import ClientInterceptor, Tokens
+from frontend.callers.refusals import Refusals
+from frontend.callers.tenants import read_clients
+from frontend.callers.usage import Usage
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError

@@ -11,12 +11,14 @@ import grpc
 import pytest
 from grpc import aio
 
-from frontend import responses, sampling_checks, scheduler_client, structured_output
-from frontend import streams as frontend_streams
-from frontend.completion import CompletionBuilder
+from frontend.api import responses, sampling_checks
+from frontend.api.sampling_checks import MAX_LOGPROB_ENTRIES
+from frontend.api.validation import MAX_TOKENIZED
+from frontend.engines import connection as scheduler_client
+from frontend.engines import streams as frontend_streams
 from frontend.generation import Generation
-from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
-from frontend.validation import MAX_TOKENIZED
+from frontend.text import structured_output
+from frontend.text.completion import CompletionBuilder
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from frontend.settings import FrontendSettings
-from frontend.tokenizer import Tokenizer
+from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc import AsyncLLM, Chat, SamplingParams
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError

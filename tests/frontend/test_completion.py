@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.completion import CompletionBuilder
 from frontend.request import Sampling
+from frontend.text.completion import CompletionBuilder
 
 # Tokens 0-255 are bytes; then a word, an end of sequence that has text, and a special token.
 TABLE = {i: bytes([i]) for i in range(256)}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from frontend.detokenizer import IncrementalDetokenizer, byte_alphabet, token_bytes
+from frontend.text.detokenizer import IncrementalDetokenizer, byte_alphabet, token_bytes
 
 TEXTS = [
     "Once upon a time there was a fox.",

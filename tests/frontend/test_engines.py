@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from deploy.ports import free_port
+from frontend.callers.tenants import Client
 from frontend.engines import pool
 from frontend.engines.engine import Engine
 from frontend.engines.pool import Engines
 from frontend.engines.prefix_index import PrefixIndex
+from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.request import Request, Sampling
-from frontend.tenants import Client
-from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import (
     FailedPreconditionError,
     InvalidArgumentError,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from frontend.call import CALL, Call
-from frontend.fair_threads import FairThreads
-from frontend.tenants import Client
-from frontend.tokenizer import Tokenizer
+from frontend.callers.call import CALL, Call
+from frontend.callers.tenants import Client
+from frontend.text.fair_threads import FairThreads
+from frontend.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 60
 

@@ -13,8 +13,8 @@ import pytest
 import structlog
 from grpc import aio
 
-from frontend import responses
-from frontend.completion import CompletionBuilder
+from frontend.api import responses
+from frontend.text.completion import CompletionBuilder
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend.model_files import ModelFilesError, read_model_facts
+from frontend.text.model_files import ModelFilesError, read_model_facts
 from shared.sampling_params import SamplingNumbers
 
 

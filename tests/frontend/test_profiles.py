@@ -15,8 +15,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from deploy.ports import free_port
+from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from frontend.settings import FrontendSettings
-from frontend.vllm_engine.servicer import SERVICE_NAME
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from frontend import refusals
-from frontend.refusals import Refusals
+from frontend.callers import refusals
+from frontend.callers.refusals import Refusals
 from tests.simulation import virtual_time
 
 

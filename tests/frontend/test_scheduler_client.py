@@ -14,11 +14,11 @@ import pytest
 import structlog
 
 from deploy.ports import free_port
-from frontend import scheduler_client
+from frontend.engines import connection as scheduler_client
+from frontend.engines.connection import SchedulerClient
+from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind, Request, Sampling
-from frontend.scheduler_client import SchedulerClient
-from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import (
     DeadlineError,
     InternalError,

@@ -16,9 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from frontend.api.servicer import SERVICE_NAME
+from frontend.engines.token_stream import TokenStream
 from frontend.generation import Generation
-from frontend.server import SERVICE_NAME
-from frontend.token_stream import TokenStream
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb import scheduler_pb2

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.sampling_checks import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
-from frontend.stop_strings import Match, StopStringMatcher
+from frontend.api.sampling_checks import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
+from frontend.text.stop_strings import Match, StopStringMatcher
 
 # é, 你 and 👍 have two, three and four bytes; like 你, € has three.
 ALPHABET = "ab c\u00e9\u4f60\u20ac\U0001f44d"

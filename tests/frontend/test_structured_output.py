@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.request import Grammar, GrammarKind
-from frontend.structured_output import check_structured_output
+from frontend.text.structured_output import check_structured_output
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 

@@ -11,8 +11,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
+from frontend.callers.tenants import Client, engine_salt, read_clients
 from frontend.settings import FrontendSettings
-from frontend.tenants import Client, engine_salt, read_clients
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError

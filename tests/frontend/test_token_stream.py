@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from frontend.engines.token_stream import FinishReason, TokenStream, Waiter
 from frontend.request import Request, Sampling
-from frontend.token_stream import FinishReason, TokenStream, Waiter
 from shared.errors import InternalError
 from shared.turns import Turns
 from tests.frontend.conftest import read

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from frontend.model_files import ModelFilesError
-from frontend.tokenizer import Tokenizer
+from frontend.text.model_files import ModelFilesError
+from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 from shared.model_directory import MAX_TOKENIZER_BYTES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextvars import copy_context
 
-from frontend.call import Call
-from frontend.tenants import Client
-from frontend.tracing import AskedTraces, traced
+from frontend.callers.call import Call
+from frontend.callers.tenants import Client
+from frontend.callers.tracing import AskedTraces, traced
 from shared.tracing import Tracing
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frontend.validation import check_prompt_length, check_request, check_token_ids
+from frontend.api.validation import check_prompt_length, check_request, check_token_ids
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 

@@ -23,9 +23,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from deploy.ports import free_port
+from frontend.api.vllm_engine.kv_events import KvEventStream
+from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
 from frontend.settings import FrontendSettings
-from frontend.vllm_engine.kv_events import KvEventStream
-from frontend.vllm_engine.tokenizer_files import TokenizerArchive
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service

@@ -14,7 +14,7 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from frontend.vllm_engine.servicer import OPERATORS_METHODS, SERVICE_NAME
+from frontend.api.vllm_engine.servicer import OPERATORS_METHODS, SERVICE_NAME
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.stack import OPERATORS_TOKEN, Stack, send_all
 from tests.fuzz.tally import DEADLINE_S, Tally, unary

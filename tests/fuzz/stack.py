@@ -11,7 +11,7 @@ from pathlib import Path
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import frontend.server
+import frontend.api.servicer
 import frontend.service
 import scheduler_svc.__main__ as scheduler_main
 import worker_svc.__main__ as worker_main
@@ -29,7 +29,7 @@ from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
 from tests.scheduler_svc.grammar.host import TestHost
 from worker_svc.settings import WorkerSettings
 
-SERVICE = frontend.server.SERVICE_NAME
+SERVICE = frontend.api.servicer.SERVICE_NAME
 OPERATORS_TOKEN = "operator-0123456789"
 _AT_ONCE = 16
 

@@ -18,7 +18,7 @@ import structlog
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from frontend.scheduler_messages import is_orderly, suspects_message
+from frontend.engines.messages import is_orderly, suspects_message
 from scheduler_svc.__main__ import serve
 from scheduler_svc.edge import worker_client
 from scheduler_svc.edge.worker_group import WorkerMismatchError

@@ -10,9 +10,9 @@ from math import ceil, log2
 from random import Random
 from typing import Any
 
-from frontend.scheduler_client import SchedulerClient
-from frontend.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
-from frontend.token_stream import TokenStream
+from frontend.engines.connection import SchedulerClient
+from frontend.engines.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
+from frontend.engines.token_stream import TokenStream
 from shared.errors import InternalError
 from tests.oracle import completion
 from tests.simulation import virtual_time

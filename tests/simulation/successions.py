@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from frontend.engines.connection import SchedulerClient
+from frontend.engines.token_stream import TokenStream
 from frontend.request import Request, Sampling
-from frontend.scheduler_client import SchedulerClient
-from frontend.token_stream import TokenStream
 from scheduler_svc.admission import Limits
 from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.engine import Engine, WorkersLostError

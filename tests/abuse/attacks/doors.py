@@ -11,7 +11,7 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from frontend.vllm_engine.servicer import SERVICE_NAME
+from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from tests.abuse.attack import Target, attack
 from tests.abuse.observer import STREAMS
 from tests.http2 import RawConnection

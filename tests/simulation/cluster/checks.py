@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 
 from frontend.engines.prefix_index import PrefixIndex
-from frontend.token_stream import TokenStream
+from frontend.engines.token_stream import TokenStream
 from scheduler_svc.block_manager import BlockManager
 from shared.errors import (
     DeadlineError,

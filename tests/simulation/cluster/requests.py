@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from random import Random
 
 from frontend.engines.pool import Engines
+from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.request import Request, Sampling
-from frontend.token_stream import FinishReason, TokenStream
 from shared.errors import DeadlineError, InvalidArgumentError, ServiceError, UnavailableError
 from tests.oracle import completion
 from tests.simulation.cluster.engines import DEADLY_TOKEN, TOKEN, Owner, marked, salt_of

@@ -10,7 +10,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from frontend.suspects import MIN_LOSSES_ALONE
+from frontend.engines.suspects import MIN_LOSSES_ALONE
 from scheduler_svc.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time

@@ -16,8 +16,8 @@ from unittest import mock
 from frontend.engines.engine import Engine
 from frontend.engines.placement import _MIN_IMBALANCE
 from frontend.engines.pool import Engines
+from frontend.engines.token_stream import TokenStream
 from frontend.request import Request
-from frontend.token_stream import TokenStream
 from tests.simulation.cluster.engines import Shape
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.network import Dialer, Link, Listener
@@ -33,8 +33,8 @@ def virtual_deadlines() -> Iterator[None]:
     """Has frontends tell deadlines by the event loop's time."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
     with (
-        mock.patch("frontend.scheduler_client.time", clock),
-        mock.patch("frontend.scheduler_messages.time", clock),
+        mock.patch("frontend.engines.connection.time", clock),
+        mock.patch("frontend.engines.messages.time", clock),
     ):
         yield
 

@@ -20,12 +20,12 @@ import structlog
 from grpc import aio
 from grpc_health.v1 import health
 
-from frontend.audit import Audit
-from frontend.call import Call
-from frontend.door import Door
-from frontend.refusals import Refusals
-from frontend.tenants import Client, read_clients
-from frontend.tracing import AskedTraces, traced
+from frontend.callers.audit import Audit
+from frontend.callers.call import Call
+from frontend.callers.door import Door
+from frontend.callers.refusals import Refusals
+from frontend.callers.tenants import Client, read_clients
+from frontend.callers.tracing import AskedTraces, traced
 from nano_vllm_grpc.tls import FileError
 from shared.callers import CALLER, Caller, network_of
 from shared.errors import (

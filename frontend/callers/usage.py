@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from frontend.call import Call, Work
+from frontend.callers.call import Call, Work
 
 
 @dataclass(slots=True)

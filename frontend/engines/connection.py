@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from grpc import aio
 
-from frontend.engine_calls import EngineCalls
-from frontend.metrics import RequestMetrics
-from frontend.request import Request
-from frontend.scheduler_messages import (
+from frontend.engines.engine_calls import EngineCalls
+from frontend.engines.messages import (
     abort_message,
     finish_of,
     is_orderly,
@@ -32,9 +30,11 @@ from frontend.scheduler_messages import (
     submit_message,
     suspects_message,
 )
-from frontend.streams import Streams
-from frontend.suspects import Record, Suspects
-from frontend.token_stream import FinishReason, Start, TokenStream
+from frontend.engines.streams import Streams
+from frontend.engines.suspects import Record, Suspects
+from frontend.engines.token_stream import FinishReason, Start, TokenStream
+from frontend.metrics import RequestMetrics
+from frontend.request import Request
 from nano_vllm_grpc.tls import FileError
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, QueueFullError, ServiceError, UnavailableError

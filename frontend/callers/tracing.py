@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from frontend.call import CALL, Call
-from frontend.call_trace import CallTrace
+from frontend.callers.call import CALL, Call
+from frontend.callers.call_trace import CallTrace
 from shared.errors import ServiceError
 from shared.tracing import Tracing
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from frontend.detokenizer import IncrementalDetokenizer
 from frontend.logprobs import LogprobRow
 from frontend.request import Sampling
-from frontend.stop_strings import StopStringMatcher
+from frontend.text.detokenizer import IncrementalDetokenizer
+from frontend.text.stop_strings import StopStringMatcher
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from frontend.completion import Delta
 from frontend.generation import VLLM_REASONS, CompletionReader, Generation
 from frontend.logprobs import LogprobRow
-from frontend.threads import in_pieces
+from frontend.text.completion import Delta
+from frontend.text.threads import in_pieces
 from shared.pb import scheduler_pb2
 
 _ROWS_AT_ONCE = 32

@@ -18,13 +18,13 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from frontend.call import CALL, Call
+from frontend.api.generations import Generations
+from frontend.api.vllm_engine import responses
+from frontend.api.vllm_engine.kv_events import KvEventStream
+from frontend.api.vllm_engine.requests import generate_request, profile_request, truncation
+from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
+from frontend.callers.call import CALL, Call
 from frontend.generation import Generation
-from frontend.generations import Generations
-from frontend.vllm_engine import responses
-from frontend.vllm_engine.kv_events import KvEventStream
-from frontend.vllm_engine.requests import generate_request, profile_request, truncation
-from frontend.vllm_engine.tokenizer_files import TokenizerArchive
 from shared.errors import (
     FailedPreconditionError,
     InternalError,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frontend.json_text import parse_json
 from frontend.request import Grammar, GrammarKind
+from frontend.text.json_text import parse_json
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 

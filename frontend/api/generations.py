@@ -11,15 +11,15 @@ from typing import Any
 import structlog
 from grpc import aio
 
-from frontend import validation
-from frontend.call import CALL, Work
+from frontend.api import validation
+from frontend.api.sampling_checks import check_resume, check_sampling
+from frontend.callers.call import CALL, Work
+from frontend.callers.tenants import engine_salt
 from frontend.engines.pool import Engines
 from frontend.generation import Generation, begin
-from frontend.model_files import ModelFacts
 from frontend.request import Request
-from frontend.sampling_checks import check_resume, check_sampling
-from frontend.tenants import engine_salt
-from frontend.tokenizer import Tokenizer
+from frontend.text.model_files import ModelFacts
+from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 

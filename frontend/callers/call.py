@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from frontend.call_trace import CallTrace
-from frontend.tenants import Client
+from frontend.callers.call_trace import CallTrace
+from frontend.callers.tenants import Client
 from shared.callers import network_of
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from frontend.token_stream import TokenStream
+from frontend.engines.token_stream import TokenStream
 
 # What gets that many tokens from one scheduler is not what kills it: fewer may be on their way to
 # the frontend when it dies, and be sent by the next.

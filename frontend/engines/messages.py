@@ -11,10 +11,10 @@ import numpy as np
 import structlog
 from grpc import StatusCode, aio
 
+from frontend.callers.tenants import Client
+from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind
-from frontend.tenants import Client
-from frontend.token_stream import FinishReason, TokenStream
 from nano_vllm_grpc.pb import frontend_pb2
 from shared.errors import (
     DeadlineError,

@@ -7,10 +7,10 @@ from typing import Any
 
 from grpc import aio
 
-from frontend import responses, validation
-from frontend.completion import Delta
-from frontend.generations import Generations
-from frontend.responses import WholeCompletion, stream_response
+from frontend.api import responses, validation
+from frontend.api.generations import Generations
+from frontend.api.responses import WholeCompletion, stream_response
+from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import meta, nodes
 
-from frontend.conversation import Conversation
+from frontend.text.conversation import Conversation
 from shared.errors import InvalidArgumentError
 
 # Every template takes these, or says why not.

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import structlog
 from grpc import StatusCode, aio
 
-from frontend.call import CALL, Call, Work
-from frontend.usage import Usage
+from frontend.callers.call import CALL, Call, Work
+from frontend.callers.usage import Usage
 from shared.callers import host_of
 from shared.errors import ServiceError
 

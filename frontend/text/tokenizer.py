@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from tokenizers import decoders, normalizers
 
-from frontend.call import CALL
-from frontend.chat_template import ChatTemplate
-from frontend.conversation import read_conversation
-from frontend.detokenizer import IncrementalDetokenizer, token_bytes
-from frontend.fair_threads import FairThreads
-from frontend.model_files import ModelFilesError, check_tokenizer_files
-from frontend.tracing import part_of_call
+from frontend.callers.call import CALL
+from frontend.callers.tracing import part_of_call
+from frontend.text.chat_template import ChatTemplate
+from frontend.text.conversation import read_conversation
+from frontend.text.detokenizer import IncrementalDetokenizer, token_bytes
+from frontend.text.fair_threads import FairThreads
+from frontend.text.model_files import ModelFilesError, check_tokenizer_files
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import numpy as np
 from smg_grpc_proto.generated import common_pb2 as common
 
-from frontend.vllm_engine.responses import cache_use
+from frontend.api.vllm_engine.responses import cache_use
 from shared.pb import scheduler_pb2
 
 _DEVICE = common.KV_CACHE_TIER_DEVICE

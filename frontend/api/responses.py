@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from frontend.completion import Delta
+from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Ending, Totals
 from frontend.logprobs import LogprobRow
-from frontend.model_files import ModelFacts
-from frontend.threads import in_pieces
-from frontend.token_stream import FinishReason
+from frontend.text.completion import Delta
+from frontend.text.model_files import ModelFacts
+from frontend.text.threads import in_pieces
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from shared.sampling_params import NUMBERS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import structlog
 
-from frontend.tenants import Client
+from frontend.callers.tenants import Client
 from shared.errors import PermissionDeniedError
 from shared.peers import is_own_process
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakSet
 
-from frontend.call import CALL
+from frontend.callers.call import CALL
+from frontend.engines.token_stream import TokenStream, Waiter
 from frontend.logprobs import PromptLogprobs
 from frontend.request import Request
-from frontend.token_stream import TokenStream, Waiter
 from shared.errors import QueueFullError
 from shared.turns import Turns
 
