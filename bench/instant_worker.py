@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 
-from shared.parent import end_with_parent
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from shared.process.parent import end_with_parent
 
 VOCAB_SIZE = 32_000
 

@@ -29,7 +29,7 @@ from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.step import Answer, Output, Step
-from shared.metrics import ServiceMetrics
+from shared.telemetry.metrics import ServiceMetrics
 
 _BLOCK_SIZE = 64
 _STEPS = 4 * _BLOCK_SIZE  # measured together: each time as many begin a block of the cache

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from deploy.errors import LaunchError
 from nano_vllm_grpc.tls import ClientTls, FileError, client_context, load_files
-from shared.roles import ROLE, roles_among
+from shared.rpc.roles import ROLE, roles_among
 from shared.tls import ServerTls, check_apart
 
 

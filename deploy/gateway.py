@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # while importing, see `shared.process`
+gc.disable()  # while importing, see `shared.process.run`
 
 import asyncio
 import json
@@ -35,8 +35,8 @@ from frontend.settings import PublicSettings
 from nano_vllm_grpc.channels import stays_on_host
 from nano_vllm_grpc.tls import ClientTls, load_files
 from shared.config import Addresses, settings_or_exit, split_commas
-from shared.metrics_endpoint import list_endpoint
-from shared.process import Ready, run_service
+from shared.process.run import Ready, run_service
+from shared.telemetry.metrics_endpoint import list_endpoint
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploy.errors import LaunchError
-from shared.ports import bound_socket
+from shared.process.ports import bound_socket
 
 _USUAL_PORT = 50051
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -11,7 +11,7 @@ from deploy.health import SERVING, check_health
 from deploy.logs import failure_reason
 from deploy.stack import Stack
 from deploy.status import ProcessStatus, stack_status
-from shared.fork import CANNOT_START
+from shared.process.fork import CANNOT_START
 
 Report = Callable[[Sequence[ProcessStatus]], None]
 

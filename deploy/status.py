@@ -13,7 +13,7 @@ from deploy.health import UNREACHABLE, check_health, http_health
 from deploy.logs import failure_reason
 from deploy.stack import ENGINE_SERVICES, Process, Stack
 from deploy.supervisor import SupervisedProcess, supervised_processes
-from shared.fork import CANNOT_START
+from shared.process.fork import CANNOT_START
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from supervisor import supervisord
 
-from shared.log_output import shield_stderr
-from shared.parent import end_with_parent
-from shared.process import raise_descriptor_limit
+from shared.process.parent import end_with_parent
+from shared.process.run import raise_descriptor_limit
+from shared.telemetry.log_output import shield_stderr
 
 
 def main() -> None:

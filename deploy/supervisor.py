@@ -20,7 +20,7 @@ from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import Process, Stack, make_directory
 from deploy.supervisor_config import write_config
 from deploy.supervisor_rpc import ANSWER_S, already, supervisor_rpc
-from shared.keeper_state import read_keeper_state
+from shared.process.keeper_state import read_keeper_state
 
 if TYPE_CHECKING:
     from deploy.plan import Environment
@@ -38,7 +38,7 @@ class SupervisedProcess:
 
     name: str
     state: str = "STOPPED"  # RUNNING, EXITED, STOPPING, ... as supervisord calls them
-    pid: int | None = None  # of the fork that serves (`shared.keeper`), or starts
+    pid: int | None = None  # of the fork that serves (`shared.process.keeper`), or starts
     exit_status: int | None = None  # None: killed by a signal, or still running
     trouble: str = ""  # why there is no such fork, or why it was needed
 

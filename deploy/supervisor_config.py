@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from deploy.stack import MODULES, SERVICES, Process, Stack, replace_file
-from shared.fork import CANNOT_START
+from shared.process.fork import CANNOT_START
 
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _NEVER_GIVE_UP = 1_000_000

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # while importing, see `shared.process`
+gc.disable()  # while importing, see `shared.process.run`
 
 import argparse
 import asyncio
@@ -35,10 +35,10 @@ from deploy.supervisor import (
     supervised_processes,
 )
 from shared.config import ServiceSettings, SettingsError, load_settings
-from shared.fork import CANNOT_START
-from shared.heartbeat import BEATS
-from shared.parent import end_with_parent
-from shared.process import Ready, run_service
+from shared.process.fork import CANNOT_START
+from shared.process.heartbeat import BEATS
+from shared.process.parent import end_with_parent
+from shared.process.run import Ready, run_service
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class Watchdog:
             self._silent = 0
             self._start_what_was_given_up(processes)
         except SupervisorSilentError:
-            self._silent += 1  # rather than reading a clock, see `shared.heartbeat`
+            self._silent += 1  # rather than reading a clock, see `shared.process.heartbeat`
             if self._silent == BEATS:
                 log.error("kills supervisord, which does not answer", pid=self._supervisor.pid)
                 self._supervisor.kill()
@@ -119,7 +119,7 @@ class Watchdog:
 def start_stack_again(stack: Stack, keeper: int) -> None:
     """Starts the stack after its supervisord has died; returns once there is another.
 
-    Its processes have ended with it, or are about to: they are tied to it (`shared.parent`).
+    Its processes have ended with it, or are about to: they are tied to it (`shared.process.parent`).
     """
     pauses = Pauses()
     ours = {os.getpid(), keeper}

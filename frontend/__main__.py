@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # see `shared.process`
+gc.disable()  # see `shared.process.run`
 
 import os
 import sys
@@ -17,7 +17,7 @@ from frontend.settings import FrontendSettings
 from frontend.text.model_files import ModelFilesError
 from frontend.text.tokenizer import import_auto_tokenizer
 from shared.config import settings_or_exit
-from shared.process import Ready, run_service
+from shared.process.run import Ready, run_service
 
 
 def main() -> int:

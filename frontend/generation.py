@@ -18,7 +18,7 @@ from frontend.request import Request
 from frontend.text.completion import CompletionBuilder, Delta
 from frontend.text.threads import in_pieces
 from shared.errors import DeadlineError, InternalError, ServiceError
-from shared.turns import Turns
+from shared.rpc.turns import Turns
 
 log = structlog.get_logger(__name__)
 

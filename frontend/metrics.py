@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from frontend.callers.usage import Usage
-from shared.metrics import RECOVERY_SECONDS, Histogram, ServiceMetrics
+from shared.telemetry.metrics import RECOVERY_SECONDS, Histogram, ServiceMetrics
 
 # vLLM's buckets.
 _FIRST_TOKEN_SECONDS = (

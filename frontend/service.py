@@ -19,8 +19,8 @@ from frontend.text.model_files import read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
-from shared.server import Server
-from shared.tracing import open_tracing
+from shared.rpc.server import Server
+from shared.telemetry.tracing import open_tracing
 
 
 def public_server(

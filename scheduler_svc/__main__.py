@@ -23,10 +23,10 @@ from scheduler_svc.step_traces import StepTraces
 from shared.config import settings_or_exit
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
-from shared.process import Ready, run_service
-from shared.roles import Callers
-from shared.server import Server
-from shared.tracing import open_tracing
+from shared.process.run import Ready, run_service
+from shared.rpc.roles import Callers
+from shared.rpc.server import Server
+from shared.telemetry.tracing import open_tracing
 
 
 async def serve(

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.step import Step
-from shared.metrics import RECOVERY_SECONDS, STEP_SECONDS, Histogram, ServiceMetrics
+from shared.telemetry.metrics import RECOVERY_SECONDS, STEP_SECONDS, Histogram, ServiceMetrics
 
 _STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -30,7 +30,7 @@ from shared.errors import (
 )
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
-from shared.turns import Turns
+from shared.rpc.turns import Turns
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from scheduler_svc.sequence import Sequence, Status
 from scheduler_svc.step import Row, Step
-from shared.tracing import Tracing
+from shared.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # see `shared.process`
+gc.disable()  # see `shared.process.run`
 
 from worker_svc.openmp import let_threads_spin_briefly
 
@@ -15,9 +15,9 @@ from functools import partial
 
 from shared.config import settings_or_exit
 from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from shared.process import Ready, run_service
-from shared.roles import Callers
-from shared.server import Server
+from shared.process.run import Ready, run_service
+from shared.rpc.roles import Callers
+from shared.rpc.server import Server
 from worker_svc.errors import StartError
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.platforms.choice import preload

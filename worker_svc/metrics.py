@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from shared.metrics import STEP_SECONDS, Histogram, ServiceMetrics
+from shared.telemetry.metrics import STEP_SECONDS, Histogram, ServiceMetrics
 
 
 class WorkerMetrics(ServiceMetrics):

@@ -28,7 +28,7 @@ from shared.pb.worker_pb2 import (
     StopProfileResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
-from shared.tracing import open_tracing
+from shared.telemetry.tracing import open_tracing
 from worker_svc.errors import StartError
 from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
 from worker_svc.metrics import WorkerMetrics

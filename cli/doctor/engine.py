@@ -25,8 +25,8 @@ from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError
-from shared.logging import configure_logging
 from shared.model_directory import read_text
+from shared.telemetry.logging import configure_logging
 from worker_svc.attention.base import Backend
 from worker_svc.config import ModelConfig, load_model_config
 from worker_svc.errors import ModelError, StartError

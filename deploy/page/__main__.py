@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # while importing, see `shared.process`
+gc.disable()  # while importing, see `shared.process.run`
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ from deploy.page.observer import Observer
 from deploy.stack import Stack
 from nano_vllm_grpc import AsyncLLM
 from shared.config import ServiceSettings, settings_or_exit
-from shared.process import Ready, run_service
+from shared.process.run import Ready, run_service
 
 _HOST = "127.0.0.1"
 _MAX_CONNECTIONS = 64

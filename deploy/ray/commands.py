@@ -26,7 +26,7 @@ from deploy.status import format_status, status_json
 from deploy.supervisor import is_running
 from nano_vllm_grpc.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
-from shared.fork import CANNOT_START
+from shared.process.fork import CANNOT_START
 
 _POLL_S = 0.5
 _MAX_RESTARTS = 3

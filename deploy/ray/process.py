@@ -34,8 +34,8 @@ from deploy.stack import MODULES, Process, bracket_host, make_private
 from deploy.status import ProcessStatus
 from frontend.callers.tenants import read_clients
 from shared.config import PREFIX
-from shared.fork import CANNOT_START
-from shared.keeper_state import read_keeper_state
+from shared.process.fork import CANNOT_START
+from shared.process.keeper_state import read_keeper_state
 
 CALLS = 8  # that an actor answers at a time
 _LOOK_S = 0.5

@@ -15,7 +15,7 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
 )
-from shared.reading import let_go
+from shared.rpc.reading import let_go
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"

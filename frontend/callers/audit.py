@@ -21,8 +21,8 @@ from grpc import StatusCode, aio
 
 from frontend.callers.call import CALL, Call, Work
 from frontend.callers.usage import Usage
-from shared.callers import host_of
 from shared.errors import ServiceError
+from shared.rpc.callers import host_of
 
 log = structlog.get_logger(__name__)
 

@@ -27,7 +27,6 @@ from frontend.callers.refusals import Refusals
 from frontend.callers.tenants import Client, read_clients
 from frontend.callers.tracing import AskedTraces, traced
 from nano_vllm_grpc.tls import FileError
-from shared.callers import CALLER, Caller, network_of
 from shared.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -36,9 +35,10 @@ from shared.errors import (
     UnauthenticatedError,
     UnimplementedError,
 )
-from shared.interceptors import within, wrap_behavior
-from shared.message_memory import MAX_BYTES_PER_CALLER
-from shared.tracing import Tracing
+from shared.rpc.callers import CALLER, Caller, network_of
+from shared.rpc.interceptors import within, wrap_behavior
+from shared.rpc.message_memory import MAX_BYTES_PER_CALLER
+from shared.telemetry.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 

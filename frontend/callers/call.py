@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from frontend.callers.call_trace import CallTrace
 from frontend.callers.tenants import Client
-from shared.callers import network_of
+from shared.rpc.callers import network_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shared.tracing import Tracing
+from shared.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span

@@ -8,7 +8,7 @@ import structlog
 
 from frontend.callers.tenants import Client
 from shared.errors import PermissionDeniedError
-from shared.peers import is_own_process
+from shared.rpc.peers import is_own_process
 
 log = structlog.get_logger(__name__)
 

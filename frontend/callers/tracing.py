@@ -12,7 +12,7 @@ import structlog
 from frontend.callers.call import CALL, Call
 from frontend.callers.call_trace import CallTrace
 from shared.errors import ServiceError
-from shared.tracing import Tracing
+from shared.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue

@@ -11,7 +11,7 @@ from frontend.engines.token_stream import TokenStream, Waiter
 from frontend.logprobs import PromptLogprobs
 from frontend.request import Request
 from shared.errors import QueueFullError
-from shared.turns import Turns
+from shared.rpc.turns import Turns
 
 # Log-probabilities of completions that clients have not read yet; some 70 bytes each.
 MAX_UNREAD_LOGPROBS = 1 << 22

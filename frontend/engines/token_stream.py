@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
 from shared.errors import ServiceError
-from shared.turns import Turns
+from shared.rpc.turns import Turns
 
 
 def _nothing() -> None:

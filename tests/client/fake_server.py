@@ -22,9 +22,9 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
-from shared.interceptors import StatusInterceptor
-from shared.message_memory import MessageMemory
-from shared.reading import MessageReader
+from shared.rpc.interceptors import StatusInterceptor
+from shared.rpc.message_memory import MessageMemory
+from shared.rpc.reading import MessageReader
 
 Responses = AsyncIterator[pb.GenerateStreamResponse]
 

@@ -19,7 +19,7 @@ from deploy.plan import Layout, plan_stack
 from deploy.stack import Stack
 from deploy.supervisor import supervised_processes
 from deploy.watchdog import Pauses, Watchdog
-from shared.heartbeat import BEATS
+from shared.process.heartbeat import BEATS
 from tests.stack import DEMO_MODEL
 from tests.waiting import wait_for
 

@@ -27,7 +27,7 @@ from shared.pb.scheduler_pb2 import GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from shared.ports import bound_socket
+from shared.process.ports import bound_socket
 from tests.certificates import Authority
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import wait_for

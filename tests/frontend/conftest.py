@@ -23,7 +23,7 @@ from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
-from shared.server import Server
+from shared.rpc.server import Server
 from tests.frontend.fake_scheduler import FakeScheduler
 
 # On a busy machine an example may take long. Examples are the same in every run.

@@ -16,8 +16,8 @@ from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError
-from shared.callers import CALLER
 from shared.pb import scheduler_pb2
+from shared.rpc.callers import CALLER
 from tests.echo_server import Echo, echo_server
 from tests.frontend.conftest import Service
 from tests.frontend.fake_scheduler import FakeScheduler

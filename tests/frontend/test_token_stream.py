@@ -7,7 +7,7 @@ import pytest
 from frontend.engines.token_stream import FinishReason, TokenStream, Waiter
 from frontend.request import Request, Sampling
 from shared.errors import InternalError
-from shared.turns import Turns
+from shared.rpc.turns import Turns
 from tests.frontend.conftest import read
 from tests.turns import counting_turns
 

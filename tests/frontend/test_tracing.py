@@ -7,7 +7,7 @@ from contextvars import copy_context
 from frontend.callers.call import Call
 from frontend.callers.tenants import Client
 from frontend.callers.tracing import AskedTraces, traced
-from shared.tracing import Tracing
+from shared.telemetry.tracing import Tracing
 
 
 def test_a_client_that_asks_for_too_many_traces_gets_ten_a_second() -> None:

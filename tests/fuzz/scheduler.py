@@ -24,7 +24,7 @@ from shared.config import load_settings
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from shared.reading import decode_message
+from shared.rpc.reading import decode_message
 from tests.fake_worker import VOCAB_SIZE, FakeWorker, completion, start_worker
 from tests.frontend.conftest import DEMO
 from tests.fuzz.corpus import Case, load_cases

@@ -16,9 +16,9 @@ import pytest
 
 from deploy.health import SERVING, check_health
 from nano_vllm_grpc import AsyncLLM, SamplingParams
-from shared.fork import CANNOT_START
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
+from shared.process.fork import CANNOT_START
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.device import DEVICE, gpu_only

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.callers import network_of
+from shared.rpc.callers import network_of
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import shared.server
+import shared.rpc.server
 from frontend.settings import FrontendSettings
-from shared.server import Server
+from shared.rpc.server import Server
 from tests.http2 import PREFACE, SETTINGS, RawConnection, call_frames, connect, dial, frame
 
 CHECK = "/grpc.health.v1.Health/Check"
@@ -61,7 +61,7 @@ async def check(address: str) -> None:
 async def test_silent_connections_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(shared.server, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(shared.rpc.server, "_HANDSHAKE_S", 0.1)
     async with serving(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
         await read_to_the_end(address, sent)
         await check(address)
@@ -70,7 +70,7 @@ async def test_silent_connections_are_closed(
 async def test_connections_without_calls_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared.server, "_IDLE_S", 0.1)
+    monkeypatch.setattr(shared.rpc.server, "_IDLE_S", 0.1)
     async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
         while True:  # until one has been in time
             watcher = await stack.enter_async_context(connect(address))
@@ -85,7 +85,7 @@ async def test_connections_without_calls_are_closed(
 
 
 async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared.server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(shared.rpc.server, "MAX_CONNECTIONS", 4)
     async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
         for _ in range(3):
             connection = await stack.enter_async_context(connect(address))
@@ -101,7 +101,7 @@ async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
 
 async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have not even sent their message count, too."""
-    monkeypatch.setattr(shared.server, "MAX_CALLS", 3)
+    monkeypatch.setattr(shared.rpc.server, "MAX_CALLS", 3)
     async with serving(tmp_path) as address, connect(address) as client, asyncio.timeout(TIMEOUT_S):
         for stream in (1, 3, 5, 7):
             client.open_call(stream, WATCH)

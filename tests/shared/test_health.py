@@ -15,9 +15,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-import shared.health
+import shared.rpc.health
 from frontend.settings import FrontendSettings
-from shared.server import Server
+from shared.rpc.server import Server
 from tests.http2 import connect
 
 SERVICE = "some.Service"
@@ -44,7 +44,7 @@ def request(service: str = "") -> pb.HealthCheckRequest:
 
 @pytest.fixture(autouse=True)
 def few_watchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shared.health, "MAX_WATCHERS_PER_HOST", 4)
+    monkeypatch.setattr(shared.rpc.health, "MAX_WATCHERS_PER_HOST", 4)
     return
 
 
@@ -132,7 +132,7 @@ async def test_an_unknown_service_is_unknown(tmp_path: Path) -> None:
 async def test_watchers_of_all_hosts_together_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared.health, "MAX_WATCHERS", 2)
+    monkeypatch.setattr(shared.rpc.health, "MAX_WATCHERS", 2)
     async with serving(tmp_path) as (_, _, stub):
         watches = [stub.Watch(request()) for _ in range(2)]
         for watch in watches:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.log_output import LogOutput
+from shared.telemetry.log_output import LogOutput
 
 PIPE_BYTES = 4 * select.PIPE_BUF
 LOGGING_PROGRAM = """
@@ -21,7 +21,7 @@ import os, sys, warnings
 import structlog
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
-from shared.logging import configure_logging
+from shared.telemetry.logging import configure_logging
 configure_logging(load_settings(FrontendSettings, ["--log-format", "json"]), "test")
 for number in range(1000):
     structlog.get_logger().info("event", number=number)

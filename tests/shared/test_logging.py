@@ -9,7 +9,7 @@ import structlog
 
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
-from shared.logging import configure_logging
+from shared.telemetry.logging import configure_logging
 
 
 @pytest.fixture(autouse=True)

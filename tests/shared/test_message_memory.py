@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from shared import message_memory
-from shared.callers import Caller
 from shared.errors import QueueFullError
-from shared.message_memory import Hold, MessageMemory
+from shared.rpc import message_memory
+from shared.rpc.callers import Caller
+from shared.rpc.message_memory import Hold, MessageMemory
 
 PLACE, TOTAL = 100, 400
 ALICE, BOB = Caller("alice", 200), Caller("bob", 200)

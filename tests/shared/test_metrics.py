@@ -17,8 +17,8 @@ from prometheus_client.metrics_core import Metric
 
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
-from shared.metrics import Histogram, ServiceMetrics
-from shared.metrics_endpoint import open_endpoint
+from shared.telemetry.metrics import Histogram, ServiceMetrics
+from shared.telemetry.metrics_endpoint import open_endpoint
 from tests.waiting import wait_for
 
 BOUNDS = (0.5, 1.0, 2.5, 10.0)

@@ -14,16 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared import process
-from shared.heartbeat import BEATS
-from shared.keeper_state import read_keeper_state
+from shared.process import run as process
+from shared.process.heartbeat import BEATS
+from shared.process.keeper_state import read_keeper_state
 from tests.waiting import wait_for
 
 _PROGRAM = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 import structlog
-from shared.keeper import Keeper
+from shared.process.keeper import Keeper
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
@@ -274,7 +274,7 @@ def test_a_fork_ends_a_keeper_that_is_stopped(tmp_path: Path) -> None:
 # Keeper and fork say what they do, and their clock leaps by an hour at SIGUSR1, as if they had been
 # stopped for so long.
 LEAPS = """
-from shared.fork import Fork
+from shared.process.fork import Fork
 
 leaps = 0
 monotonic, look = time.monotonic, Fork.look
@@ -320,7 +320,7 @@ def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
 def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:
     """A thousand silent connections would otherwise keep everyone else out."""
     ask = "resource.getrlimit(resource.RLIMIT_NOFILE)"
-    code = f"import resource; from shared import process; hard = {ask}[1]\n"
+    code = f"import resource; from shared.process import run as process; hard = {ask}[1]\n"
     code += f"process.raise_descriptor_limit(); assert {ask} == (hard, hard) and hard > 64"
     limited = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "-", sys.executable, "-c", code]
     subprocess.run(limited, check=True, timeout=60)

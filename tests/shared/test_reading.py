@@ -24,14 +24,14 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceStub,
     add_InferenceServiceServicer_to_server,
 )
-from shared import reading
-from shared.callers import CALLER, Caller
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
-from shared.interceptors import wrap_behavior
-from shared.message_memory import MessageMemory
-from shared.reading import MessageReader, let_go
-from shared.server import Server
+from shared.rpc import reading
+from shared.rpc.callers import CALLER, Caller
+from shared.rpc.interceptors import wrap_behavior
+from shared.rpc.message_memory import MessageMemory
+from shared.rpc.reading import MessageReader, let_go
+from shared.rpc.server import Server
 from tests.http2 import connect
 from tests.shared.test_wire_scan import FLOODS
 from tests.turns import counting_turns

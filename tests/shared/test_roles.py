@@ -20,8 +20,8 @@ from shared.pb.scheduler_pb2_grpc import (
     SchedulerServiceStub,
     add_SchedulerServiceServicer_to_server,
 )
-from shared.roles import Callers
-from shared.server import Server
+from shared.rpc.roles import Callers
+from shared.rpc.server import Server
 from tests.certificates import Authority
 
 TIMEOUT_S = 60

@@ -25,7 +25,7 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 )
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
-from shared.server import Server
+from shared.rpc.server import Server
 
 SERVICE = "nanovllm.v1.InferenceService"
 LIMIT = 1000
@@ -195,7 +195,7 @@ async def test_an_address_in_use_is_an_os_error() -> None:
 
 async def test_a_process_ends_with_its_parent() -> None:
     child = (
-        "import os, time; from shared.parent import end_with_parent\n"
+        "import os, time; from shared.process.parent import end_with_parent\n"
         "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (

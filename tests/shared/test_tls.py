@@ -18,7 +18,7 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import ClientTls, FileError, channel_credentials
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
-from shared.server import Server
+from shared.rpc.server import Server
 from tests.certificates import Authority, Issued, replace
 from tests.echo_server import echo_server
 

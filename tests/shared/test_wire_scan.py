@@ -8,9 +8,9 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared import wire_scan
 from shared.errors import InvalidArgumentError
-from shared.wire_scan import MAX_FIELDS, scan
+from shared.rpc import wire_scan
+from shared.rpc.wire_scan import MAX_FIELDS, scan
 
 GENERATE = pb.GenerateRequest.DESCRIPTOR
 # Four megabytes of the least that makes a field, and of what is slow to walk over.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
-from shared.server import Server
+from shared.rpc.server import Server
 from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError

@@ -32,9 +32,9 @@ from shared.errors import (
     OutOfRangeError,
     UnimplementedError,
 )
-from shared.reading import let_go
+from shared.rpc.reading import let_go
+from shared.rpc.turns import Turns
 from shared.sampling_params import DEFAULTS, NUMBERS
-from shared.turns import Turns
 
 Context = aio.ServicerContext[Any, Any]
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]

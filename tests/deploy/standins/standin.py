@@ -22,15 +22,15 @@ from typing import Any
 import structlog
 
 from shared.config import ServiceSettings, settings_or_exit
-from shared.logging import configure_logging
-from shared.parent import end_with_parent
 from shared.pb import (
     frontend_pb2,
     frontend_pb2_grpc,
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
-from shared.server import Server
+from shared.process.parent import end_with_parent
+from shared.rpc.server import Server
+from shared.telemetry.logging import configure_logging
 
 WORDS = (", there", " was", " a", " fox")
 

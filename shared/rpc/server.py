@@ -15,12 +15,12 @@ from grpc_reflection.v1alpha import reflection
 from nano_vllm_grpc.channels import Options, keepalive_options
 from nano_vllm_grpc.tls import channel_credentials
 from shared.config import ServiceSettings
-from shared.health import HealthServicer
-from shared.interceptors import StatusInterceptor
-from shared.message_memory import MAX_BYTES, MessageMemory
-from shared.open_calls import OpenCalls
-from shared.reading import UNREAD_FACTOR, MessageReader
-from shared.roles import Callers, RoleInterceptor
+from shared.rpc.health import HealthServicer
+from shared.rpc.interceptors import StatusInterceptor
+from shared.rpc.message_memory import MAX_BYTES, MessageMemory
+from shared.rpc.open_calls import OpenCalls
+from shared.rpc.reading import UNREAD_FACTOR, MessageReader
+from shared.rpc.roles import Callers, RoleInterceptor
 from shared.tls import server_credentials
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from shared.errors import PermissionDeniedError
-from shared.interceptors import within, wrap_behavior
+from shared.rpc.interceptors import within, wrap_behavior
 
 ROLE = "urn:nano-vllm-grpc:role:"
 

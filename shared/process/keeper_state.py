@@ -1,4 +1,4 @@
-"""The state of a keeper (`shared.keeper`), for other processes of the same user to read.
+"""The state of a keeper (`shared.process.keeper`), for other processes of the same user to read.
 
 It is in memory that only the keeper's descriptors lead to, so that no disk can be too full for it.
 (A process title would do, but setting one overwrites `/proc/PID/environ`, by which the launcher

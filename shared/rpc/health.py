@@ -16,8 +16,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from shared.callers import network_of
 from shared.errors import NotFoundError, QueueFullError
+from shared.rpc.callers import network_of
 
 # Watches at a time, of a process and of each host; a load balancer needs one.
 MAX_WATCHERS = 1024

@@ -14,8 +14,8 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
-from shared.callers import Caller
 from shared.errors import QueueFullError
+from shared.rpc.callers import Caller
 
 # Bytes of messages per process.
 MAX_BYTES = 256 << 20

@@ -4,8 +4,8 @@ Most of the startup time goes to imports: torch's alone take over a second. So t
 keeper, imports everything, leaves the rest to a fork of itself, and waits: if that dies, another
 takes milliseconds. It never runs gRPC or torch: threads and devices do not survive a fork.
 
-Keeper and fork tell each other that they are alive (`shared.heartbeat`). Each counts its own turns
-instead of reading a clock, so that stopping the whole machine, or both, is no hang.
+Keeper and fork tell each other that they are alive (`heartbeat`). Each counts its own turns instead
+of reading a clock, so that stopping the whole machine, or both, is no hang.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import time
 
 import structlog
 
-from shared.fork import CANNOT_START, Fork, Serve
-from shared.heartbeat import BEATS, Heartbeat
-from shared.keeper_state import StateBoard
-from shared.parent import end_with_parent
+from shared.process.fork import CANNOT_START, Fork, Serve
+from shared.process.heartbeat import BEATS, Heartbeat
+from shared.process.keeper_state import StateBoard
+from shared.process.parent import end_with_parent
 
 log = structlog.get_logger(__name__)
 

@@ -11,7 +11,7 @@ import grpc
 from grpc import aio
 
 from shared.errors import UnavailableError
-from shared.interceptors import within, wrap_behavior
+from shared.rpc.interceptors import within, wrap_behavior
 
 # These go on for as long as their clients want: gRPC's own services, health watches above all, and
 # those that watch the prefix cache.

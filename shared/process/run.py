@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 import structlog
 
 from shared.config import ServiceSettings
-from shared.fork import CANNOT_START
-from shared.heartbeat import Heartbeat
-from shared.keeper import Keeper
-from shared.logging import configure_logging
-from shared.metrics import ServiceMetrics
-from shared.metrics_endpoint import open_endpoint
-from shared.parent import end_with_parent
-from shared.ports import held_ports
-from shared.tracing import preload
+from shared.process.fork import CANNOT_START
+from shared.process.heartbeat import Heartbeat
+from shared.process.keeper import Keeper
+from shared.process.parent import end_with_parent
+from shared.process.ports import held_ports
+from shared.telemetry.logging import configure_logging
+from shared.telemetry.metrics import ServiceMetrics
+from shared.telemetry.metrics_endpoint import open_endpoint
+from shared.telemetry.tracing import preload
 
 _COLLECTIONS_EVERY_S = 10.0  # of old objects
 _FEW = 20_000  # objects, which take 10 to 15 ms

@@ -1,5 +1,5 @@
-"""A fork's connection to its keeper (`shared.keeper`): says that it is ready, why it cannot start,
-and, again and again, that it is alive."""
+"""A fork's connection to its keeper (`keeper`): says that it is ready, why it cannot start, and,
+again and again, that it is alive."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from shared.callers import CALLER, Caller, network_of
 from shared.errors import InvalidArgumentError
-from shared.message_memory import MAX_BYTES_PER_CALLER, Hold, MessageMemory
-from shared.turns import Turns
-from shared.wire_scan import has_oneofs, scan
+from shared.rpc.callers import CALLER, Caller, network_of
+from shared.rpc.message_memory import MAX_BYTES_PER_CALLER, Hold, MessageMemory
+from shared.rpc.turns import Turns
+from shared.rpc.wire_scan import has_oneofs, scan
 
 Context = aio.ServicerContext[Any, Any]
 Parse = Callable[[bytes], Any]

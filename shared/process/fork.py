@@ -1,4 +1,4 @@
-"""A function that a keeper (`shared.keeper`) runs in one fork after another."""
+"""A function that a keeper (`shared.process.keeper`) runs in one fork after another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import structlog
 
-from shared.heartbeat import BEAT, BEATS, READY, Heartbeat, heard, say
-from shared.keeper_state import KeeperState
+from shared.process.heartbeat import BEAT, BEATS, READY, Heartbeat, heard, say
+from shared.process.keeper_state import KeeperState
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import structlog
 
 from shared.config import ServiceSettings
-from shared.log_output import shield_stderr
+from shared.telemetry.log_output import shield_stderr
 
 Processors = Sequence[structlog.typing.Processor]
 

@@ -22,7 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.process_collector import ProcessCollector
 
 from shared.config import ServiceSettings
-from shared.metrics import ServiceMetrics
+from shared.telemetry.metrics import ServiceMetrics
 
 log = structlog.get_logger(__name__)
 
