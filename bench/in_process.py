@@ -16,14 +16,14 @@ from bench.run import Run
 from bench.stack import Received
 from bench.workload import TEMPERATURE, Request
 from nano_vllm_grpc import ModelInfo
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.edge.step_encoding import encode_step
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Output, Step
+from scheduler_svc.rpc.step_encoding import encode_step
 from shared.config import SettingsError, load_settings
 from worker_svc.errors import StartError
 from worker_svc.model_runner import ModelRunner

@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from frontend.metrics import RequestMetrics
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Output, Step
 from shared.telemetry.metrics import ServiceMetrics
 
 _BLOCK_SIZE = 64

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from bench.errors import BenchError
 from bench.instant_worker import VOCAB_SIZE
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.edge.step_encoding import encode_step
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Step
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Step
+from scheduler_svc.rpc.step_encoding import encode_step
 
 _BLOCK_SIZE = 64
 _WAITING_PROMPT = 16  # tokens

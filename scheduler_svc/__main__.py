@@ -7,17 +7,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.edge.worker_client import WorkerClient
-from scheduler_svc.edge.worker_group import WorkerMismatchError
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.grammar.host import run_host
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.server import SchedulerServicer
+from scheduler_svc.rpc.servicer import SchedulerServicer
+from scheduler_svc.rpc.worker_client import WorkerClient
+from scheduler_svc.rpc.worker_group import WorkerMismatchError
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.step_traces import StepTraces
 from shared.config import settings_or_exit

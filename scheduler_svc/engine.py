@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import structlog
 
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.core.step import Answer, End, Output, Step
 from scheduler_svc.grammar.constraints import Constraints
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.load import Load
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
-from scheduler_svc.step import Answer, End, Output, Step
 from scheduler_svc.step_traces import StepTraces
 from scheduler_svc.suspects import Suspects
 

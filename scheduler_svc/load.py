@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.rate import Rate
-from scheduler_svc.scheduler import Scheduler
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 _UNKNOWN_RETRY_S = 1.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.step import Step
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import Step
 from shared.telemetry.metrics import RECOVERY_SECONDS, STEP_SECONDS, Histogram, ServiceMetrics
 
 _STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from scheduler_svc.sequence import Sequence, Status
-from scheduler_svc.step import Row, Step
+from scheduler_svc.core.sequence import Sequence, Status
+from scheduler_svc.core.step import Row, Step
 from shared.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:

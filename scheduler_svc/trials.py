@@ -26,7 +26,7 @@ from typing import Protocol
 
 import structlog
 
-from scheduler_svc.sequence import SequenceKey
+from scheduler_svc.core.sequence import SequenceKey
 
 log = structlog.get_logger(__name__)
 

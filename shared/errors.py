@@ -14,7 +14,7 @@
     ├── DeadlineError            DEADLINE_EXCEEDED
     └── InternalError            INTERNAL             what happened is in the log, not in the reply
 
-Raise them where the fault is known; `shared.rpc.interceptors` is the one place that translates them.
+Raise them where the fault is known; `rpc.interceptors` is the one place that translates them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, logprobs, sample
 from tests.step_columns import Ints, StepColumns, ints

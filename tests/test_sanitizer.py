@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.edge.step_encoding import encode_step, read_answer
-from scheduler_svc.sampling import Grammar, SamplingParams
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Row, Step
+from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Row, Step
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, completion, logprobs, next_token, states
 from tests.sanitizer import Beside, Limits, Owner, Sanitizer, SanitizerError

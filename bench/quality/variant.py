@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.in_process import InProcessExecutor
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Output
 from shared.config import load_settings
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings

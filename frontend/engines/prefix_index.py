@@ -1,6 +1,6 @@
 """Which engines hold which prefixes, from what they tell of their caches.
 
-As an engine does (`scheduler_svc/block_manager.py`), a block is named by its tokens and the name of
+As an engine does (`BlockManager`), a block is named by its tokens and the name of
 the block before it, the first one by the cache salt. Engines choose their names with secrets of
 their own; here a block has one name, a hash under this process's random seed, whichever engines
 hold it. Should two prefixes have the same, a request goes to an engine that does not have its own:

@@ -10,10 +10,10 @@ from typing import Any
 from xgrammar import CompiledGrammar as XGrammar
 from xgrammar import Grammar, GrammarCompiler, TokenizerInfo, VocabType
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
 from scheduler_svc.grammar.schema import json_formats, patterns, schema_problem
-from scheduler_svc.sampling import GrammarKind
 
 # Regular expressions that match nothing that JSON escapes, whatever reads them.
 _PLAIN = re.compile(

@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import structlog
 
+from scheduler_svc.core.sampling import GrammarKind
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.core.step import End, Output
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
 from scheduler_svc.grammar.grammar import CompiledGrammar, Grammar, Matcher
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.sampling import GrammarKind
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
-from scheduler_svc.step import End, Output
 
 log = structlog.get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from scheduler_svc.sampling import GrammarKind
+from scheduler_svc.core.sampling import GrammarKind
 
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "json_schema",

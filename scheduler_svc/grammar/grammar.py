@@ -16,6 +16,7 @@ from weakref import finalize
 
 import structlog
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import (
     Death,
     GrammarError,
@@ -28,7 +29,6 @@ from scheduler_svc.grammar.host_client import HostClient
 from scheduler_svc.grammar.limits import COMPILE_LIMITS, MASK_LIMITS
 from scheduler_svc.grammar.process import GrammarProcess, Outcome
 from scheduler_svc.grammar.wire import Row
-from scheduler_svc.sampling import GrammarKind
 
 log = structlog.get_logger(__name__)
 

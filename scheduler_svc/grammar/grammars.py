@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from weakref import finalize
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import (
     GrammarError,
     GrammarsBusyError,
@@ -33,7 +34,6 @@ from scheduler_svc.grammar.limits import (
 )
 from scheduler_svc.grammar.places import Places
 from scheduler_svc.grammar.process import Outcome
-from scheduler_svc.sampling import GrammarKind
 
 Key = tuple[GrammarKind, str]
 

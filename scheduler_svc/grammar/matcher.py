@@ -13,8 +13,8 @@ import numpy.typing as npt
 from xgrammar import CompiledGrammar as XGrammar
 from xgrammar import GrammarMatcher
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import GrammarError
-from scheduler_svc.sampling import GrammarKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.errors import Death, GrammarError, ProcessDiedError
 from scheduler_svc.grammar.host_client import Forked, HostClient
 from scheduler_svc.grammar.host_link import ENDED
 from scheduler_svc.grammar.wire import Answer
-from scheduler_svc.sampling import GrammarKind
 
 # A process that has not used up its processor time may be stopped, or get no processor.
 ANSWER_S = 20.0

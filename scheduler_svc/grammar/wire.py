@@ -18,7 +18,7 @@ from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.sampling import GrammarKind
+from scheduler_svc.core.sampling import GrammarKind
 
 OUT_OF_MEMORY = 3  # the exit status of a process that could not get any more
 HEADER = struct.Struct("<IB")

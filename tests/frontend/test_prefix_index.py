@@ -11,11 +11,11 @@ from contextlib import ExitStack
 import pytest
 
 from frontend.engines.prefix_index import PrefixIndex
-from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.block_watch import BlockWatch
-from scheduler_svc.edge.block_events import event_messages, snapshot_parts
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
 from shared.pb import scheduler_pb2 as pb
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 import scheduler_svc.__main__ as scheduler_main
-from scheduler_svc.edge.frontend_messages import read_sequence
+from scheduler_svc.rpc.frontend_messages import read_sequence
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.admission import sampling_problem
-from scheduler_svc.sampling import Grammar, SamplingParams
+from scheduler_svc.core.admission import sampling_problem
+from scheduler_svc.core.sampling import Grammar, SamplingParams
 from shared.sampling_params import BOUNDS, NUMBERS
 from tests.oracle import VOCAB_SIZE
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
 
 BLOCK = 4
 

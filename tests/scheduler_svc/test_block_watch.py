@@ -12,11 +12,11 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from scheduler_svc import __main__ as program
-from scheduler_svc import block_manager
-from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.block_watch import MAX_WATCHES, StoredBlock
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core import block_manager
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
 from shared.errors import QueueFullError, UnavailableError, passed_on
 from shared.pb import scheduler_pb2 as pb
 from tests.fake_worker import FakeWorker

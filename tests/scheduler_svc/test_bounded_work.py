@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc import server as server_module
-from scheduler_svc.admission import MAX_BEAM_TOKENS, sampling_problem
-from scheduler_svc.forks import beam_search
-from scheduler_svc.forks.beam_search import BeamSearch
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.server import Connection
-from scheduler_svc.step import Output
+from scheduler_svc.core.admission import MAX_BEAM_TOKENS, sampling_problem
+from scheduler_svc.core.forks import beam_search
+from scheduler_svc.core.forks.beam_search import BeamSearch
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Output
+from scheduler_svc.rpc import servicer as server_module
+from scheduler_svc.rpc.servicer import Connection
 from shared.pb import scheduler_pb2
 from tests.fake_worker import FakeWorker
 from tests.scheduler_svc.test_service import stack_of

@@ -7,14 +7,14 @@ from itertools import count
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.budgets import Budgets
-from scheduler_svc.client import ANONYMOUS, Client
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.step import Answer, End
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.budgets import Budgets
+from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import Answer, End
 
 INPUT = Client("in", input_tokens_per_minute=60)
 OUTPUT = Client("out", output_tokens_per_minute=600)

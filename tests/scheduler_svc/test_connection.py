@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.server import SchedulerServicer
+from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2 as pb
 

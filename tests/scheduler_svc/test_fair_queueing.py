@@ -10,14 +10,14 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.client import ANONYMOUS, Client
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.step import Answer, End
-from scheduler_svc.waiting_queue import OLDEST_EVERY, WaitingQueue
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import Answer, End
+from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
 
 A, B, C = Client("a"), Client("b"), Client("c")
 _numbers = count(1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.edge.step_encoding import encode_step
-from scheduler_svc.sampling import Grammar, SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence, Status
-from scheduler_svc.step import Step
+from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, Status
+from scheduler_svc.core.step import Step
+from scheduler_svc.rpc.step_encoding import encode_step
 from tests.oracle import completion
 from tests.scheduler_svc.test_scheduler import generated, make, make_scheduler, run, sample
 

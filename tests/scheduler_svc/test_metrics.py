@@ -7,14 +7,14 @@ from collections import deque
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Output, Step
 
 STEP_S, GAP_S, RECOVERY_S = 0.2, 0.03, 4.0
 

@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.client import Client
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Step
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.client import Client
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Step
 
 STREAMS, PROMPTS = Client("streams"), Client("prompts")
 _LONG = 20_000  # tokens

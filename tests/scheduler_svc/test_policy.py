@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.step import Answer
 from scheduler_svc.load import Load
 from scheduler_svc.rate import Rate
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence, Status
-from scheduler_svc.step import Answer
 
 
 def make_scheduler(num_blocks: int = 1000, **limits: int) -> Scheduler:

@@ -5,12 +5,12 @@ from collections import deque
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence, Status
-from scheduler_svc.step import Answer, Output, Step
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.step import Answer, Output, Step
 from tests.fake_worker import VOCAB_SIZE, completion, next_token
 
 

@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.engines.messages import is_orderly, suspects_message
 from scheduler_svc.__main__ import serve
-from scheduler_svc.edge import worker_client
-from scheduler_svc.edge.worker_group import WorkerMismatchError
 from scheduler_svc.grammar.host_link import HostLink
+from scheduler_svc.rpc import worker_client
+from scheduler_svc.rpc.worker_group import WorkerMismatchError
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
 from shared.pb import scheduler_pb2, worker_pb2
@@ -344,7 +344,7 @@ async def test_steps_are_as_large_as_the_workers_say(
 async def test_a_frontend_that_does_not_read_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.server._MAX_UNREAD", 1000)
+    monkeypatch.setattr("scheduler_svc.rpc.servicer._MAX_UNREAD", 1000)
     sampling = scheduler_pb2.TokenSampling(max_tokens=400, logprobs=20)
     limits = {"max_num_seqs": 32, "max_num_batched_tokens": 64}
     worker = FakeWorker(num_blocks=32 * 110, max_model_len=1000)

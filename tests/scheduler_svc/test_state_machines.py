@@ -19,14 +19,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
 from scheduler_svc.block_watch import Removed, StoredBlock
-from scheduler_svc.edge.step_encoding import encode_step, read_answer
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.step import Answer, Step
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import Answer, Step
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from tests import sanitizer
 from tests.oracle import VOCAB_SIZE, completion, states
 from tests.sanitizer import Beside, Owner, Sanitizer

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import random
 
-from scheduler_svc.lazy_heap import LazyHeap
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.waiting_queue import OLDEST_EVERY, WaitingQueue
+from scheduler_svc.core.lazy_heap import LazyHeap
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
 
 
 def make(connection: int, number: int, priority: int = 0, length: int = 1) -> Sequence:

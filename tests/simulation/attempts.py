@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Logprobs, Output
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Logprobs, Output
 from tests.sanitizer import Owner
 from tests.simulation.workload import Request
 

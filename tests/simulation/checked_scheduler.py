@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence, SequenceKey
-from scheduler_svc.step import Answer, Output, Step
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, SequenceKey
+from scheduler_svc.core.step import Answer, Output, Step
 
 
 class CheckedScheduler(Scheduler):

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from random import Random
 
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
-from scheduler_svc.step import Output
 from scheduler_svc.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
 from tests.simulation.attempts import Attempt, Client
 from tests.simulation.checked_scheduler import CheckedScheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from scheduler_svc.admission import Limits
+from scheduler_svc.core.admission import Limits
 from tests.oracle import VOCAB_SIZE
 
 

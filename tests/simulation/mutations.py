@@ -51,7 +51,7 @@ def find(bug: Bug, seeds: int, processes: int | None = None) -> str:
 def _copy_of_the_code() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        for name in ("scheduler_svc", "frontend", "shared", "deploy", "tests"):
+        for name in ("nano_vllm_grpc", "scheduler_svc", "frontend", "shared", "deploy", "tests"):
             shutil.copytree(ROOT / name, root / name)
         shutil.copy(ROOT / "pyproject.toml", root)
         yield root

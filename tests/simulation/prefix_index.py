@@ -6,10 +6,10 @@ from collections import Counter
 from random import Random
 
 from frontend.engines.prefix_index import PrefixIndex
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.edge.block_events import event_messages, snapshot_parts
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import check_index
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.step import Step
 from scheduler_svc.engine import Engine
-from scheduler_svc.step import Step
 from tests.sanitizer import Beside
 from tests.simulation import virtual_time
 from tests.simulation.checked_scheduler import CheckedScheduler

@@ -19,13 +19,13 @@ from grpc import aio
 from frontend.engines.connection import SchedulerClient
 from frontend.engines.token_stream import TokenStream
 from frontend.request import Request, Sampling
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence as EngineSequence
+from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import Sequence as EngineSequence
-from scheduler_svc.server import SchedulerServicer
-from scheduler_svc.step import Answer, Output, Step
+from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.errors import ServiceError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import VOCAB_SIZE, next_token

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from scheduler_svc.sequence import FinishCause
+from scheduler_svc.core.sequence import FinishCause
 from tests.simulation import virtual_time
 from tests.simulation.cluster.faults import KINDS
 from tests.simulation.cluster.long_run import LongRun

@@ -9,9 +9,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
 
-from scheduler_svc.edge.step_encoding import encode_step, read_answer
+from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.engine import WorkersLostError
-from scheduler_svc.step import Answer, Step
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.sanitizer import Beside, Limits, Sanitizer
 from tests.simulation.checked_scheduler import CheckedScheduler

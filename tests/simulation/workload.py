@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.client import ANONYMOUS, Client
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
 from tests.oracle import VOCAB_SIZE, completion, logprobs, states
 from tests.sanitizer import Owner
 from tests.simulation.knobs import Knobs

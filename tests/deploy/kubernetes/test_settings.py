@@ -9,10 +9,10 @@ import json
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.scheduler import Scheduler
 from tests.deploy.kubernetes.checks import complaints
 from tests.deploy.kubernetes.pods import NAMESPACE, named, processes
 from tests.deploy.kubernetes.rendering import (

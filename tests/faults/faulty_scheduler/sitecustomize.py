@@ -66,8 +66,8 @@ def _patch_scheduler(module: Any) -> None:
 
 
 _PATCHES = {
-    "scheduler_svc.edge.frontend_messages": _patch_reading,
-    "scheduler_svc.scheduler": _patch_scheduler,
+    "scheduler_svc.rpc.frontend_messages": _patch_reading,
+    "scheduler_svc.core.scheduler": _patch_scheduler,
 }
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.edge.step_encoding import MalformedAnswerError, encode_step, read_answer
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Logprobs, Row, Step
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Logprobs, Row, Step
+from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import completion, logprobs, next_token, states
 from tests.scheduler_svc.test_scheduler import make_scheduler

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import GenerationMode
 
-from scheduler_svc.forks.beam_search import BeamSearch, Candidates
+from scheduler_svc.core.forks.beam_search import BeamSearch, Candidates
 
 VOCAB_SIZE = 40
 PROMPT = [3, 1, 4]

@@ -8,15 +8,15 @@ from random import Random
 
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.client import Client
-from scheduler_svc.edge.step_encoding import encode_step, read_answer
-from scheduler_svc.forks.beam_search import BeamSearch
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.step import End, Output, Step
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.client import Client
+from scheduler_svc.core.forks.beam_search import BeamSearch
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import End, Output, Step
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, completion, logprobs, states
 from tests.sanitizer import Limits as StepLimits

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence, Status
-from scheduler_svc.step import Step
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.step import Step
 from tests.oracle import completion
 from tests.scheduler_svc.test_scheduler import generated, make, make_scheduler, sample
 

@@ -12,19 +12,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.client import Client
-from scheduler_svc.edge.step_encoding import encode_step, read_answer
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.client import Client
+from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar import constraints
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
 from scheduler_svc.grammar.grammars import Grammars
-from scheduler_svc.pace import Pace
-from scheduler_svc.sampling import Grammar, GrammarKind, SamplingParams
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.step import Answer, End, Output, Step
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from tests.oracle import VOCAB_SIZE, completion
 from tests.sanitizer import Limits as StepLimits
 from tests.sanitizer import Sanitizer

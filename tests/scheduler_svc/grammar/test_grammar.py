@@ -15,6 +15,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import (
     Compilers,
     compile_grammar,
@@ -24,7 +25,6 @@ from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.matcher import Matcher
 from scheduler_svc.grammar.schema import schema_problem
 from scheduler_svc.grammar.vocabulary import read_vocabulary
-from scheduler_svc.sampling import GrammarKind
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 VOCABULARY = read_vocabulary(DEMO)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import grammars as grammars_module
 from scheduler_svc.grammar import host_client, process
 from scheduler_svc.grammar.compiler import compile_grammar, make_compilers
@@ -42,7 +43,6 @@ from scheduler_svc.grammar.matcher import Matcher as LocalMatcher
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 from scheduler_svc.grammar.wire import Row, frame
-from scheduler_svc.sampling import GrammarKind
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
 from tests.waiting import wait_for

@@ -8,7 +8,7 @@ from collections import Counter
 
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.engines.token_stream import TokenStream
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
 from shared.errors import (
     DeadlineError,
     FailedPreconditionError,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from scheduler_svc.admission import Limits
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import Answer, Output, Row, Step
 from scheduler_svc.engine import Engine, WorkersLostError
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.server import SchedulerServicer
-from scheduler_svc.step import Answer, Output, Row, Step
+from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import EMPTY, extend, sample
 from tests.simulation.cluster.network import Call

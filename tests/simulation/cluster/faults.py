@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
-from scheduler_svc.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.world import World
 

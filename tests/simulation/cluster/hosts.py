@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from math import inf
 
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.cluster.engines import WORKERS, Process, Shape, owner_of

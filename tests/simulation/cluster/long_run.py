@@ -17,7 +17,7 @@ from random import Random
 
 import numpy as np
 
-from scheduler_svc.admission import Limits
+from scheduler_svc.core.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.cluster.checks import Watcher, check_end, check_rest
 from tests.simulation.cluster.engines import Shape, marked

@@ -17,7 +17,7 @@ from shared.errors import ServiceError
 from shared.pb import scheduler_pb2 as pb
 
 if TYPE_CHECKING:
-    from scheduler_svc.server import SchedulerServicer
+    from scheduler_svc.rpc.servicer import SchedulerServicer
 
 _END, _CANCEL = object(), object()
 _KEEPALIVE_S = 1.0, 2.0  # after which either end of a partitioned connection gives it up

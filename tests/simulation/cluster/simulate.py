@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from frontend.engines.suspects import MIN_LOSSES_ALONE
-from scheduler_svc.admission import Limits
+from scheduler_svc.core.admission import Limits
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import Watcher, check_end, check_rest

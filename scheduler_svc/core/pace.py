@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Step
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Step
 
 _SHARE = 0.5  # of the time that decodes take, for prompts
 _MIN_S = 0.005  # for prompts at least

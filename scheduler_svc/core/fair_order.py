@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-from scheduler_svc.lazy_heap import LazyHeap
-from scheduler_svc.lines import Line
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.lazy_heap import LazyHeap
+from scheduler_svc.core.lines import Line
+from scheduler_svc.core.sequence import Sequence
 
 Rank = tuple[float, int]  # what the line has had, arrival
 _AHEAD_OF_ALL = -1.0  # where no line has had less than 0

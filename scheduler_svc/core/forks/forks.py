@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Protocol
 
-from scheduler_svc.forks.beams import BeamGroup
-from scheduler_svc.forks.followers import Followers, siblings
-from scheduler_svc.sequence import Sequence, SequenceKey, Status
-from scheduler_svc.step import End, Logprobs, Output, Step
+from scheduler_svc.core.forks.beams import BeamGroup
+from scheduler_svc.core.forks.followers import Followers, siblings
+from scheduler_svc.core.sequence import Sequence, SequenceKey, Status
+from scheduler_svc.core.step import End, Logprobs, Output, Step
 
 
 class Host(Protocol):

@@ -22,16 +22,16 @@ from itertools import chain, count
 from math import inf
 from operator import attrgetter
 
-from scheduler_svc.admission import Limits, refusal
-from scheduler_svc.block_manager import BlockManager
-from scheduler_svc.budgets import Budgets
-from scheduler_svc.client import Client
-from scheduler_svc.forks.forks import Forks
-from scheduler_svc.lazy_heap import LazyHeap
-from scheduler_svc.pace import Pace, PromptBudget
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey, Status
-from scheduler_svc.step import Answer, End, Output, Row, Step, take_prompt_logprobs
-from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.core.admission import Limits, refusal
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.budgets import Budgets
+from scheduler_svc.core.client import Client
+from scheduler_svc.core.forks.forks import Forks
+from scheduler_svc.core.lazy_heap import LazyHeap
+from scheduler_svc.core.pace import Pace, PromptBudget
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.core.step import Answer, End, Output, Row, Step, take_prompt_logprobs
+from scheduler_svc.core.waiting_queue import WaitingQueue
 
 _SHARED_S = 10.0  # after which a client is alone that others no longer send anything beside
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from scheduler_svc.client import Client
+from scheduler_svc.core.client import Client
 
 _OUTPUT_COST = 2  # prompt tokens per generated token, as in the paper
 

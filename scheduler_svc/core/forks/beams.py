@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_svc.forks.beam_search import BeamSearch, Hypothesis
-from scheduler_svc.sequence import FinishCause, Sequence, SequenceKey
-from scheduler_svc.step import End, Logprobs, Output
+from scheduler_svc.core.forks.beam_search import BeamSearch, Hypothesis
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.core.step import End, Logprobs, Output
 
 
 @dataclass(frozen=True)

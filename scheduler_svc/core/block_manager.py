@@ -32,7 +32,7 @@ from contextlib import contextmanager
 import xxhash
 
 from scheduler_svc.block_watch import BlockWatch, Cleared, Removed, StoredBlock
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence
 
 _NAME_BYTES = 16
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite, isnan
 
-from scheduler_svc.budgets import Budgets
-from scheduler_svc.sampling import GrammarKind, SamplingParams
-from scheduler_svc.sequence import FinishCause, Sequence
-from scheduler_svc.step import End
-from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.core.budgets import Budgets
+from scheduler_svc.core.sampling import GrammarKind, SamplingParams
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.step import End
+from scheduler_svc.core.waiting_queue import WaitingQueue
 from shared.sampling_params import BOUNDS, NUMBERS, Range
 
 _MAX_REQUEST = (1 << 64) - 1

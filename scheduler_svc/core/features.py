@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.sequence import FinishCause, Sequence, Status
 
 
 # Not frozen: that would make each several times as expensive, and a step makes two per sequence.

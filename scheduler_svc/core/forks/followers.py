@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler_svc.sequence import Sequence, Status
+from scheduler_svc.core.sequence import Sequence, Status
 
 _SEEDS = 1 << 64
 

@@ -15,15 +15,15 @@ import structlog
 from grpc import aio
 
 from nano_vllm_grpc.tls import FileError
-from scheduler_svc.edge import profiles
-from scheduler_svc.edge.execute_stream import ExecuteStream
-from scheduler_svc.edge.step_encoding import MalformedAnswerError, encode_step, read_answer
-from scheduler_svc.edge.worker_group import WorkerGroup, WorkerMismatchError, agree
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import Answer, Row, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import Answer, Row, Step
+from scheduler_svc.rpc import profiles
+from scheduler_svc.rpc.execute_stream import ExecuteStream
+from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
+from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError, agree
 from shared.channels import PLAINTEXT, Dialer
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub

@@ -14,12 +14,12 @@ import structlog
 from grpc import aio
 
 from scheduler_svc.block_watch import MAX_WATCHES
-from scheduler_svc.edge.block_events import event_messages, snapshot_parts
-from scheduler_svc.edge.frontend_messages import read_sequence, step_output
-from scheduler_svc.edge.worker_client import WorkerClient
+from scheduler_svc.core.sequence import SequenceKey
+from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
-from scheduler_svc.sequence import SequenceKey
-from scheduler_svc.step import Output
+from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
+from scheduler_svc.rpc.frontend_messages import read_sequence, step_output
+from scheduler_svc.rpc.worker_client import WorkerClient
 from scheduler_svc.trials import Trials
 from shared.errors import (
     RETRY_AFTER_S,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_svc.client import Client
+from scheduler_svc.core.client import Client
 
 _MIN_RETRY_S = 0.01
 _MIN_SWEEP = 64

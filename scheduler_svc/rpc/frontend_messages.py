@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.client import ANONYMOUS, Client
-from scheduler_svc.sampling import Grammar, SamplingParams
-from scheduler_svc.sequence import Sequence
-from scheduler_svc.step import End, Output
+from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import End, Output
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
 from shared.sampling_params import NUMBERS

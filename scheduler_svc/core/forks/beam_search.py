@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.sampling import num_continuations
+from scheduler_svc.core.sampling import num_continuations
 
 # What may follow a live beam: token ids int[k] and their log-probabilities float32[k], descending.
 Candidates = tuple[npt.ArrayLike, npt.ArrayLike]

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
-from scheduler_svc.client import ANONYMOUS, Client
-from scheduler_svc.features import features_of
-from scheduler_svc.lines import Line
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.features import features_of
+from scheduler_svc.core.lines import Line
+from scheduler_svc.core.sampling import SamplingParams
 
 
 class Status(Enum):

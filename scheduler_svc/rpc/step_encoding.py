@@ -9,8 +9,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.edge.step_features import MalformedAnswerError, encode_features, read_logprobs
-from scheduler_svc.step import Answer, Row, Step
+from scheduler_svc.core.step import Answer, Row, Step
+from scheduler_svc.rpc.step_features import MalformedAnswerError, encode_features, read_logprobs
 from shared.pb import worker_pb2
 
 __all__ = ["MalformedAnswerError", "encode_step", "read_answer"]

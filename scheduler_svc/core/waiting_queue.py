@@ -22,11 +22,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from scheduler_svc.client import Client
-from scheduler_svc.fair_order import FairOrder
-from scheduler_svc.lazy_heap import LazyHeap
-from scheduler_svc.lines import Line, Lines
-from scheduler_svc.sequence import Sequence
+from scheduler_svc.core.client import Client
+from scheduler_svc.core.fair_order import FairOrder
+from scheduler_svc.core.lazy_heap import LazyHeap
+from scheduler_svc.core.lines import Line, Lines
+from scheduler_svc.core.sequence import Sequence
 
 OLDEST_EVERY = 8
 _FIRST_OF_ALL = -(1 << 31) - 1  # below every int32
