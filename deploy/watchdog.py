@@ -119,7 +119,7 @@ class Watchdog:
 def start_stack_again(stack: Stack, keeper: int) -> None:
     """Starts the stack after its supervisord has died; returns once there is another.
 
-    Its processes have ended with it, or are about to: they are tied to it (`shared.process.parent`).
+    Its processes have ended with it, or are about to: they are tied to it (`parent`).
     """
     pauses = Pauses()
     ours = {os.getpid(), keeper}

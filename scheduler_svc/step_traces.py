@@ -39,7 +39,7 @@ class StepTraces:
 
     def add(self, seq: Sequence) -> None:
         """Traces a sequence that has been queued, if it comes with a trace."""
-        if self._tracing and seq.traceparent:
+        if self._tracing and seq.request.traceparent:
             self._progress[seq] = _Progress()
 
     def begin(self, step: Step) -> None:
@@ -58,14 +58,15 @@ class StepTraces:
             return None
         if not progress.began:
             progress.began = True
-            resubmitted = seq.resubmitted
-            tracing.add("queue", seq.traceparent, seq.arrival, resubmitted=resubmitted)
+            asked = seq.request
+            again = asked.resubmitted
+            tracing.add("queue", asked.traceparent, asked.arrival, resubmitted=again)
         progress.num_steps += 1
         if progress.num_steps > _FIRST_STEPS and progress.num_steps % _EVERY:
             return None
         return tracing.begin(
             "step",
-            seq.traceparent,
+            seq.request.traceparent,
             number=step.number,
             position=row.start,
             tokens=row.num_tokens,
@@ -92,4 +93,4 @@ class StepTraces:
             for seq, progress in self._progress.items():
                 if seq.status is not Status.FINISHED:
                     progress.num_steps = 0
-                    self._tracing.add("recovery", seq.traceparent, lost_at)
+                    self._tracing.add("recovery", seq.request.traceparent, lost_at)

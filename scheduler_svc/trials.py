@@ -96,9 +96,9 @@ class Trials:
         """Takes in a frontend's news: losses of suspects by request, those that are none any more,
         and whether it has withdrawn everything and submits nothing."""
         frontend = self._frontends[connection]
-        frontend.engines.suspects.update(suspects)
+        frontend.suspects.update(suspects)
         for request in cleared:
-            frontend.engines.suspects.pop(request, None)
+            frontend.suspects.pop(request, None)
         if holding:
             self._engine.abort_connection(connection)
             frontend.holding = True
@@ -170,7 +170,7 @@ class Trials:
         return {
             SequenceKey(connection, request): losses
             for connection, frontend in self._frontends.items()
-            for request, losses in frontend.engines.suspects.items()
+            for request, losses in frontend.suspects.items()
         }
 
     def _untried(self, group: Seq[SequenceKey]) -> list[SequenceKey]:

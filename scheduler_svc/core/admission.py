@@ -50,9 +50,9 @@ def refusal(
     """
     if problem := _problem(seq, n, limits):
         return End(FinishCause.INVALID, problem)
-    if seq.resubmitted:
+    if seq.request.resubmitted:
         return None  # it was in the queue, or beyond it, when the connection was lost
-    if spent := budgets.refusal(seq.client, seq.arrival):
+    if spent := budgets.refusal(seq.request.client, seq.request.arrival):
         message, retry_after_s = spent
         return End(FinishCause.QUEUE_FULL, message, retry_after_s)
     full = _full(seq, limits, waiting)
@@ -76,7 +76,7 @@ def _full_for_client(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> st
     """A client may have as much waiting as there is room left, so that however many flood the
     queue, there is room for another (dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length
     Thresholds for Shared-Memory Packet Switches", 1998). Callers without a name are one client."""
-    length, num_tokens = waiting.waiting_of(seq.client)
+    length, num_tokens = waiting.waiting_of(seq.request.client)
     if not length:
         return ""
     room = limits.max_waiting - len(waiting)
@@ -109,9 +109,9 @@ def _problem(seq: Sequence, n: int, limits: Limits) -> str:
             f"sampling.max_tokens: {seq.params.max_tokens}; after a prompt of "
             f"{seq.num_prompt_tokens} tokens, {room} fit into {limits.max_model_len}"
         )
-    if seq.deadline is not None and isnan(seq.deadline):
+    if seq.request.deadline is not None and isnan(seq.request.deadline):
         return "timeout_s: must be a number"
-    if problem := seq.client.problem():
+    if problem := seq.request.client.problem():
         return problem
     return _problem_of_many(seq, n) or sampling_problem(seq.params, limits.vocab_size)
 
@@ -158,7 +158,7 @@ def _beam_problem(params: SamplingParams) -> str:
     if params.beam_width and (params.num_logprobs or 0) > _MAX_LOGPROBS:
         return (
             f"sampling.beam_width: {params.beam_width} beams with "
-            f"{len(params.eos_token_ids | params.stop_token_ids)} tokens that end them need "
+            f"{len(params.end_token_ids)} tokens that end them need "
             f"{params.num_logprobs} candidates; the limit is {_MAX_LOGPROBS}"
         )
     if params.beam_width * params.max_tokens > MAX_BEAM_TOKENS:

@@ -28,6 +28,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import xxhash
 
@@ -60,6 +61,8 @@ class BlockManager:
         self._name_of: dict[int, bytes] = {}
         self._contents: dict[bytes, StoredBlock] = {}  # by name
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
+        # Of waiting sequences that found too few, the free blocks that they needed.
+        self._needed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         for watch in self._watches:
             watch.add(Cleared())
 
@@ -104,13 +107,15 @@ class BlockManager:
         nothing changed, when there are too few blocks; asking again takes constant time until
         there may be enough.
         """
-        if seq.num_blocks_needed > self.num_free_blocks:
+        if self._needed.get(seq, 0) > self.num_free_blocks:
             return False
         shared = self._match_prefix(seq)
         missing = self.blocks_for(seq.num_tokens) - len(shared)
-        seq.num_blocks_needed = missing + sum(self._ref_counts[b] == 0 for b in shared)
-        if seq.num_blocks_needed > self.num_free_blocks:
+        needed = missing + sum(self._ref_counts[b] == 0 for b in shared)
+        if needed > self.num_free_blocks:
+            self._needed[seq] = needed
             return False
+        self._needed.pop(seq, None)
         for block in shared:
             if self._ref_counts[block] == 0:
                 del self._cached[block]
@@ -231,7 +236,7 @@ class BlockManager:
         """Notes what the sequence's block number `i`, which is being published, holds."""
         tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
         parent = seq.block_hashes[i - 1] if i else None
-        stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.cache_salt)
+        stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.request.cache_salt)
         self._contents[stored.name] = stored
         for watch in self._watches:
             watch.add(stored)
@@ -250,10 +255,10 @@ class BlockManager:
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         """Names the leading blocks. At 128 bits no collision is to be expected in the life of a
         cluster, so tokens are not compared."""
-        name_of = self._keyed_hash if seq.cache_salt else self._hash
+        name_of = self._keyed_hash if seq.request.cache_salt else self._hash
         for i in range(len(seq.block_hashes), num_blocks):
             tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
-            parent = seq.block_hashes[i - 1] if i else name_of(seq.cache_salt.encode())
+            parent = seq.block_hashes[i - 1] if i else name_of(seq.request.cache_salt.encode())
             seq.block_hashes.append(name_of(parent + tokens))
 
     def _hash(self, data: bytes) -> bytes:

@@ -12,7 +12,7 @@ from scheduler_svc.core.lazy_heap import LazyHeap
 from scheduler_svc.core.lines import Line
 from scheduler_svc.core.sequence import Sequence
 
-Rank = tuple[float, int]  # what the line has had, arrival
+Place = tuple[float, int]  # what the line has had, arrival
 _AHEAD_OF_ALL = -1.0  # where no line has had less than 0
 
 
@@ -20,18 +20,18 @@ class _Queue:
     """The sequences of one line and priority, or, without a line, the preempted ones of a priority.
     They go in order of arrival."""
 
-    __slots__ = ("length", "line", "rank", "sequences", "ticket")
+    __slots__ = ("length", "line", "place", "sequences", "ticket")
 
     def __init__(self, line: Line | None, holds: Callable[[Sequence, int], bool]) -> None:
         self.line = line
         self.sequences: LazyHeap[float, Sequence] = LazyHeap(holds)
         self.length = 0
-        self.rank: Rank | None = None  # as it was last entered in the order
+        self.place: Place | None = None  # as it was last entered in the order
         self.ticket = -1  # of that entry
 
-    def rank_of(self, head: Sequence) -> Rank:
+    def place_of(self, head: Sequence) -> Place:
         served = _AHEAD_OF_ALL if self.line is None else self.line.served
-        return served, head.arrival_number
+        return served, head.rank.arrival
 
 
 class _Level:
@@ -41,7 +41,7 @@ class _Level:
 
     def __init__(self) -> None:
         self.num_queues = 0
-        self.order: LazyHeap[Rank, _Queue] = LazyHeap(lambda queue, t: queue.ticket == t)
+        self.order: LazyHeap[Place, _Queue] = LazyHeap(lambda queue, t: queue.ticket == t)
 
 
 class FairOrder:
@@ -62,32 +62,32 @@ class FairOrder:
 
     def push(self, seq: Sequence, ticket: int, line: Line | None) -> None:
         """Adds a sequence; without a line it goes ahead of all of its priority that have one."""
-        place = seq.priority, line
-        queue = self._queues.get(place)
+        key = seq.rank.priority, line
+        queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[place] = _Queue(line, self._holds)
-            if seq.priority not in self._levels:
-                self._levels[seq.priority] = _Level()
-                insort(self._priorities, seq.priority)
-            self._levels[seq.priority].num_queues += 1
-        queue.sequences.push(seq.arrival_number, ticket, seq)
+            queue = self._queues[key] = _Queue(line, self._holds)
+            if seq.rank.priority not in self._levels:
+                self._levels[seq.rank.priority] = _Level()
+                insort(self._priorities, seq.rank.priority)
+            self._levels[seq.rank.priority].num_queues += 1
+        queue.sequences.push(seq.rank.arrival, ticket, seq)
         queue.length += 1
-        self._update(self._levels[seq.priority], queue)
+        self._update(self._levels[seq.rank.priority], queue)
 
     def remove(self, seq: Sequence, line: Line | None) -> None:
         """Takes out a sequence that was pushed with this line, and no longer holds its ticket."""
-        place = seq.priority, line
-        queue = self._queues[place]
+        key = seq.rank.priority, line
+        queue = self._queues[key]
         queue.length -= 1
         if queue.length:
             return
         queue.ticket = -1
-        del self._queues[place]
-        level = self._levels[seq.priority]
+        del self._queues[key]
+        level = self._levels[seq.rank.priority]
         level.num_queues -= 1
         if not level.num_queues:
-            del self._levels[seq.priority]
-            self._priorities.remove(seq.priority)
+            del self._levels[seq.rank.priority]
+            self._priorities.remove(seq.rank.priority)
 
     def peek(self) -> Sequence | None:
         """The next sequence."""
@@ -97,9 +97,9 @@ class FairOrder:
         """The next sequence of those of one priority, of which there is one."""
         level = self._levels[priority]
         while first := level.order.peek():
-            rank, queue = first
+            place, queue = first
             head = self._update(level, queue)
-            if queue.rank == rank:
+            if queue.place == place:
                 return head
         raise AssertionError("a priority without sequences")
 
@@ -116,8 +116,8 @@ class FairOrder:
         """Gives a queue its present place in the order, and returns its head."""
         first = queue.sequences.peek()
         assert first is not None, "an empty queue"
-        rank = queue.rank_of(first[1])
-        if rank != queue.rank:
-            queue.rank, queue.ticket = rank, next(self._tickets)
-            level.order.push(rank, queue.ticket, queue)
+        place = queue.place_of(first[1])
+        if place != queue.place:
+            queue.place, queue.ticket = place, next(self._tickets)
+            level.order.push(place, queue.ticket, queue)
         return first[1]

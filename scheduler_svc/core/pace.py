@@ -55,7 +55,7 @@ class Pace:
 
     def fitting(self, decodes: list[Sequence]) -> list[Sequence]:
         """Those of a step's possible decodes that have their turn, in the same order."""
-        counts = Counter(seq.client.name for seq in decodes)
+        counts = Counter(seq.request.client.name for seq in decodes)
         room = self._max_decodes(counts) if len(counts) > 1 else len(decodes)
         if room >= len(decodes):
             return decodes
@@ -65,7 +65,7 @@ class Pace:
             share = room // (len(counts) - place)
             room -= min(share, count)
             if count > share:
-                its = [seq for seq in decodes if seq.client.name == name]
+                its = [seq for seq in decodes if seq.request.client.name == name]
                 first = self._turn * share % count  # of those that had their last turn together
                 its = its[first:] + its[:first]
                 out.update(sorted(its, key=lambda seq: seq.last_step)[share:])

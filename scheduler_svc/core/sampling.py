@@ -53,7 +53,7 @@ class SamplingParams(SamplingNumbers):
         each end token, which may be banned."""
         if not self.beam_width:
             return self.logprobs
-        num_ends = len(self.eos_token_ids | self.stop_token_ids)
+        num_ends = len(self.end_token_ids)
         return num_continuations(self.beam_width, num_ends) + num_ends
 
     @property
@@ -61,6 +61,14 @@ class SamplingParams(SamplingNumbers):
         """Whether every token's row needs more than a temperature and a seed."""
         changes_logits = bool(self.bias_ids) or _column_values(self) != _ALL_OFF
         return changes_logits or self.num_logprobs is not None
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self.eos_token_ids | self.stop_token_ids
+
+    def ends_with(self, token: int) -> bool:
+        """Whether a token ends the completion."""
+        return token in self.eos_token_ids or token in self.stop_token_ids
 
     @property
     def stepwise(self) -> bool:

@@ -29,13 +29,14 @@ from scheduler_svc.core.client import Client
 from scheduler_svc.core.forks.forks import Forks
 from scheduler_svc.core.lazy_heap import LazyHeap
 from scheduler_svc.core.pace import Pace, PromptBudget
-from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Started, Status
 from scheduler_svc.core.step import Answer, End, Output, Row, Step, take_prompt_logprobs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
 _SHARED_S = 10.0  # after which a client is alone that others no longer send anything beside
 
 _line_of = attrgetter("seq.line")
+_rank_of = attrgetter("rank")
 
 
 @dataclass
@@ -122,8 +123,9 @@ class Scheduler:
         if end is not None:
             seq.status = Status.FINISHED
             return end
-        if not seq.resubmitted:
-            self._budgets.charge_input(seq.client, seq.num_tokens, seq.arrival)
+        request = seq.request
+        if not request.resubmitted:
+            self._budgets.charge_input(request.client, seq.num_tokens, request.arrival)
         self._waiting.push(seq)
         self.open(seq)
         for follower in self._forks.add(seq, n):
@@ -134,7 +136,7 @@ class Scheduler:
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
         """The reason that `add` would give for refusing a sequence now, or None."""
         connection, number = seq.key
-        shares = self.shares_queue(seq.client)
+        shares = self.shares_queue(seq.request.client)
         if end := refusal(seq, n, self.limits, self._waiting, self._budgets, shares=shares):
             return end
         for i in range(max(n, seq.params.beam_width)):
@@ -251,7 +253,7 @@ class Scheduler:
             if row.samples and seq not in beams:
                 seq.tokens.append(token)
                 end = None
-                if token in seq.end_token_ids or computed == seq.max_scheduled_tokens:
+                if computed == seq.max_scheduled_tokens or seq.params.ends_with(token):
                     cause = seq.finish_cause()
                     assert cause is not None
                     end = End(cause)
@@ -264,7 +266,7 @@ class Scheduler:
         self.stats.sampled_tokens += len(outputs)
         if self._num_featured:
             for output in outputs:
-                output.seq.held = output.seq.stepwise
+                output.seq.held = output.seq.params.stepwise
         if answer.logprobs:
             found = {step.rows[row].seq: logprobs for row, logprobs in answer.logprobs.items()}
             for output in outputs:
@@ -317,8 +319,8 @@ class Scheduler:
     def open(self, seq: Sequence) -> None:
         self._sequences[seq.key] = seq
         self._waiting.open(seq)
-        if seq.deadline is not None:
-            self._deadlines.push(seq.deadline, next(self._deadline_numbers), seq)
+        if seq.request.deadline is not None:
+            self._deadlines.push(seq.request.deadline, next(self._deadline_numbers), seq)
 
     def close(self, seq: Sequence) -> None:
         """Takes a sequence out. Its blocks are freed once no step in flight still writes them."""
@@ -342,8 +344,8 @@ class Scheduler:
         waits as preempted ones do, and later finds the prompt in the prefix cache."""
         may_run = parent.status is Status.RUNNING and len(self._running) < self.limits.max_num_seqs
         if may_run and self.blocks.fork(parent, child):
-            assert parent.first_scheduled is not None
-            self._run(child, parent.first_scheduled)
+            assert parent.started is not None
+            self._run(child, parent.started.at)
         else:
             self.queue_again(child)
 
@@ -421,11 +423,11 @@ class Scheduler:
 
     def _run(self, seq: Sequence, now: float) -> None:
         """Starts a sequence that has been given its blocks."""
-        if seq.first_scheduled is None:
-            seq.first_scheduled = now
-            seq.num_cached_prompt_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        if seq.started is None:
+            num_cached = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            seq.started = Started(now, num_cached)
             self.stats.prompt_tokens += seq.num_prompt_tokens
-            self.stats.cached_prompt_tokens += seq.num_cached_prompt_tokens
+            self.stats.cached_prompt_tokens += num_cached
         seq.status = Status.RUNNING
         self._running[seq] = None
         self._num_featured += seq.features is not None
@@ -448,7 +450,7 @@ class Scheduler:
 
     def _preempt_last(self, among: Iterable[Sequence]) -> Sequence:
         """Sends the running sequence of the lowest priority and latest arrival back to wait."""
-        seq = max(among, key=lambda s: (s.priority, s.arrival_number))
+        seq = max(among, key=_rank_of)
         self._preempt(seq)
         return seq
 
@@ -478,9 +480,8 @@ def _schedule_row(seq: Sequence, num_tokens: int, step: int, index: int) -> Row:
     samples = False
     left = seq.num_unscheduled_tokens - num_tokens
     if not left:  # after the last one comes the one that it samples, if that may be computed
-        if end < seq.max_ahead_tokens:
-            left, samples = 1, True
-        else:
-            samples = not seq.held
+        samples = not seq.held
+        if end < seq.max_scheduled_tokens and not (seq.features and seq.params.stepwise):
+            left = 1
     seq.num_unscheduled_tokens = left
     return Row(seq, start, num_tokens, samples, previous_row)

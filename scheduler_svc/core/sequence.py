@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
@@ -33,6 +34,51 @@ class FinishCause(IntEnum):
     INTERNAL = 7
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked for, apart from the tokens and how to sample; its completions share it.
+
+    Args:
+        arrival: seconds, the engine's clock, as is `deadline`.
+        priority: lower goes first.
+        cache_salt: prefixes are shared with requests of the same salt only.
+        resubmitted: it had been accepted before the connection was lost.
+        num_resumed_tokens: generated ones that it came with.
+        traceparent: of its spans' parent; empty: it is not traced.
+        num_expected_cached: tokens, as far as its frontend knew.
+    """
+
+    arrival: float = 0.0
+    deadline: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    resubmitted: bool = False
+    num_resumed_tokens: int = 0
+    client: Client = ANONYMOUS
+    traceparent: str = ""
+    num_expected_cached: int = 0
+
+
+_PLAIN = Request()
+
+
+class Rank(NamedTuple):
+    """The place of a sequence among those that wait, or of those that may be preempted."""
+
+    priority: int  # lower goes first
+    arrival: int  # its number
+
+
+_NOT_QUEUED = Rank(0, -1)
+
+
+class Started(NamedTuple):
+    """How a sequence began."""
+
+    at: float  # seconds, the engine's clock
+    num_cached_tokens: int  # of its prompt
+
+
 class SequenceKey(NamedTuple):
     """Identifies a completion within the engine."""
 
@@ -49,46 +95,33 @@ class Sequence:
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
-    A `stepwise` sequence is `held` at the start, and again after each of its tokens, until
-    `Scheduler.release`. While it is held, all but its last token may be computed, but nothing is
-    sampled.
+    A sequence whose parameters are `stepwise` is `held` at the start, and again after each of its
+    tokens, until `Scheduler.release`. While it is held, all but its last token may be computed, but
+    nothing is sampled.
     """
 
     __slots__ = (
         "__weakref__",
-        "arrival",
-        "arrival_number",
         "block_hashes",
         "block_table",
-        "cache_salt",
-        "client",
-        "deadline",
-        "end_token_ids",
         "features",
-        "first_scheduled",
         "held",
         "key",
         "last_row",
         "last_step",
         "line",
-        "max_ahead_tokens",
         "max_scheduled_tokens",
-        "num_blocks_needed",
-        "num_cached_prompt_tokens",
         "num_computed_tokens",
-        "num_expected_cached",
         "num_prompt_tokens",
         "num_published_blocks",
-        "num_resumed_tokens",
         "num_scheduled_tokens",
         "num_unscheduled_tokens",
         "params",
-        "priority",
-        "resubmitted",
+        "rank",
+        "request",
+        "started",
         "status",
-        "stepwise",
         "tokens",
-        "traceparent",
     )
 
     def __init__(
@@ -96,46 +129,25 @@ class Sequence:
         key: tuple[int, int],
         prompt_ids: Iterable[int],
         params: SamplingParams,
+        request: Request = _PLAIN,
         *,
         generated_ids: Iterable[int] = (),
-        arrival: float = 0.0,
-        deadline: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        resubmitted: bool = False,
-        client: Client = ANONYMOUS,
-        traceparent: str = "",
-        num_expected_cached: int = 0,
     ) -> None:
-        # The request.
         self.key = SequenceKey(*key)
+        self.request = request
         self.params = params
-        self.arrival = arrival  # seconds, the engine's clock
-        self.deadline = deadline
-        self.priority = priority  # lower goes first
-        self.cache_salt = cache_salt  # prefixes are shared with sequences of the same salt only
-        self.resubmitted = resubmitted  # it had been accepted before the connection was lost
-        self.client = client
-        self.traceparent = traceparent  # of its spans' parent; empty: it is not traced
-        self.num_expected_cached = num_expected_cached  # tokens, as far as its frontend knew
         # Its tokens.
         self.tokens = array("i", prompt_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.tokens.extend(generated_ids)
-        self.num_resumed_tokens = self.num_generated_tokens  # that it came with
-        self.end_token_ids = params.eos_token_ids | params.stop_token_ids
         # How far it may be scheduled.
-        self.stepwise = params.stepwise
-        self.held = self.stepwise
+        self.held = params.stepwise
         # The last token that it may have is not computed: nothing is sampled after it.
         self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
-        # After a row that ends before this comes one of the token that it samples, known or not.
-        self.max_ahead_tokens = 0 if self.stepwise else self.max_scheduled_tokens
         # In the queue, and since.
-        self.arrival_number = -1  # given by the waiting queue, as is the line
+        self.rank = _NOT_QUEUED  # until the waiting queue gives it one, and a line
         self.line: Line
-        self.first_scheduled: float | None = None
-        self.num_cached_prompt_tokens = 0
+        self.started: Started | None = None
         # In the cache; `reset` has the rest.
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
         self.features = features_of(params, self.num_prompt_tokens)
@@ -144,7 +156,7 @@ class Sequence:
     @property
     def queued(self) -> bool:
         """Whether a scheduler has accepted the sequence."""
-        return self.arrival_number >= 0
+        return self.rank is not _NOT_QUEUED
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +165,7 @@ class Sequence:
     @property
     def num_expected_uncached(self) -> int:
         """The tokens that are expected to be computed once it is admitted."""
-        return max(len(self.tokens) - self.num_expected_cached, 1)
+        return max(len(self.tokens) - self.request.num_expected_cached, 1)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -186,7 +198,6 @@ class Sequence:
         self.last_step = 0  # that had this sequence
         self.last_row = -1  # in that step
         self.num_published_blocks = 0
-        self.num_blocks_needed = 0  # free ones, to be admitted, when that was last tried
         self.block_table = array("i")
 
     def begin_at(self, num_tokens: int) -> None:

@@ -26,7 +26,7 @@ from scheduler_svc.core.client import Client
 from scheduler_svc.core.fair_order import FairOrder
 from scheduler_svc.core.lazy_heap import LazyHeap
 from scheduler_svc.core.lines import Line, Lines
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Rank, Sequence
 
 OLDEST_EVERY = 8
 _FIRST_OF_ALL = -(1 << 31) - 1  # below every int32
@@ -85,8 +85,9 @@ class WaitingQueue:
     def arrive(self, seq: Sequence) -> None:
         """Gives a new sequence its place among the others without queueing it. When it is queued
         later, it counts as preempted."""
-        seq.arrival_number = next(self._arrivals)
-        seq.line = self._lines.line_of(seq.client, seq.key.connection, seq.priority)
+        request = seq.request
+        seq.rank = Rank(request.priority, next(self._arrivals))
+        seq.line = self._lines.line_of(request.client, seq.key.connection, request.priority)
 
     def open(self, seq: Sequence) -> None:
         """Notes that a sequence that has arrived, or a beam of it, may wait until `close`."""
@@ -98,11 +99,11 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """Queues a new sequence, or a preempted one, which goes ahead of the new ones."""
-        if seq.arrival_number < 0:
+        if seq.queued:
+            self._preempted.add(seq)
+        else:
             self.arrive(seq)
             seq.line.join()
-        else:
-            self._preempted.add(seq)
         self.num_tokens += seq.num_tokens
         self.num_uncached_tokens += seq.num_expected_uncached
         ticket = self._tickets[seq] = next(self._numbers)
@@ -110,12 +111,12 @@ class WaitingQueue:
         self._ordered.push(seq, ticket, line)
         if seq.num_tokens <= self._max_short_tokens:
             self._ordered_short.push(seq, ticket, line)
-        share = self._shares.get(seq.client.name)
+        share = self._shares.get(seq.request.client.name)
         if share is None:
-            share = self._shares[seq.client.name] = _Share(LazyHeap(self._holds))
+            share = self._shares[seq.request.client.name] = _Share(LazyHeap(self._holds))
         share.length += 1
         share.num_tokens += seq.num_tokens
-        share.oldest.push(seq.arrival_number, ticket, seq)
+        share.oldest.push(seq.rank.arrival, ticket, seq)
 
     def peek(self) -> Sequence | None:
         """The next sequence to admit. It stays the same until admitted, until another comes, or
@@ -134,7 +135,7 @@ class WaitingQueue:
         """Whether a short sequence may go before the next in line without a head start for its
         client that grows: beyond one short prompt's tokens it goes in order. Anonymous ones may."""
         line, other = seq.line, first.line
-        if not seq.client.name or line is other:
+        if not seq.request.client.name or line is other:
             return True
         if line.level is not other.level:
             return line.level.priority < other.level.priority
@@ -152,7 +153,7 @@ class WaitingQueue:
         self.remove(seq)
         self._num_admissions += is_next
         if is_next and not is_first:
-            seq.priority = _FIRST_OF_ALL
+            seq.rank = seq.rank._replace(priority=_FIRST_OF_ALL)
 
     def remove(self, seq: Sequence) -> None:
         """Takes out any sequence in the queue."""
@@ -167,11 +168,11 @@ class WaitingQueue:
             line.leave()
         self.num_tokens -= seq.num_tokens
         self.num_uncached_tokens -= seq.num_expected_uncached
-        share = self._shares[seq.client.name]
+        share = self._shares[seq.request.client.name]
         share.length -= 1
         share.num_tokens -= seq.num_tokens
         if not share.length:
-            del self._shares[seq.client.name]
+            del self._shares[seq.request.client.name]
 
     def check_integrity(self, open_sequences: Iterable[Sequence] | None = None) -> None:
         """Raises AssertionError if the counts contradict the sequences. For tests."""
@@ -181,7 +182,7 @@ class WaitingQueue:
         uncached = sum(s.num_expected_uncached for s in self._tickets)
         assert self.num_uncached_tokens == uncached, "uncached tokens"
         lengths = {name: share.length for name, share in self._shares.items()}
-        assert lengths == Counter(s.client.name for s in self._tickets), "clients' shares"
+        assert lengths == Counter(s.request.client.name for s in self._tickets), "clients' shares"
         shares = self._shares.values()
         assert sum(share.num_tokens for share in shares) == self.num_tokens, "clients' tokens"
         assert self._preempted <= self._tickets.keys(), "preempted, but not waiting"
@@ -199,7 +200,7 @@ class WaitingQueue:
         for name, share in self._shares.items():
             first = share.oldest.peek()
             assert first is not None, "an empty share"
-            return self._ordered.peek_at(first[1].priority) if name else first[1]
+            return self._ordered.peek_at(first[1].rank.priority) if name else first[1]
         return None
 
     def _queued_line(self, seq: Sequence) -> Line | None:

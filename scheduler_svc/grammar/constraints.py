@@ -70,7 +70,7 @@ class Constraints:
             return
         task = asyncio.create_task(self._guarded(partial(self._begin, seq, n), [seq]))
         self._beginning[seq.key] = task
-        self._beginning_of[seq.client.name] += 1
+        self._beginning_of[seq.request.client.name] += 1
         task.add_done_callback(lambda _: self._begun(seq))
 
     def abort(self, key: SequenceKey) -> None:
@@ -119,30 +119,31 @@ class Constraints:
             return end
         if seq.key in self._beginning:
             return End(FinishCause.INVALID, "request: its number is in use")
-        if seq.resubmitted:
+        if seq.request.resubmitted:
             return None
         room = scheduler.limits.max_waiting - len(self._beginning)
         if room <= 0:
             message = f"{len(self._beginning)} requests wait for their grammars already"
             return End(FinishCause.QUEUE_FULL, message)
         # As in the queue (`admission`): there is room for another client, however many one sends.
-        theirs = self._beginning_of[seq.client.name]
-        if theirs >= room and scheduler.shares_queue(seq.client):
+        theirs = self._beginning_of[seq.request.client.name]
+        if theirs >= room and scheduler.shares_queue(seq.request.client):
             message = f"{theirs} of this client's requests wait for their grammars already"
             return End(FinishCause.QUEUE_FULL, f"{message}; there is room for {room}")
         return None
 
     def _begun(self, seq: Sequence) -> None:
         del self._beginning[seq.key]
-        self._beginning_of[seq.client.name] -= 1
-        if not self._beginning_of[seq.client.name]:
-            del self._beginning_of[seq.client.name]
+        self._beginning_of[seq.request.client.name] -= 1
+        if not self._beginning_of[seq.request.client.name]:
+            del self._beginning_of[seq.request.client.name]
 
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
         kind = GrammarKind(grammar.kind)
-        client = seq.client.name if self._engine.scheduler.shares_queue(seq.client) else None
+        sender = seq.request.client
+        client = sender.name if self._engine.scheduler.shares_queue(sender) else None
         began_at = self._engine.clock()
         compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
         self._engine.metrics.grammar_compile.observe(self._engine.clock() - began_at)
@@ -216,7 +217,7 @@ def without_early_end(seq: Sequence, mask: bytes) -> bytes:
     if seq.num_generated_tokens >= seq.params.min_tokens:
         return mask
     words = np.frombuffer(mask, np.uint32).copy()
-    for token in seq.end_token_ids:
+    for token in seq.params.end_token_ids:
         if token < 32 * len(words):
             words[token // 32] &= ~np.uint32(1 << token % 32)
     return words.tobytes() if words.any() else mask

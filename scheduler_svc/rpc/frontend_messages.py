@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import Grammar, SamplingParams
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.step import End, Output
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
@@ -24,20 +24,21 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
     Raises:
         InvalidArgumentError: a column is not an array of its type.
     """
-    return Sequence(
-        (connection, submit.request),
-        _ids(submit.prompt_ids, "submit.prompt_ids"),
-        _sampling_params(submit.sampling),
-        generated_ids=_ids(submit.generated_ids, "submit.generated_ids"),
+    prompt_ids = _ids(submit.prompt_ids, "submit.prompt_ids")
+    generated_ids = _ids(submit.generated_ids, "submit.generated_ids")
+    request = Request(
         arrival=now,
         deadline=now + submit.timeout_s if submit.timeout_s else None,
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         resubmitted=submit.resubmitted,
+        num_resumed_tokens=len(generated_ids),
         client=_client(submit.client) if submit.client.name else ANONYMOUS,
         traceparent=submit.traceparent,
         num_expected_cached=submit.expected_cached_tokens,
     )
+    key, params = (connection, submit.request), _sampling_params(submit.sampling)
+    return Sequence(key, prompt_ids, params, request, generated_ids=generated_ids)
 
 
 def _client(client: scheduler_pb2.Client) -> Client:
@@ -90,18 +91,18 @@ def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
         requests=array("Q", [output.seq.key.number for output in tokens]).tobytes(),
         offsets=array("i", [output.offset for output in tokens]).tobytes(),
         token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
-        started=[_started(o.seq) for o in tokens if o.offset == o.seq.num_resumed_tokens],
+        started=[_started(o.seq) for o in tokens if o.offset == o.seq.request.num_resumed_tokens],
         finished=[_finished(o.seq, o.end) for o in outputs if o.end is not None],
         logprobs=[rows for output in outputs for rows in _logprobs(output)],
     )
 
 
 def _started(seq: Sequence) -> scheduler_pb2.Started:
-    assert seq.first_scheduled is not None
+    assert seq.started is not None
     return scheduler_pb2.Started(
         request=seq.key.number,
-        cached_prompt_tokens=seq.num_cached_prompt_tokens,
-        queue_s=seq.first_scheduled - seq.arrival,
+        cached_prompt_tokens=seq.started.num_cached_tokens,
+        queue_s=seq.started.at - seq.request.arrival,
     )
 
 

@@ -97,7 +97,7 @@ def _banned(row: Row) -> frozenset[int]:
     if _mask(seq) is not None:
         return frozenset()
     index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the sampled token
-    return seq.end_token_ids if index < seq.params.min_tokens else frozenset()
+    return seq.params.end_token_ids if index < seq.params.min_tokens else frozenset()
 
 
 def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures:

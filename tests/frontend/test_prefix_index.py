@@ -14,7 +14,7 @@ from frontend.engines.prefix_index import PrefixIndex
 from scheduler_svc.block_watch import BlockWatch
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
 from shared.pb import scheduler_pb2 as pb
 
@@ -54,7 +54,7 @@ def random_prompt(rng: random.Random) -> tuple[list[int], str]:
 
 
 def sequence(prompt: list[int], salt: str) -> Sequence:
-    return Sequence((0, 0), prompt, SamplingParams(max_tokens=1), cache_salt=salt)
+    return Sequence((0, 0), prompt, SamplingParams(max_tokens=1), Request(cache_salt=salt))
 
 
 def news(watch: BlockWatch) -> Iterator[pb.BlockEvents]:

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Request, Sequence
 
 BLOCK = 4
 
@@ -64,7 +64,7 @@ def test_names_under_a_salt_depend_on_a_key_and_not_only_on_the_seed() -> None:
     """Of the hash without a key, inputs are known that collide under any seed."""
 
     def names(blocks: BlockManager, salt: str) -> list[bytes]:
-        seq = Sequence((0, 1), range(8), SamplingParams(max_tokens=100), cache_salt=salt)
+        seq = Sequence((0, 1), range(8), SamplingParams(max_tokens=100), Request(cache_salt=salt))
         assert blocks.allocate_prompt(seq)
         compute_all(blocks, seq)
         return seq.block_hashes

@@ -13,7 +13,7 @@ from scheduler_svc.core.forks import beam_search
 from scheduler_svc.core.forks.beam_search import BeamSearch
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence, Started
 from scheduler_svc.core.step import Output
 from scheduler_svc.rpc import servicer as server_module
 from scheduler_svc.rpc.servicer import Connection
@@ -39,7 +39,7 @@ class Written:
 
 async def test_outputs_that_piled_up_leave_in_slices() -> None:
     seq = Sequence((0, 1), [1], SamplingParams(max_tokens=10_001))
-    seq.first_scheduled = 0.0
+    seq.started = Started(0.0, 0)
     connection, written = Connection(), Written()
     for offset in range(10_000):
         connection.add(Output(seq, 7, offset))

@@ -13,7 +13,7 @@ from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import Answer, End
 
 INPUT = Client("in", input_tokens_per_minute=60)
@@ -43,9 +43,7 @@ def submit(
             (0, number),
             [1] * length,
             SamplingParams(max_tokens),
-            arrival=now,
-            client=client,
-            resubmitted=resubmitted,
+            Request(arrival=now, client=client, resubmitted=resubmitted),
             generated_ids=[2] * generated,
         ),
         n,

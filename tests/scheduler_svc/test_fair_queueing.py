@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 from itertools import count
 
 import hypothesis
@@ -15,7 +16,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import Answer, End
 from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
 
@@ -35,8 +36,7 @@ def make(
         (connection, number),
         [number % 1000, *(i % 1000 for i in range(1, length))],  # no two have a prefix in common
         SamplingParams(max_tokens),
-        priority=priority,
-        client=client,
+        Request(priority=priority, client=client),
     )
 
 
@@ -49,7 +49,7 @@ def admit(queue: WaitingQueue) -> Sequence:
 
 
 def admitted(queue: WaitingQueue, n: int) -> str:
-    return "".join(admit(queue).client.name for _ in range(n))
+    return "".join(admit(queue).request.client.name for _ in range(n))
 
 
 def make_scheduler(**limits: int) -> Scheduler:
@@ -96,14 +96,14 @@ def test_backlogged_clients_get_tokens_by_weight(
                 while queue.waiting_of(client)[0] < rng.choice([2, 2, 20]):
                     queue.push(make(client, rng.randint(1, longest[client.name][0])))
             seq = admit(queue)
-            had[seq.client.name] += seq.num_tokens
-            running.append([seq, rng.randint(1, longest[seq.client.name][1])])
+            had[seq.request.client.name] += seq.num_tokens
+            running.append([seq, rng.randint(1, longest[seq.request.client.name][1])])
         for _ in range(slots):
             seq, left = running.popleft()
             assert isinstance(seq, Sequence)
             assert isinstance(left, int)
             seq.line.add_output(1)
-            had[seq.client.name] += 2
+            had[seq.request.client.name] += 2
             if left > 1:
                 running.append([seq, left - 1])
         shares = [had[c.name] / c.weight for c in clients]
@@ -126,15 +126,15 @@ def test_generated_tokens_count_so_that_a_slot_that_frees_goes_to_another() -> N
     for _ in range(20):
         assert scheduler.add(make(A, max_tokens=10)) is None
     for _ in range(5):
-        assert {seq.client for seq in step(scheduler)} == {A}
+        assert {seq.request.client for seq in step(scheduler)} == {A}
     for _ in range(3):
         assert scheduler.add(make(B, length=30, max_tokens=40)) is None
     running = step(scheduler)
-    while {seq.client for seq in running} == {A}:
+    while {seq.request.client for seq in running} == {A}:
         assert len(running) == 4
         running = step(scheduler)
     # A's four ended at once, after 40 tokens since B came: those are worth two of B's prompts.
-    assert Counter(seq.client.name for seq in running) == {"b": 2, "a": 2}
+    assert Counter(seq.request.client.name for seq in running) == {"b": 2, "a": 2}
 
 
 def test_time_without_requests_earns_nothing() -> None:
@@ -234,7 +234,7 @@ def test_likewise_in_tokens() -> None:
     )
     assert scheduler.add(make(B, length=400)) is None
     again = make(A, length=100)
-    again.resubmitted = True
+    again.request = replace(again.request, resubmitted=True)
     assert scheduler.add(again) is None
 
 
@@ -252,7 +252,7 @@ def test_short_prompts_overtake_only_as_long_as_their_client_had_no_more() -> No
         planned = scheduler.schedule()
         assert planned
         for row in planned.rows:
-            prompts[row.seq.client.name] += row.num_tokens + 2 * row.samples
+            prompts[row.seq.request.client.name] += row.num_tokens + 2 * row.samples
         scheduler.apply(planned, Answer([7] * len(planned.rows)))
     assert all(scheduler._waiting.waiting_of(client)[0] for client in (A, *others))
     assert max(prompts.values()) - min(prompts.values()) <= 2 * 300

@@ -11,7 +11,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.step import Answer, Step
 
 STREAMS, PROMPTS = Client("streams"), Client("prompts")
@@ -34,7 +34,9 @@ class Machine:
     def add(self, client: Client, length: int, max_tokens: int) -> Sequence:
         self._number += 1
         prompt = [self._number] * length
-        seq = Sequence((0, self._number), prompt, SamplingParams(max_tokens), client=client)
+        seq = Sequence(
+            (0, self._number), prompt, SamplingParams(max_tokens), Request(client=client)
+        )
         assert self.scheduler.add(seq) is None
         return seq
 

@@ -8,7 +8,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
 from scheduler_svc.core.step import Answer
 from scheduler_svc.load import Load
 from scheduler_svc.rate import Rate
@@ -40,8 +40,7 @@ def add(
         (connection, number),
         prompt,
         SamplingParams(max_tokens),
-        priority=priority,
-        cache_salt=salt,
+        Request(priority=priority, cache_salt=salt),
     )
     assert scheduler.add(seq) is None
     return seq
@@ -136,7 +135,7 @@ def test_the_lowest_priority_is_preempted_then_the_latest_arrival() -> None:
 def test_no_work_is_spent_on_what_is_past_its_deadline() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, 1, 5, max_tokens=3)
-    late = Sequence((0, 2), [1] * 5, SamplingParams(5), deadline=10.0)
+    late = Sequence((0, 2), [1] * 5, SamplingParams(5), Request(deadline=10.0))
     scheduler.add(late)
     step(scheduler)
     assert [(o.seq, o.finished) for o in scheduler.expire(10.0)] == [(late, FinishCause.DEADLINE)]
@@ -164,7 +163,7 @@ def test_the_queue_is_limited_in_tokens_too() -> None:
 def test_what_was_accepted_once_is_not_refused_after_a_lost_connection() -> None:
     scheduler = make_scheduler(max_waiting=1)
     add(scheduler, 1, 5)
-    again = Sequence((0, 2), [1] * 3, SamplingParams(5), resubmitted=True)
+    again = Sequence((0, 2), [1] * 3, SamplingParams(5), Request(resubmitted=True))
     assert scheduler.add(again) is None
     refused = scheduler.add(Sequence((0, 3), [1], SamplingParams(5)))
     assert refused
@@ -175,10 +174,10 @@ def test_what_was_accepted_once_is_not_refused_after_a_lost_connection() -> None
 def test_a_prefix_is_shared_only_under_the_same_salt(salts: tuple[str, str], cached: int) -> None:
     scheduler = make_scheduler()
     for number, salt in enumerate(salts):
-        seq = Sequence((0, number), [5] * 10, SamplingParams(1), cache_salt=salt)
+        seq = Sequence((0, number), [5] * 10, SamplingParams(1), Request(cache_salt=salt))
         scheduler.add(seq)
         step(scheduler)
-    assert seq.num_cached_prompt_tokens == cached
+    assert seq.started.num_cached_tokens == cached
 
 
 def test_the_head_of_the_queue_is_not_matched_again_until_it_may_fit() -> None:

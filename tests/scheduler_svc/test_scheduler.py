@@ -9,7 +9,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
 from scheduler_svc.core.step import Answer, Output, Step
 from tests.fake_worker import VOCAB_SIZE, completion, next_token
 
@@ -42,7 +42,9 @@ def make(
     generated: tuple[int, ...] = (),
 ) -> Sequence:
     params = SamplingParams(max_tokens, eos_token_ids=eos, stop_token_ids=stop)
-    return Sequence((0, number), prompt, params, deadline=deadline, generated_ids=generated)
+    return Sequence(
+        (0, number), prompt, params, Request(deadline=deadline), generated_ids=generated
+    )
 
 
 def sample(step: Step) -> Answer:
@@ -208,7 +210,7 @@ def test_generated_text_is_cached_for_the_next_turn() -> None:
     second = make(2, turn, 2)
     scheduler.add(second)
     run(scheduler)
-    assert second.num_cached_prompt_tokens == 12  # the 15 computed tokens fill three blocks
+    assert second.started.num_cached_tokens == 12  # the 15 computed tokens fill three blocks
     assert generated(second) == completion(turn, 2)
 
 
@@ -320,13 +322,13 @@ def test_blocks_are_published_when_their_step_was_answered() -> None:
     twin = make(2, [1] * 8, 4)
     scheduler.add(twin)
     assert scheduler.schedule() is not None
-    assert twin.num_cached_prompt_tokens == 0
+    assert twin.started.num_cached_tokens == 0
     assert step
     scheduler.apply(step, sample(step))
     third = make(3, [1] * 8, 4)
     scheduler.add(third)
     assert scheduler.schedule() is not None
-    assert third.num_cached_prompt_tokens == 4
+    assert third.started.num_cached_tokens == 4
 
 
 def test_what_a_step_in_flight_writes_is_not_published() -> None:

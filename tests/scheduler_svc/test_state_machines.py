@@ -24,7 +24,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from tests import sanitizer
@@ -251,10 +251,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.key(self.number),
             prompt,
             params,
+            Request(deadline=deadline, priority=priority, cache_salt=str(salt)),
             generated_ids=tokens[:has],
-            deadline=deadline,
-            priority=priority,
-            cache_salt=str(salt),
         )
         room = self.scheduler.num_waiting < self.LIMITS.max_waiting
         refused = self.scheduler.add(seq, n)

@@ -4,12 +4,14 @@ import random
 
 from scheduler_svc.core.lazy_heap import LazyHeap
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
 
 
 def make(connection: int, number: int, priority: int = 0, length: int = 1) -> Sequence:
-    return Sequence((connection, number), [0] * length, SamplingParams(5), priority=priority)
+    return Sequence(
+        (connection, number), [0] * length, SamplingParams(5), Request(priority=priority)
+    )
 
 
 def admit(queue: WaitingQueue) -> tuple[int, int]:
@@ -129,11 +131,11 @@ def test_random_operations_agree_with_a_sorted_list(seed: int) -> None:
             waiting.remove(seq)
             queue.remove(seq)  # not admitted, so the oldest one's turn never comes
         queue.check_integrity()
-        expected = min(waiting, key=lambda s: (s.priority, s.arrival_number), default=None)
+        expected = min(waiting, key=lambda s: s.rank, default=None)
         assert queue.peek() is expected
         assert queue.num_tokens == sum(s.num_tokens for s in waiting)
         short = [s for s in waiting if s.num_tokens <= 4]
-        expected = min(short, key=lambda s: (s.priority, s.arrival_number), default=None)
+        expected = min(short, key=lambda s: s.rank, default=None)
         assert queue.peek_short() is expected
 
 

@@ -87,7 +87,7 @@ class Frontends:
     def _check(self, attempt: Attempt, output: Output) -> None:
         name, request = attempt.owner.name, attempt.client.request
         now = self._loop.time()
-        late = now - max(request.deadline or now, attempt.seq.arrival)
+        late = now - max(request.deadline or now, attempt.seq.request.arrival)
         assert not attempt.ended, f"{name}: an output after its end: {output}"
         assert late <= self._knobs.longest_turn_s + 1e-3, f"{name}: {late} s after its deadline"
         if output.prompt_logprobs is not None:
@@ -120,7 +120,7 @@ class Frontends:
             client = request.client
             spent = client.input_tokens_per_minute or client.output_tokens_per_minute
             full = self._scheduler.num_waiting > 0
-            right = (full or spent > 0) and not attempt.seq.resubmitted
+            right = (full or spent > 0) and not attempt.seq.request.resubmitted
         else:
             right = cause is request.cause and attempt.num_tokens == len(request.tokens)
         self._counts[f"ended {cause.name}"] += 1

@@ -13,6 +13,7 @@ import numpy as np
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
+from scheduler_svc.core.sequence import Request as SchedulerRequest
 from tests.oracle import VOCAB_SIZE, completion, logprobs, states
 from tests.sanitizer import Owner
 from tests.simulation.knobs import Knobs
@@ -45,11 +46,7 @@ class Request:
         self, key: SequenceKey, tokens: list[int], now: float, *, resubmitted: bool = False
     ) -> Sequence:
         """The sequence that the scheduler makes of a submission that already has `tokens`."""
-        return Sequence(
-            key,
-            self.prompt,
-            self.params,
-            generated_ids=tokens,
+        request = SchedulerRequest(
             arrival=now,
             deadline=self.deadline,
             priority=self.priority,
@@ -57,6 +54,7 @@ class Request:
             resubmitted=resubmitted,
             client=self.client,
         )
+        return Sequence(key, self.prompt, self.params, request, generated_ids=tokens)
 
     def owner(self, number: int, name: str) -> Owner:
         return Owner(name, number, self.salt, self.params, self.prompt, self._states)

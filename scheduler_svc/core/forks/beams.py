@@ -34,7 +34,7 @@ class BeamGroup:
         self._search = BeamSearch(
             params.beam_width,
             params.length_penalty,
-            first.end_token_ids,
+            params.end_token_ids,
             params.max_tokens,
             params.min_tokens,
         )
@@ -103,8 +103,7 @@ class BeamGroup:
         child.tokens.extend(parent.tokens[parent.num_prompt_tokens :])
         child.tokens.append(token)
         child.held = False
-        child.arrival_number = parent.arrival_number
-        child.line = parent.line
+        child.rank, child.line = parent.rank, parent.line
         return child
 
     def _sequence(self, key: SequenceKey) -> Sequence:
@@ -113,15 +112,9 @@ class BeamGroup:
             key,
             first.tokens[: first.num_prompt_tokens],
             first.params,
-            arrival=first.arrival,
-            deadline=first.deadline,
-            priority=first.priority,
-            cache_salt=first.cache_salt,
-            resubmitted=first.resubmitted,
-            client=first.client,
+            first.request,
         )
-        seq.first_scheduled = first.first_scheduled
-        seq.num_cached_prompt_tokens = first.num_cached_prompt_tokens
+        seq.started = first.started
         return seq
 
     def _cause(self, hypothesis: Hypothesis) -> FinishCause:

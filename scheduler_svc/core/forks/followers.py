@@ -23,12 +23,7 @@ def siblings(seq: Sequence, n: int) -> list[Sequence]:
             (connection, number + i),
             prompt,
             replace(seq.params, seed=(seq.params.seed + i) % _SEEDS, prompt_logprobs=None),
-            arrival=seq.arrival,
-            deadline=seq.deadline,
-            priority=seq.priority,
-            cache_salt=seq.cache_salt,
-            resubmitted=seq.resubmitted,
-            client=seq.client,
+            seq.request,
         )
         for i in range(1, n)
     ]

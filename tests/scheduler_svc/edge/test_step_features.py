@@ -197,7 +197,7 @@ def test_each_prompt_token_is_scored_once_and_not_taken_from_the_cache() -> None
         if step is None:
             break
         outputs += scheduler.apply(step, answer_to(step))
-    assert seq.num_cached_prompt_tokens == 0
+    assert seq.started.num_cached_tokens == 0
     scored = [o for o in outputs if o.prompt_logprobs is not None]
     positions = [
         o.offset + i

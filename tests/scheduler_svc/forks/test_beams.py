@@ -14,7 +14,7 @@ from scheduler_svc.core.client import Client
 from scheduler_svc.core.forks.beam_search import BeamSearch
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import End, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
@@ -127,7 +127,9 @@ def test_the_completions_are_those_of_the_search_alone(seed: int) -> None:
         prompt = [random.randrange(3) for _ in range(random.randint(1, 14))]
         params = random_params(random)
         beams[10 * request] = prompt, params
-        seq = Sequence((0, 10 * request), prompt, params, priority=random.choice([0, 0, 1]))
+        seq = Sequence(
+            (0, 10 * request), prompt, params, Request(priority=random.choice([0, 0, 1]))
+        )
         assert rig.scheduler.add(seq) is None
     for number in range(1000, 1000 + random.randint(0, 4)):
         plain[number] = [random.randrange(3) for _ in range(random.randint(1, 14))]
@@ -165,7 +167,7 @@ def test_all_beams_end_together(turns: int, ahead: int) -> None:
     for how in ("abort", "deadline"):
         rig = Rig(16, 3, ahead)
         params = SamplingParams(20, beam_width=4)
-        rig.scheduler.add(Sequence((0, 1), [1, 2, 3], params, deadline=5.0))
+        rig.scheduler.add(Sequence((0, 1), [1, 2, 3], params, Request(deadline=5.0)))
         for _ in range(turns):
             rig.turn()
         if how == "deadline":
@@ -206,7 +208,7 @@ def test_each_beams_tokens_are_its_clients() -> None:
 
     def seq(number: int) -> Sequence:
         params = SamplingParams(8, beam_width=4, length_penalty=1.0)
-        return Sequence((0, number), [1, 2, 3], params, client=client)
+        return Sequence((0, number), [1, 2, 3], params, Request(client=client))
 
     assert rig.scheduler.add(seq(1)) is None
     rig.run()

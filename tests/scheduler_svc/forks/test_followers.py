@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
 from scheduler_svc.core.step import Step
 from tests.oracle import completion
 from tests.scheduler_svc.test_scheduler import generated, make, make_scheduler, sample
@@ -63,7 +63,7 @@ def test_a_prompt_is_computed_once(prompt_len: int) -> None:
     assert len({table[shared] for table in tables}) == 3
     copies = [(tables[0][shared], table[shared]) for table in tables[1:]]
     assert second.copies == (copies if (prompt_len - 1) % BLOCK else [])
-    assert [seqs[n].num_cached_prompt_tokens for n in (5, 6, 7)] == [0] + [prompt_len - 1] * 2
+    assert [seqs[n].started.num_cached_tokens for n in (5, 6, 7)] == [0] + [prompt_len - 1] * 2
 
     run_to_the_end(scheduler)
     assert all(generated(seq) == completion(prompt, 7) for seq in seqs.values())
@@ -72,11 +72,11 @@ def test_a_prompt_is_computed_once(prompt_len: int) -> None:
 def test_siblings_are_the_request_with_another_number_and_seed() -> None:
     scheduler = make_scheduler()
     params = SamplingParams(3, seed=2**64 - 1, top_k=4, prompt_logprobs=2)
-    first = Sequence((0, 1), [1, 2], params, deadline=9.0, priority=3, cache_salt="a")
+    first = Sequence((0, 1), [1, 2], params, Request(deadline=9.0, priority=3))
     scheduler.add(first, n=2)
     second = sequences(scheduler)[2]
     assert second.params == replace(params, seed=0, prompt_logprobs=None)
-    assert (second.deadline, second.priority, second.cache_salt) == (9.0, 3, "a")
+    assert second.request is first.request
     assert {o.seq.key.number for o in scheduler.expire(9.0)} == {1, 2}
     assert not scheduler.open_sequences()
 
@@ -125,7 +125,7 @@ def test_without_a_slot_a_sibling_waits_before_new_ones_and_finds_the_prompt_cac
     assert second.status is Status.WAITING
     order = [answered(scheduler).rows[0].seq.key.number for _ in range(4)]
     assert order == [1, 2, 2, 3]
-    assert second.num_cached_prompt_tokens == 8
+    assert second.started.num_cached_tokens == 8
     assert generated(second) == completion(prompt, 2)
 
 

@@ -18,7 +18,7 @@ from scheduler_svc.core.client import Client
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar import constraints
@@ -191,8 +191,8 @@ def odd_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def odd(number: int, max_tokens: int = 6, client: str = "", **fields: Any) -> Sequence:
     generated = fields.pop("generated_ids", ())
     params = SamplingParams(max_tokens, grammar=GRAMMAR, **fields)
-    prompt, sender = [1, 2, number], Client(client)
-    return Sequence((0, number), prompt, params, generated_ids=generated, client=sender)
+    request = Request(client=Client(client))
+    return Sequence((0, number), [1, 2, number], params, request, generated_ids=generated)
 
 
 def expected(number: int, count: int, seed: int = 0) -> list[int]:
