@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from shared.backoff import Backoff
+
 _LOG_BYTES, _OLD_LOGS = 10 << 20, 2
 # Between tries: doubled after each, until one has run for longer than the last.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 10.0
@@ -28,7 +30,7 @@ class Child:
         self._environment: Mapping[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._due = 0.0
-        self._failures = 0  # in a row
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         reading, self._output = os.pipe()
         threading.Thread(target=_copy, args=(reading, log), daemon=True).start()
 
@@ -75,9 +77,8 @@ class Child:
             return
         now = time.monotonic()
         if now - self._started > _LAST_PAUSE_S:
-            self._failures = 0
-        self._due = now + min(_FIRST_PAUSE_S * 2 ** min(self._failures, 10), _LAST_PAUSE_S)
-        self._failures += 1
+            self._backoff.reset()
+        self._due = now + self._backoff.next_s()
         self.exit_status = self._process.returncode
         self._process = None
 

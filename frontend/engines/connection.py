@@ -36,6 +36,7 @@ from frontend.engines.token_stream import FinishReason, Start, TokenStream
 from frontend.metrics import RequestMetrics
 from frontend.request import Request
 from nano_vllm_grpc.tls import FileError
+from shared.backoff import Backoff
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, QueueFullError, ServiceError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
@@ -239,15 +240,14 @@ class SchedulerClient:
 
     async def run(self) -> None:
         """Connects, and reconnects whenever the connection is lost. Only cancellation ends it."""
-        backoff_s = _MIN_BACKOFF_S
+        backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             reason = await self._connect()
             log.warning("no connection to the scheduler", address=self._address, reason=reason)
             if self._info is not None:
-                backoff_s = _MIN_BACKOFF_S
+                backoff.reset()
                 await self._on_disconnected()
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _connect(self) -> str:
         """Runs one connection on a channel of its own; returns why it failed or ended."""

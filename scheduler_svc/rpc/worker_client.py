@@ -24,6 +24,7 @@ from scheduler_svc.rpc import profiles
 from scheduler_svc.rpc.execute_stream import ExecuteStream
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError, agree
+from shared.backoff import Backoff
 from shared.channels import PLAINTEXT, Dialer
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
@@ -117,7 +118,7 @@ class WorkerClient:
     async def recover(self) -> None:
         """Starts a new epoch with a cache of the same size as before, and returns once all ranks
         have run a step in it: one that can be blamed on no request."""
-        retry_s = _MIN_PROOF_RETRY_S
+        backoff = Backoff(_MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S)
         while True:
             self._hang_up()
             await self.connect(self._num_blocks)
@@ -125,8 +126,7 @@ class WorkerClient:
                 await self._prove()
             except WorkersLostError as error:
                 log.error("workers fail whatever they are asked", reason=str(error))
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, _MAX_PROOF_RETRY_S)
+                await asyncio.sleep(backoff.next_s())
             else:
                 return
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import structlog
 
+from shared.backoff import Backoff
 from shared.process.heartbeat import BEAT, BEATS, READY, Heartbeat, heard, say
 from shared.process.keeper_state import KeeperState
 
@@ -36,7 +37,7 @@ class Fork:
         self._hang_timeout_s = hang_timeout_s
         self._serves = serves
         self._peer: socket.socket | None = None
-        self._failures = 0  # in a row
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         self._last_pid = 0
         self._begin()
 
@@ -121,10 +122,8 @@ class Fork:
     def plan_next(self) -> None:
         """Decides when there will be another child."""
         if self._ready:
-            self._failures, pause_s = 0, 0.0
-        else:
-            pause_s = min(_FIRST_PAUSE_S * 2 ** min(self._failures, 10), _LAST_PAUSE_S)
-            self._failures += 1
+            self._backoff.reset()
+        pause_s = 0.0 if self._ready else self._backoff.next_s()
         self._ready = False
         self.restarts += 1
         self.due = time.monotonic() + pause_s
