@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+
+from shared.round_robin import RoundRobin
 
 
 class Places:
@@ -20,18 +21,19 @@ class Places:
     def __init__(self, count: int, may_enter: Callable[[Hashable], bool]) -> None:
         self._num_free = count
         self._may_enter = may_enter
-        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: RoundRobin[Hashable, asyncio.Future[None]] = RoundRobin()
 
     async def enter(self, client: Hashable) -> None:
         """Returns with a place, to be given back by `leave`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.add(client, turn)
         self.look()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.leave()
+            self._waiting.remove(client, turn)
             raise
 
     def leave(self) -> None:
@@ -40,14 +42,11 @@ class Places:
 
     def look(self) -> None:
         """Gives out what places there are."""
-        for client in [*self._waiting]:
-            turns = self._waiting[client]
-            while turns and turns[0].done():  # cancelled
-                turns.popleft()
-            if not turns:
-                del self._waiting[client]
-            elif self._num_free and self._may_enter(client):
+        while self._num_free:
+            clients = (client for client, _ in self._waiting.heads() if self._may_enter(client))
+            if (client := next(clients, None)) is None:
+                return
+            turn = self._waiting.pop(client)
+            if not turn.done():  # else it was cancelled
                 self._num_free -= 1
-                turns.popleft().set_result(None)
-                self._waiting.move_to_end(client)
-                return self.look()
+                turn.set_result(None)

@@ -11,10 +11,12 @@ else needs it; else the caller with the most places loses its oldest.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from shared.errors import QueueFullError
+from shared.round_robin import RoundRobin
 from shared.rpc.callers import Caller
 
 # Bytes of messages per process.
@@ -29,8 +31,12 @@ _PATIENCE_S = 1.0  # with slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
 
 
-# What waits for a place, the first one first.
-_Line = OrderedDict["asyncio.Future[None]", Caller]
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A message that waits for a place."""
+
+    caller: Caller
+    granted: asyncio.Future[None]
 
 
 class Hold:
@@ -57,7 +63,7 @@ class MessageMemory:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         self._places: Counter[str] = Counter()  # of messages to be read
-        self._waiting: dict[str, _Line] = {}  # by caller, the one whose turn it is first
+        self._waiting: RoundRobin[str, _Waiting] = RoundRobin()
         self._reading: dict[asyncio.Timeout, str] = {}  # oldest first, with the caller's name
         self._eviction: asyncio.TimerHandle | None = None
 
@@ -124,9 +130,10 @@ class MessageMemory:
     async def _wait(self, caller: Caller) -> None:
         """Waits for a place and takes it."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if len(self._waiting.get(caller.name, ())) >= _MAX_LINE:
+        if self._waiting.count(caller.name) >= _MAX_LINE:
             raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
-        self._waiting.setdefault(caller.name, OrderedDict())[granted] = caller
+        waiting = _Waiting(caller, granted)
+        self._waiting.add(caller.name, waiting)
         self._grant()
         self._watch()
         try:
@@ -135,10 +142,7 @@ class MessageMemory:
         except BaseException as error:
             if granted.done() and not granted.cancelled():
                 self._leave_place(caller)
-            elif line := self._waiting.get(caller.name):
-                line.pop(granted, None)
-                if not line:
-                    del self._waiting[caller.name]
+            self._waiting.remove(caller.name, waiting)
             if isinstance(error, TimeoutError):
                 raise QueueFullError(
                     f"message: {self._used} bytes of messages are being read or held; "
@@ -149,15 +153,11 @@ class MessageMemory:
 
     def _grant(self) -> None:
         """Gives places to those who wait, as long as there are any."""
-        while ready := [name for name, line in self._waiting.items() if self._fits(_first(line))]:
-            name = min(ready, key=self._used_by.__getitem__)
-            line = self._waiting.pop(name)
-            future, caller = line.popitem(last=False)
-            if line:
-                self._waiting[name] = line  # behind the others
-            if not future.done():
-                self._take(caller)
-                future.set_result(None)
+        while ready := [n for n, first in self._waiting.heads() if self._fits(first.caller)]:
+            waiting = self._waiting.pop(min(ready, key=self._used_by.__getitem__))
+            if not waiting.granted.done():
+                self._take(waiting.caller)
+                waiting.granted.set_result(None)
 
     def _watch(self) -> None:
         """Has the slow messages end soon, unless nobody waits any more by then."""
@@ -172,7 +172,3 @@ class MessageMemory:
             oldest = next(limit for limit, name in self._reading.items() if name == holder)
             oldest.reschedule(asyncio.get_running_loop().time())
         self._watch()
-
-
-def _first(line: _Line) -> Caller:
-    return next(iter(line.values()))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-_Permits = deque["asyncio.Future[None]"]
+from shared.round_robin import RoundRobin
 
 
 class Turns:
@@ -16,15 +15,14 @@ class Turns:
 
     def __init__(self, per_iteration: int) -> None:
         self._per_iteration = per_iteration
-        # By caller, the one whose turn it is first; none is empty.
-        self._waiting: OrderedDict[str, _Permits] = OrderedDict()
+        self._waiting: RoundRobin[str, asyncio.Future[None]] = RoundRobin()
         self._rests_until = 0.0  # loop time
 
     def request(self, caller: str, permit: asyncio.Future[None]) -> None:
         """Resolves `permit` as soon as it is its turn among the caller's, and the caller's."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._grant)
-        self._waiting.setdefault(caller, deque()).append(permit)
+        self._waiting.add(caller, permit)
 
     async def take(self, caller: str) -> None:
         """Returns when it is this one's turn."""
@@ -54,12 +52,7 @@ class Turns:
             return
         granted = 0
         while self._waiting and granted < self._per_iteration:
-            caller, permits = next(iter(self._waiting.items()))
-            permit = permits.popleft()
-            if permits:
-                self._waiting.move_to_end(caller)
-            else:
-                del self._waiting[caller]
+            permit = self._waiting.pop()
             if not permit.done():  # else its owner was cancelled
                 permit.set_result(None)
                 granted += 1

@@ -1,0 +1,61 @@
+"""Things that wait, taken in turn among their owners (Nagle, RFC 970), each one's oldest first:
+however many one has, another's waits for one of them at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner", bound=Hashable)
+Item = TypeVar("Item", bound=Hashable)
+
+
+class RoundRobin(Generic[Owner, Item]):
+    """Takes constant time for all but `heads`. Items are compared by identity or as they say."""
+
+    def __init__(self) -> None:
+        # By owner, the one whose turn it is first; none is empty.
+        self._queues: OrderedDict[Owner, OrderedDict[Item, None]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def count(self, owner: Owner) -> int:
+        """The number of an owner's items."""
+        return len(self._queues.get(owner, ()))
+
+    def add(self, owner: Owner, item: Item) -> None:
+        self._queues.setdefault(owner, OrderedDict())[item] = None
+
+    def remove(self, owner: Owner, item: Item) -> None:
+        """Takes an item out, if it is there."""
+        queue = self._queues.get(owner)
+        if queue is not None:
+            queue.pop(item, None)
+            if not queue:
+                del self._queues[owner]
+
+    def heads(self) -> Iterator[tuple[Owner, Item]]:
+        """Each owner's oldest item, the one first whose turn it is."""
+        for owner, queue in self._queues.items():
+            yield owner, next(iter(queue))
+
+    def pop(self, owner: Owner | None = None) -> Item:
+        """Takes the oldest item of this owner, or of the one whose turn it is, who then goes behind
+        the others."""
+        if owner is None:
+            owner = next(iter(self._queues))
+        queue = self._queues[owner]
+        item, _ = queue.popitem(last=False)
+        if queue:
+            self._queues.move_to_end(owner)
+        else:
+            del self._queues[owner]
+        return item
+
+    def clear(self) -> list[Item]:
+        """Takes out all, and returns them."""
+        items = [item for queue in self._queues.values() for item in queue]
+        self._queues.clear()
+        return items
