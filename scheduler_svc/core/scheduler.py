@@ -26,6 +26,7 @@ from scheduler_svc.core.admission import Limits, refusal
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.client import Client
+from scheduler_svc.core.forks.beams import Advance
 from scheduler_svc.core.forks.forks import Forks
 from scheduler_svc.core.lazy_heap import LazyHeap
 from scheduler_svc.core.pace import Pace, PromptBudget
@@ -70,7 +71,7 @@ class Scheduler:
         self._waiting = WaitingQueue(_prefill_budget(limits, num_decodes=1) // 2)
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_featured = 0  # of the running, those whose rows may need feature columns
-        self._forks = Forks(self)
+        self._forks = Forks()
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap(
             lambda seq, _: seq.status is not Status.FINISHED
         )
@@ -127,10 +128,13 @@ class Scheduler:
         if not request.resubmitted:
             self._budgets.charge_input(request.client, seq.num_tokens, request.arrival)
         self._waiting.push(seq)
-        self.open(seq)
-        for follower in self._forks.add(seq, n):
+        self._open(seq)
+        followers = self._forks.add(seq, n)
+        if seq.params.beam_width:
+            self.release(seq)
+        for follower in followers:
             self._waiting.arrive(follower)
-            self.open(follower)
+            self._open(follower)
         return None
 
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
@@ -240,7 +244,9 @@ class Scheduler:
         self._last_answered = step.number
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
-        self._forks.prompts_computed(step)
+        for row, child in self._forks.prompts_computed(step):
+            row.seq.num_computed_tokens = row.start + row.num_tokens
+            self._fork(row.seq, child)
         beams = self._forks.beams or ()  # the usual case: nothing to hash a sequence for
         outputs: list[Output] = []
         for row, token in zip(step.rows, answer.token_ids, strict=True):
@@ -257,7 +263,7 @@ class Scheduler:
                     cause = seq.finish_cause()
                     assert cause is not None
                     end = End(cause)
-                    self.close(seq)
+                    self._close(seq)
                 outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end))
         if self._waiting.num_lines > 1 or self._budgets:
             self._charge(step, outputs)
@@ -271,7 +277,9 @@ class Scheduler:
             found = {step.rows[row].seq: logprobs for row, logprobs in answer.logprobs.items()}
             for output in outputs:
                 output.logprobs = found.get(output.seq)
-            outputs += self._forks.advance_beams(found)
+            for advance in self._forks.advance_beams(found):
+                self._advance_beams(advance)
+                outputs += advance.outputs
         return scored + outputs if scored else outputs
 
     def fail(self, seq: Sequence, message: str) -> list[Output]:
@@ -294,7 +302,7 @@ class Scheduler:
         """Recovers from the loss of the cache and of the steps in flight: every running sequence is
         computed again, ahead of those that wait with the same priority."""
         for seq in self._running:
-            self.queue_again(seq)
+            self._queue_again(seq)
         self.stats.preemptions += len(self._running)
         self._running.clear()
         self._num_featured = 0
@@ -314,15 +322,26 @@ class Scheduler:
         assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
         self._forks.check_integrity(len(self._sequences) - len(self._running) - len(waiting))
 
-    # Called by `forks`, as `release` is.
+    def _advance_beams(self, advance: Advance) -> None:
+        for seq in advance.dropped:  # first: the others' children take over their numbers
+            self._close(seq)
+        for parent, child in advance.forks:
+            self._open(child)
+            self._fork(parent, child)
+        for seq, token in advance.kept:
+            seq.tokens.append(token)
+            self.release(seq)
+            if seq.status is Status.PARKED:
+                self._forks.unpark(seq)
+                self._queue_again(seq)
 
-    def open(self, seq: Sequence) -> None:
+    def _open(self, seq: Sequence) -> None:
         self._sequences[seq.key] = seq
         self._waiting.open(seq)
         if seq.request.deadline is not None:
             self._deadlines.push(seq.request.deadline, next(self._deadline_numbers), seq)
 
-    def close(self, seq: Sequence) -> None:
+    def _close(self, seq: Sequence) -> None:
         """Takes a sequence out. Its blocks are freed once no step in flight still writes them."""
         if seq.status is Status.WAITING:
             self._waiting.remove(seq)
@@ -337,9 +356,10 @@ class Scheduler:
         self._waiting.close(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.key]
-        self._forks.closed(seq)
+        if leader := self._forks.closed(seq):
+            self._queue_again(leader)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets a sequence run on what its parent has computed. If it finds no slot or no blocks, it
         waits as preempted ones do, and later finds the prompt in the prefix cache."""
         may_run = parent.status is Status.RUNNING and len(self._running) < self.limits.max_num_seqs
@@ -347,9 +367,9 @@ class Scheduler:
             assert parent.started is not None
             self._run(child, parent.started.at)
         else:
-            self.queue_again(child)
+            self._queue_again(child)
 
-    def queue_again(self, seq: Sequence) -> None:
+    def _queue_again(self, seq: Sequence) -> None:
         seq.reset()
         if self._forks.is_idle(seq):
             self._forks.park(seq)
@@ -457,12 +477,12 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         self.blocks.free(seq)
-        self.queue_again(seq)
+        self._queue_again(seq)
         self.stats.preemptions += 1
 
     def _close_all_of(self, seq: Sequence) -> None:
         for each in self._forks.all_of(seq):
-            self.close(each)
+            self._close(each)
 
 
 def _prefill_budget(limits: Limits, num_decodes: int) -> int:

@@ -8,7 +8,7 @@ the end, all at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_svc.core.forks.beam_search import BeamSearch, Hypothesis
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
@@ -18,11 +18,13 @@ from scheduler_svc.core.step import End, Logprobs, Output
 @dataclass(frozen=True)
 class Advance:
     """The fate of the live beams: `dropped` ones end, `forks` are (parent, child) pairs, and `kept`
-    ones go on with one more token."""
+    ones go on with one more token. Once the search has ended, all are dropped, and `outputs` are
+    its outcome."""
 
     dropped: list[Sequence]
-    forks: list[tuple[Sequence, Sequence]]
-    kept: list[tuple[Sequence, int]]
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    kept: list[tuple[Sequence, int]] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
 
 
 class BeamGroup:
@@ -56,13 +58,13 @@ class BeamGroup:
         self._candidates[seq] = found
         return len(self._candidates) == len(self.live)
 
-    def advance(self) -> Advance | None:
-        """Chooses the next live beams; None when the search has ended."""
+    def advance(self) -> Advance:
+        """Chooses the next live beams."""
         found = [self._candidates[seq] for seq in self.live]
         self._candidates.clear()
         chosen = self._search.advance([(each.ids[0, 1:], each.values[0, 1:]) for each in found])
         if not chosen:
-            return None
+            return Advance(self.live, outputs=self._completions())
         parents = {parent for parent, _ in chosen}
         dropped = [seq for i, seq in enumerate(self.live) if i not in parents]
         in_use = {self.live[i].key for i in parents}
@@ -81,7 +83,7 @@ class BeamGroup:
         self.live = live
         return Advance(dropped, forks, kept)
 
-    def completions(self) -> list[Output]:
+    def _completions(self) -> list[Output]:
         """The outcome of the search, best first: each completion's tokens, then its end."""
         outputs: list[Output] = []
         found = self._search.hypotheses

@@ -9,38 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import chain
-from typing import Protocol
 
-from scheduler_svc.core.forks.beams import BeamGroup
+from scheduler_svc.core.forks.beams import Advance, BeamGroup
 from scheduler_svc.core.forks.followers import Followers, siblings
 from scheduler_svc.core.sequence import Sequence, SequenceKey, Status
-from scheduler_svc.core.step import End, Logprobs, Output, Step
-
-
-class Host(Protocol):
-    """The scheduler, which owns the sequences."""
-
-    def open(self, seq: Sequence) -> None:
-        """Registers a new sequence."""
-
-    def close(self, seq: Sequence) -> None:
-        """Ends a sequence without an output."""
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child` run on what `parent` has computed, or queues it."""
-
-    def queue_again(self, seq: Sequence) -> None:
-        """Sends a sequence that holds no blocks back to wait."""
-
-    def release(self, seq: Sequence) -> None:
-        """Lets a held sequence go on."""
+from scheduler_svc.core.step import End, Logprobs, Output, Row, Step
 
 
 class Forks:
-    """Hears from the scheduler what happens to its sequences, most of which have no relatives."""
+    """Hears from the scheduler what happens to its sequences, most of which have no relatives, and
+    decides what it is to do with those that have."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self) -> None:
         self._followers = Followers()
         self._beams: dict[Sequence, BeamGroup] = {}  # live ones
         self._beam_keys: set[SequenceKey] = set()  # that live beams have, or may come to have
@@ -60,7 +40,6 @@ class Forks:
         if seq.params.beam_width:
             group = self._beams[seq] = BeamGroup(seq)
             self._beam_keys.update(group.keys())
-            self._host.release(seq)
         followers = siblings(seq, n)
         self._followers.add(seq, followers)
         return followers
@@ -78,27 +57,27 @@ class Forks:
         group = self._beams.get(seq)
         return group.ends(end) if group else [Output(seq, end=end)]
 
-    def prompts_computed(self, step: Step) -> None:
-        """Forks the followers of every sequence whose prompt this answered step completed."""
+    def prompts_computed(self, step: Step) -> list[tuple[Row, Sequence]]:
+        """The followers to fork now from a row's sequence: those whose prompt this answered step
+        completed."""
         if not self._followers:
-            return
-        for row in step.rows:
-            if row.samples and row.seq.status is Status.RUNNING:
-                for child in self._followers.pop(row.seq):
-                    row.seq.num_computed_tokens = row.start + row.num_tokens
-                    self._host.fork(row.seq, child)
+            return []
+        rows = [row for row in step.rows if row.samples and row.seq.status is Status.RUNNING]
+        return [(row, child) for row in rows for child in self._followers.pop(row.seq)]
 
-    def advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Output]:
+    def advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Advance]:
         """Takes in the candidates found for live beams, and moves each search on that has all of
         its own."""
-        outputs: list[Output] = []
+        advances = []
         for seq, logprobs in found.items():
             group = self._beams.get(seq)
             if group is not None:
                 seq.held = True
                 if group.add_candidates(seq, logprobs):
-                    outputs += self._choose_beams(group)
-        return outputs
+                    advance = group.advance()
+                    self._beams.update((child, group) for _, child in advance.forks)
+                    advances.append(advance)
+        return advances
 
     def is_idle(self, seq: Sequence) -> bool:
         """Whether this is a beam that waits for the others, with nothing left to compute."""
@@ -110,6 +89,10 @@ class Forks:
         seq.status = Status.PARKED
         self._parked.add(seq)
 
+    def unpark(self, seq: Sequence) -> None:
+        """Takes back a beam that was set aside."""
+        self._parked.remove(seq)
+
     def remove(self, seq: Sequence) -> None:
         """Takes out a follower or a parked beam."""
         if seq.status is Status.FOLLOWING:
@@ -117,14 +100,17 @@ class Forks:
         else:
             self._parked.remove(seq)
 
-    def closed(self, seq: Sequence) -> None:
-        """Notes that a sequence has ended; its first follower now leads the others."""
-        if followers := self._followers.pop(seq):
-            self._host.queue_again(followers[0])
-            self._followers.add(followers[0], followers[1:])
+    def closed(self, seq: Sequence) -> Sequence | None:
+        """Notes that a sequence has ended. Returns its first follower, which now leads the others
+        and is to be queued."""
         group = self._beams.pop(seq, None)
         if group and not any(beam in self._beams for beam in group.live):
             self._beam_keys.difference_update(group.keys())
+        if followers := self._followers.pop(seq):
+            leader, *others = followers
+            self._followers.add(leader, others)
+            return leader
+        return None
 
     def check_integrity(self, num_waiting_here: int) -> None:
         """Raises AssertionError if the records contradict each other. For tests.
@@ -139,24 +125,3 @@ class Forks:
         assert self._beam_keys == keys, "beams"
         num_here = len(self._followers) + len(self._parked)
         assert num_here == num_waiting_here, "in no queue, or in two"
-
-    def _choose_beams(self, group: BeamGroup) -> list[Output]:
-        advance = group.advance()
-        if advance is None:
-            outputs = group.completions()
-            for seq in group.live:
-                self._host.close(seq)
-            return outputs
-        for seq in advance.dropped:  # first: the others' children take over their numbers
-            self._host.close(seq)
-        for parent, child in advance.forks:
-            self._beams[child] = group
-            self._host.open(child)
-            self._host.fork(parent, child)
-        for seq, token in advance.kept:
-            seq.tokens.append(token)
-            self._host.release(seq)
-            if seq.status is Status.PARKED:
-                self._parked.remove(seq)
-                self._host.queue_again(seq)
-        return []
