@@ -1,5 +1,5 @@
 """Benchmarks of the stack through its public API. docs/benchmarks.md explains the figures."""
 
-from worker_svc.openmp import let_threads_spin_briefly
+from worker_svc.devices.openmp import let_threads_spin_briefly
 
 let_threads_spin_briefly()  # as in a worker, for models in this process

@@ -33,11 +33,11 @@ from worker_svc.kernels.ops import PackedWeight
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.norm import RMSNorm
 from worker_svc.model_runner import ModelRunner
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.quantize import quantize
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.quantize import quantize
 
 CONTEXT = 280
 # Sequences of one token at `CONTEXT`, and the length of a new prompt beside them.

@@ -6,7 +6,7 @@ import gc
 
 gc.disable()  # see `shared.process.run`
 
-from worker_svc.openmp import let_threads_spin_briefly
+from worker_svc.devices.openmp import let_threads_spin_briefly
 
 let_threads_spin_briefly()
 
@@ -18,9 +18,9 @@ from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from shared.process.run import Ready, run_service
 from shared.rpc.roles import Callers
 from shared.rpc.server import Server
+from worker_svc.devices.choice import preload
 from worker_svc.errors import StartError
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.platforms.choice import preload
 from worker_svc.server import WorkerService
 from worker_svc.settings import WorkerSettings
 

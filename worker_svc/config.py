@@ -53,7 +53,7 @@ class ModelConfig:
     max_model_len: int
     rope: RopeConfig
     dtype: torch.dtype
-    # `quantization_config` as it is in the file, for `worker_svc.quantization`.
+    # `quantization_config` as it is in the file, for `worker_svc.weights.quantization`.
     quantization: Mapping[str, Any] | None = None
 
     @property

@@ -18,7 +18,7 @@ from worker_svc.distributed import COLLECTIVE_TIMEOUT
 from worker_svc.errors import is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.model_runner import ModelRunner
-from worker_svc.profiler import ProfileOptions, Profiler
+from worker_svc.profiling.profiler import ProfileOptions, Profiler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits
 from worker_svc.step_result import PendingStep, StepResult

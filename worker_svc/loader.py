@@ -9,12 +9,12 @@ import torch
 
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Ops, PackedWeight, PlainWeight
-from worker_svc.packed_cache import PackedCache
-from worker_svc.quantization.choice import Choice
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.pieces import RowCollector, cut_columns
-from worker_svc.quantization.quantize import empty
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.packed_cache import PackedCache
+from worker_svc.weights.quantization.choice import Choice
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.pieces import RowCollector, cut_columns
+from worker_svc.weights.quantization.quantize import empty
 
 # Numbers at a time of a matrix that is quantized or repacked: enough to be quick, little beside it.
 _PIECE = 1 << 20

@@ -12,18 +12,16 @@ import numpy as np
 import torch
 
 from worker_svc.config import load_model_config
-from worker_svc.cuda_graph import DecodeGraphs, graph_sizes
+from worker_svc.devices.base import Platform, Stopwatch
+from worker_svc.devices.choice import choose_platform
+from worker_svc.devices.cuda_graph import DecodeGraphs, graph_sizes
+from worker_svc.devices.warm_up import plain_decodes, warm_up_steps
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
-from worker_svc.fingerprint import ModelFiles
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.loader import WeightLoader
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.packed_cache import open_cache
-from worker_svc.platforms.base import Platform, Stopwatch
-from worker_svc.platforms.choice import choose_platform
-from worker_svc.quantization.choice import choose_quantization
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
@@ -32,8 +30,10 @@ from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, upload, upload_step
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
-from worker_svc.warm_up import plain_decodes, warm_up_steps
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.fingerprint import ModelFiles
+from worker_svc.weights.packed_cache import open_cache
+from worker_svc.weights.quantization.choice import choose_quantization
 
 _READING = 8  # multiply-adds that a CPU does in the time in which it reads a weight
 

@@ -33,7 +33,7 @@ from worker_svc.errors import StartError
 from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
-from worker_svc.profiler import MAX_STEPS, ProfileOptions
+from worker_svc.profiling.profiler import MAX_STEPS, ProfileOptions
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 from worker_svc.step_result import StepResult

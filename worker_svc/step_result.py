@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.platforms.base import PendingArrays
+from worker_svc.devices.base import PendingArrays
 from worker_svc.sampling.logprobs import asked_for
 from worker_svc.step.wire import Float32s, Int32s
 

@@ -12,7 +12,7 @@ from bench.gpu.ceilings import bandwidth
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from worker_svc.kernels.triton.ops import pack
-from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 
 class Kind(NamedTuple):

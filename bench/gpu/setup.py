@@ -19,8 +19,8 @@ from bench.workload import Shape
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS as BACKENDS
 from worker_svc.attention.paged import PagedBackend
+from worker_svc.devices.base import Platform
 from worker_svc.errors import StartError
-from worker_svc.platforms.base import Platform
 from worker_svc.settings import WorkerSettings
 
 MAX_LAYERS = 64
@@ -229,6 +229,6 @@ def make_setup(
 
 
 def _cuda_platform(settings: WorkerSettings) -> Platform:
-    from worker_svc.platforms.cuda import CudaPlatform
+    from worker_svc.devices.cuda import CudaPlatform
 
     return CudaPlatform(settings)

@@ -20,7 +20,7 @@ def measure_copy(setup: Setup, report: Report) -> None:
 
 
 def measure_imports() -> None:
-    import worker_svc.platforms.cuda  # noqa: F401
+    import worker_svc.devices.cuda  # noqa: F401
 
     assert callable(torch.nn.functional.scaled_mm)
 

@@ -29,14 +29,14 @@ from shared.model_directory import read_text
 from shared.telemetry.logging import configure_logging
 from worker_svc.attention.base import Backend
 from worker_svc.config import ModelConfig, load_model_config
+from worker_svc.devices.base import Platform
+from worker_svc.devices.choice import choose_platform
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
 from worker_svc.models.qwen3 import attention_shape
-from worker_svc.platforms.base import Platform
-from worker_svc.platforms.choice import choose_platform
-from worker_svc.quantization.choice import choose_quantization
 from worker_svc.settings import WorkerSettings
-from worker_svc.weights import INDEX, WeightReader
+from worker_svc.weights.files import INDEX, WeightReader
+from worker_svc.weights.quantization.choice import choose_quantization
 
 _CPU_SETS = {
     "AVX2": "avx2",

@@ -18,7 +18,7 @@ from frontend.text.tokenizer import Tokenizer
 from shared.config import SettingsError
 from tests.certificates import Authority
 from worker_svc.config import load_model_config
-from worker_svc.fingerprint import ModelFiles
+from worker_svc.weights.fingerprint import ModelFiles
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 DIRECTORY = Path(".run/50051")

@@ -19,10 +19,10 @@ from tests.stack import DEMO_MODEL, RealStack, UnmetPreconditionError, running_s
 from tests.worker_svc.quantization.writers import FORMATS, PROJECTIONS, quantize_checkpoint
 from tests.worker_svc.test_model_runner import make_runner
 from worker_svc.config import load_model_config
-from worker_svc.quantization.choice import choose_quantization
-from worker_svc.quantization.formats import QuantizedWeight, quantize_rows
-from worker_svc.quantization.quantize import quantize
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.choice import choose_quantization
+from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
+from worker_svc.weights.quantization.quantize import quantize
 
 # A cache so small that sequences are preempted, and chunks of a few tokens.
 SMALL = {"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8}

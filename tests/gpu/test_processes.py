@@ -32,7 +32,7 @@ TOKENS = 1500
 
 FORK = """
 import os, sys, torch
-from worker_svc.platforms.choice import preload
+from worker_svc.devices.choice import preload
 preload(sys.argv[1])
 assert not torch.cuda.is_initialized()
 for _ in range(2):

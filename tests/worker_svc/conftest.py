@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.harness import save_model
-from worker_svc.platforms.choice import choose_vector_math
+from worker_svc.devices.choice import choose_vector_math
 
 choose_vector_math()  # for transformers too
 

@@ -8,9 +8,9 @@ import torch
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
+from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
-from worker_svc.platforms.cpu import CpuPlatform
 from worker_svc.settings import WorkerSettings
 
 NUM_SMS = 1  # splits small batches, but into few parts: each is slow here

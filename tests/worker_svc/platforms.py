@@ -17,7 +17,7 @@ from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import StartError
 
 if ON_GPU:
-    from worker_svc.platforms.cuda import CudaPlatform as GpuPlatform
+    from worker_svc.devices.cuda import CudaPlatform as GpuPlatform
 else:
     from tests.worker_svc.interpreted import InterpretedPlatform as GpuPlatform
 

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 
 from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.unprivileged import run_read_only
-from worker_svc import fingerprint
 from worker_svc.errors import ModelError
-from worker_svc.fingerprint import ModelFiles
 from worker_svc.model_runner import ModelRunner
+from worker_svc.weights import fingerprint
+from worker_svc.weights.fingerprint import ModelFiles
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ READ_ONLY = """
 from pathlib import Path
 from structlog.testing import capture_logs
 from tests.worker_svc.unprivileged import give_up_root
-from worker_svc.fingerprint import ModelFiles
+from worker_svc.weights.fingerprint import ModelFiles
 
 give_up_root()
 with capture_logs() as logs:

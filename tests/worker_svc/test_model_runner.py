@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
+from worker_svc.devices import cpu
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu_features import has
 from worker_svc.model_runner import ModelRunner
-from worker_svc.platforms import cpu
 
 NUM_BLOCKS = 256
 SHAPES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from tests.waiting import wait_for
 from tests.worker_svc.device import DEVICE
 from tests.worker_svc.harness import Batch
 from tests.worker_svc.test_server import Worker, running, tokens
-from worker_svc.profiler import PIECE_STEPS
+from worker_svc.profiling.profiler import PIECE_STEPS
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from worker_svc.errors import ModelError
-from worker_svc.safetensors_file import DTYPES, read_tensors
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.safetensors_file import DTYPES, read_tensors
 
 CPU = torch.device("cpu")
 A = torch.arange(6.0).view(2, 3)
@@ -149,7 +149,7 @@ def test_slices_are_those_of_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """Also where a piece that is converted ends within a row."""
-    monkeypatch.setattr("worker_svc.weights._BUFFER_BYTES", 32)
+    monkeypatch.setattr("worker_svc.weights.files._BUFFER_BYTES", 32)
     whole = torch.rand(11, 13)
     save_file({"x": whole}, tmp_path / "x.safetensors")
     with WeightReader(tmp_path, dtype, CPU) as reader:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import save_model, worker_settings
 from worker_svc.errors import ModelError
-from worker_svc.fingerprint import ModelFiles
 from worker_svc.model_runner import ModelRunner
-from worker_svc.weights import INDEX, WeightReader
+from worker_svc.weights.files import INDEX, WeightReader
+from worker_svc.weights.fingerprint import ModelFiles
 
 CPU = torch.device("cpu")
 

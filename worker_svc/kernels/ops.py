@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,9 +13,9 @@ import pytest
 import structlog
 import torch
 
+from worker_svc.devices.cuda import CudaPlatform
+from worker_svc.devices.pinned_copies import PinnedCopies
 from worker_svc.errors import DeviceLostError, ModelError, StartError, is_device_lost
-from worker_svc.platforms.cuda import CudaPlatform
-from worker_svc.platforms.pinned_copies import PinnedCopies
 from worker_svc.settings import WorkerSettings
 
 MIB = 1 << 20

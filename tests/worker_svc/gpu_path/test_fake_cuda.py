@@ -17,6 +17,7 @@ from triton.runtime.jit import KernelInterface
 from tools.make_model import BASE_CONFIG, SHAPES
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.config import ModelConfig, RopeConfig
+from worker_svc.devices.warm_up import NUM_LOGPROBS, warm_up_steps
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
@@ -28,7 +29,6 @@ from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, host_columns
-from worker_svc.warm_up import NUM_LOGPROBS, warm_up_steps
 
 CUDA = torch.device("cuda", 0)
 MAX_MODEL_LEN = 4096

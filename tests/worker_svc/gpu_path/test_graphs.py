@@ -28,7 +28,7 @@ from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.test_model_runner import prompts
 from worker_svc.attention.choice import BACKENDS
-from worker_svc.cuda_graph import graph_sizes
+from worker_svc.devices.cuda_graph import graph_sizes
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.worker_svc.harness import worker_settings
-from worker_svc.cuda_graph import graph_sizes
+from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.devices.cuda_graph import graph_sizes
 from worker_svc.model_runner import ModelRunner
-from worker_svc.platforms.cpu import CpuPlatform
 from worker_svc.step.decode import Step
 from worker_svc.step_result import PendingStep
 

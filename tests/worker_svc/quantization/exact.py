@@ -10,7 +10,7 @@ import torch
 
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
-from worker_svc.quantization.formats import QuantizedWeight, quantize_rows
+from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
 
 
 class ExactWeight:

@@ -19,9 +19,9 @@ from worker_svc.errors import ModelError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.model_runner import ModelRunner
-from worker_svc.quantization.choice import choose_quantization
-from worker_svc.quantization.formats import QuantizedWeight
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.choice import choose_quantization
+from worker_svc.weights.quantization.formats import QuantizedWeight
 
 CPU = torch.device("cpu")
 OUT, IN = 96, 192

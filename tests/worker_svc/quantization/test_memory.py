@@ -37,9 +37,9 @@ from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.loader import WeightLoader
 from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
-from worker_svc.packed_cache import open_cache
-from worker_svc.quantization.choice import choose_quantization
-from worker_svc.weights import WeightReader
+from worker_svc.weights.packed_cache import open_cache
+from worker_svc.weights.quantization.choice import choose_quantization
+from worker_svc.weights.files import WeightReader
 
 def resident(name):  # in bytes; ru_maxrss would begin at the parent's
     status = Path("/proc/self/status").read_text()

@@ -19,11 +19,11 @@ from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.quantization.exact import ExactWeight
 from tests.worker_svc.quantization.writers import SHAPE
 from tests.worker_svc.unprivileged import run_read_only
-from worker_svc.fingerprint import ModelFiles
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.model_runner import ModelRunner
-from worker_svc.packed_cache import PackedCache
-from worker_svc.quantization.quantize import empty, quantize
+from worker_svc.weights.fingerprint import ModelFiles
+from worker_svc.weights.packed_cache import PackedCache
+from worker_svc.weights.quantization.quantize import empty, quantize
 
 MAPPED, KEPT, NOT_KEPT, BROKEN, REFUSED = (
     f"packed weights are {how}" for how in ("mapped", "kept", "not kept", "broken", "refused")
@@ -292,7 +292,7 @@ import torch
 from pathlib import Path
 from structlog.testing import capture_logs
 from tests.worker_svc.unprivileged import give_up_root
-from worker_svc.packed_cache import PackedCache
+from worker_svc.weights.packed_cache import PackedCache
 
 give_up_root()
 with capture_logs() as logs:

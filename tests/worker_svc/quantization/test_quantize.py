@@ -23,10 +23,10 @@ from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHea
 from worker_svc.layers.linear import RowParallelLinear
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.model_runner import ModelRunner
-from worker_svc.quantization.choice import Choice
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.quantize import group_size, quantize
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.choice import Choice
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.quantize import group_size, quantize
 
 FORMATS: list[Format] = ["int8", "int4", "fp8"]
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_zeros_and_outliers(format: Format) -> None:
 def test_rows_do_not_depend_on_each_other(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(40, 128)
     whole = quantize(weight, format).dequantized()
-    monkeypatch.setattr("worker_svc.quantization.quantize._PIECE", 7 * 128)
+    monkeypatch.setattr("worker_svc.weights.quantization.quantize._PIECE", 7 * 128)
     assert torch.equal(quantize(weight, format).dequantized(), whole)
     assert torch.equal(quantize(weight[3:4], format).dequantized(), whole[3:4])
 

@@ -14,7 +14,7 @@ from worker_svc.kernels.cpu.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.tokens import apply_masks, penalize, store_tokens
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
-from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import QuantizedWeight
 
 __all__ = [
     "add_rms_norm",

@@ -14,9 +14,9 @@ from numba.extending import intrinsic
 
 from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.simd import F32, I64, constant, function, larger, loop, splat
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.quantize import DIVISORS, empty
-from worker_svc.quantization.quantize import quantize as quantize_in_torch
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.quantize import DIVISORS, empty
+from worker_svc.weights.quantization.quantize import quantize as quantize_in_torch
 
 _LOWEST, _HIGHEST = np.float32(-8), np.float32(7)
 _TINY = np.finfo(np.float32).tiny

@@ -12,7 +12,7 @@ from worker_svc.kernels.cpu.linear import linear
 from worker_svc.kernels.cpu.panels import KINDS, PANEL
 from worker_svc.kernels.cpu.simd import LANES
 from worker_svc.kernels.ops import Exchange
-from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import QuantizedWeight
 
 _NO_FLOATS = np.empty(0, np.float32)
 # The float16 that an e4m3 code is read as is smaller by this factor.

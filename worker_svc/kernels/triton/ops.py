@@ -13,8 +13,8 @@ from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.kernels.triton.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.token_masks import apply_masks
-from worker_svc.quantization.formats import QuantizedWeight
-from worker_svc.quantization.quantize import quantize
+from worker_svc.weights.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.quantize import quantize
 
 __all__ = [
     "add_rms_norm",

@@ -24,7 +24,7 @@ from worker_svc.kernels.triton.quantized_matmul import (
     unpack_int4,
 )
 from worker_svc.kernels.triton.row_quantization import quantize
-from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import QuantizedWeight
 
 MAX_WIDTH, MIN_WIDTH = 64, 16  # bytes of a tile's rows
 SCALING_BLOCK = 128  # columns that share a scale, for products of two fp8 matrices

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.kernels.triton.codes import from_e4m3, round_to_even, to_e4m3
-from worker_svc.quantization.formats import quantize_rows
+from worker_svc.weights.quantization.formats import quantize_rows
 
 SCALE_BYTES = 4
 

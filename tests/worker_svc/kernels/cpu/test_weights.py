@@ -17,7 +17,7 @@ from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.cpu.ops import OneDnnWeight, has_onednn, pack, unpack
 from worker_svc.kernels.cpu.weights import pack_floats, pack_quantized
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
-from worker_svc.quantization.formats import Format, QuantizedWeight, quantize_rows
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
 
 pytestmark = pytest.mark.launches_nothing
 

@@ -12,7 +12,7 @@ from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized import CodeWeight, Int8Weight
 from worker_svc.kernels.triton.row_quantization import quantize
-from worker_svc.quantization.formats import Format
+from worker_svc.weights.quantization.formats import Format
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Rows of x that have to share a binary, for each size of tiles.

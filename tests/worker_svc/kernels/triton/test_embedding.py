@@ -13,7 +13,7 @@ from worker_svc.kernels.triton import embedding as module
 from worker_svc.kernels.triton.embedding import embed, embed_reference
 from worker_svc.kernels.triton.ops import pack
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import QuantizedWeight
 
 VOCAB = 1001
 

@@ -23,7 +23,7 @@ from worker_svc.kernels.triton import quantized
 from worker_svc.kernels.triton.ops import pack, unpack
 from worker_svc.kernels.triton.quantized import CodeWeight, Fp8Weight, Int8Weight
 from worker_svc.kernels.triton.row_quantization import quantize
-from worker_svc.quantization.formats import Format, QuantizedWeight, quantize_rows
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
 
 DTYPE = by_device(cpu=torch.float32, gpu=torch.bfloat16)
 # One row, a tile's and more, the largest tiles, each not full.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.worker_svc.device import generator
-from worker_svc.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 
 def random_weight(

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 
-from worker_svc.platforms.base import Platform
+from worker_svc.devices.base import Platform
 from worker_svc.settings import WorkerSettings
 
 
@@ -19,10 +19,10 @@ def choose_platform(settings: WorkerSettings) -> Platform:
     choose_vector_math()
     # Imports only the one needed: there is no Triton without a GPU, and a GPU needs no numba.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        from worker_svc.platforms.cuda import CudaPlatform
+        from worker_svc.devices.cuda import CudaPlatform
 
         return CudaPlatform(settings)
-    from worker_svc.platforms.cpu import CpuPlatform
+    from worker_svc.devices.cpu import CpuPlatform
 
     return CpuPlatform(settings)
 
@@ -40,9 +40,9 @@ def preload(device: str) -> None:
     It asks for no device: once CUDA has been asked for any, it does not work in forks.
     """
     if device == "cuda" or (device == "auto" and torch.version.cuda):
-        import_module("worker_svc.platforms.cuda")
+        import_module("worker_svc.devices.cuda")
         return
-    import_module("worker_svc.platforms.cpu")
+    import_module("worker_svc.devices.cpu")
     target = import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()  # otherwise done for the first function
     target.target_context.refresh()

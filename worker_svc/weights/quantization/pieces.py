@@ -7,7 +7,7 @@ import math
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import QuantizedWeight
 
 
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.devices.base import Platform
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
-from worker_svc.platforms.base import Platform
 from worker_svc.settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = 16

@@ -17,7 +17,7 @@ import xxhash
 
 from worker_svc.errors import ModelError
 from worker_svc.user_cache import cache_folder, private_file, private_folder
-from worker_svc.weights import weight_files
+from worker_svc.weights.files import weight_files
 
 log = structlog.get_logger(__name__)
 

@@ -16,8 +16,8 @@ from torch.distributed import DistError
 from tqdm import tqdm
 
 from worker_svc.attention.base import Backend
+from worker_svc.devices.base import Platform
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError, chain, is_device_lost
-from worker_svc.platforms.base import Platform
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, padded, unpack
 

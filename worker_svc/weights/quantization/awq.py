@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from worker_svc.quantization.checkpoint import (
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.checkpoint import (
     from_unsigned,
     require,
     require_shape,
     require_size,
     unpack_columns,
 )
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.pieces import per_group
-from worker_svc.weights import WeightReader
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.pieces import per_group
 
 # Where a word's 4-bit numbers, lowest first, have those of its outputs in order.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
+from worker_svc.devices.base import Platform
+from worker_svc.devices.pinned_copies import PinnedCopies
 from worker_svc.errors import ModelError, StartError, SupersededError
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.launch import Launcher
-from worker_svc.platforms.base import Platform
-from worker_svc.platforms.pinned_copies import PinnedCopies
 from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

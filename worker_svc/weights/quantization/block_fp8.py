@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.checkpoint import require, require_block, require_shape
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.pieces import per_group
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.checkpoint import require, require_block, require_shape
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.pieces import per_group
 
 
 class BlockFp8:

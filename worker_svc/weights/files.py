@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from shared.model_directory import is_plain_name, read_text
 from worker_svc.errors import ModelError
-from worker_svc.safetensors_file import NAMES, StoredTensor, read_tensors
+from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensors
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

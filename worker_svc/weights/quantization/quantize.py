@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.pieces import pack_int4
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.pieces import pack_int4
 
 VERSION = 1  # of the codes and scales that come out: packed weights of another are made again
 

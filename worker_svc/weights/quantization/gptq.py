@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.checkpoint import (
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.checkpoint import (
     from_unsigned,
     require,
     require_shape,
@@ -16,9 +17,8 @@ from worker_svc.quantization.checkpoint import (
     unpack_bits,
     unpack_columns,
 )
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.pieces import per_group
-from worker_svc.weights import WeightReader
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.pieces import per_group
 
 
 class Gptq:

@@ -18,9 +18,9 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker_svc.quantization.quantize import VERSION
-from worker_svc.safetensors_file import NAMES
 from worker_svc.user_cache import cache_folder, private_file, private_folder
+from worker_svc.weights.quantization.quantize import VERSION
+from worker_svc.weights.safetensors_file import NAMES
 
 log = structlog.get_logger(__name__)
 

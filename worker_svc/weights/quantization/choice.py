@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.awq import Awq
-from worker_svc.quantization.block_fp8 import BlockFp8
-from worker_svc.quantization.checkpoint import Checkpoint, require
-from worker_svc.quantization.compressed_tensors import CompressedTensors
-from worker_svc.quantization.formats import Format
-from worker_svc.quantization.gptq import Gptq
+from worker_svc.weights.quantization.awq import Awq
+from worker_svc.weights.quantization.block_fp8 import BlockFp8
+from worker_svc.weights.quantization.checkpoint import Checkpoint, require
+from worker_svc.weights.quantization.compressed_tensors import CompressedTensors
+from worker_svc.weights.quantization.formats import Format
+from worker_svc.weights.quantization.gptq import Gptq
 
 # By `quant_method`.
 CHECKPOINTS: dict[str, Callable[[Mapping[str, Any]], Checkpoint]] = {

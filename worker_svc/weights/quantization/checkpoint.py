@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.quantization.formats import Format, QuantizedWeight
-from worker_svc.quantization.pieces import pack_int4
-from worker_svc.weights import WeightReader
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.pieces import pack_int4
 
 MAX_SIZE = 2**31 - 1  # inputs or outputs that share a scale
 MAX_SHOWN = 200  # characters of a value, in an error

@@ -17,8 +17,8 @@ import structlog
 from torch.autograd.profiler import profile, record_function
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
+from worker_svc.profiling.trace_file import TraceFile
 from worker_svc.step.decode import Step
-from worker_svc.trace_file import TraceFile
 
 log = structlog.get_logger(__name__)
 
