@@ -149,9 +149,10 @@ def made_up(rng: random.Random) -> str:
 
 
 def _piece(rng: random.Random) -> str:
-    word = rng.choice(TEXT_WORDS)
+    word: str = rng.choice(TEXT_WORDS)
     start = rng.choice([0, 0, rng.randrange(len(word))])
-    return word[start:] if rng.random() < 0.4 else word[start : start + rng.randint(1, 7)]
+    end = len(word) if rng.random() < 0.4 else start + rng.randint(1, 7)
+    return word[start:end]
 
 
 def _any_name(rng: random.Random) -> str:
@@ -471,7 +472,7 @@ def _composed_sum(rng: random.Random, a: int, b: int, asked: str) -> dict[str, A
         total = [{name(): total, name(): rng.choice([True, text()])}]
     elif draw < 0.42:
         total = {name(): [total]}
-    others = rng.sample(
+    others: list[Callable[[], dict[str, Any]]] = rng.sample(
         [
             lambda: {name(): [value(a), value(b)]},
             lambda: {name(): value(a), name(): value(b)},

@@ -20,13 +20,13 @@ from tools.demo_corpus import (
     DOCUMENTS,
     SUM_PHRASINGS,
     held_out_pairs,
-    sum_answer,
     tools_prompt,
     training_pairs,
     turn,
     write_corpus,
 )
 from tools.demo_facts import FACTS
+from tools.demo_json import sum_answer
 from tools.demo_stories import ANIMALS, share_of_grammatical_text
 from tools.demo_tokenizer import END_OF_TEXT, IM_END
 
@@ -214,7 +214,7 @@ class Evaluation:
             right = [o == task.fields for o, task in zip(objects, tasks, strict=True)]
             return _share([o is not None for o in objects]), _share(right)
 
-        figures = {}
+        figures: dict[str, float] = {}
         seen, unseen = demo_json.SEEN_SHAPES, demo_json.UNSEEN_SHAPES
         for name, keys, shapes, asked in (
             ("sums in JSON", demo_json.TOTAL_KEYS, seen, False),

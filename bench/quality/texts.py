@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tools.demo_corpus import held_out_pairs, sum_answer, training_pairs, write_corpus
+from tools.demo_corpus import held_out_pairs, training_pairs, write_corpus
+from tools.demo_json import sum_answer
 from tools.demo_tokenizer import END_OF_TEXT, IM_END
 from tools.evaluate_demo_model import Chat, earlier_chat, sum_prompts
 
