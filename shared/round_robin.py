@@ -41,11 +41,12 @@ class RoundRobin(Generic[Owner, Item]):
         for owner, queue in self._queues.items():
             yield owner, next(iter(queue))
 
-    def pop(self, owner: Owner | None = None) -> Item:
-        """Takes the oldest item of this owner, or of the one whose turn it is, who then goes behind
-        the others."""
-        if owner is None:
-            owner = next(iter(self._queues))
+    def pop(self) -> Item:
+        """Takes the oldest item of the owner whose turn it is."""
+        return self.pop_of(next(iter(self._queues)))
+
+    def pop_of(self, owner: Owner) -> Item:
+        """Takes the oldest item of this owner, who then goes behind the others."""
         queue = self._queues[owner]
         item, _ = queue.popitem(last=False)
         if queue:

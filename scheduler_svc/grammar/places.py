@@ -43,10 +43,10 @@ class Places:
     def look(self) -> None:
         """Gives out what places there are."""
         while self._num_free:
-            clients = (client for client, _ in self._waiting.heads() if self._may_enter(client))
-            if (client := next(clients, None)) is None:
+            heads = self._waiting.heads()
+            if (head := next((each for each in heads if self._may_enter(each[0])), None)) is None:
                 return
-            turn = self._waiting.pop(client)
+            turn = self._waiting.pop_of(head[0])
             if not turn.done():  # else it was cancelled
                 self._num_free -= 1
                 turn.set_result(None)

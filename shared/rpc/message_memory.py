@@ -154,7 +154,7 @@ class MessageMemory:
     def _grant(self) -> None:
         """Gives places to those who wait, as long as there are any."""
         while ready := [n for n, first in self._waiting.heads() if self._fits(first.caller)]:
-            waiting = self._waiting.pop(min(ready, key=self._used_by.__getitem__))
+            waiting = self._waiting.pop_of(min(ready, key=self._used_by.__getitem__))
             if not waiting.granted.done():
                 self._take(waiting.caller)
                 waiting.granted.set_result(None)
