@@ -57,9 +57,11 @@ def check_instructor(given: Any) -> None:
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         create: Any = instructor.from_openai(client(given), mode=mode).create
         asked: Any = {"model": "demo", "temperature": 0, "max_retries": 0}
-        assert create(**asked, messages=MESSAGES, response_model=Answer) == Answer(answer=42), mode
+        # What it returns has the response besides, so that it equals nothing.
+        assert create(**asked, messages=MESSAGES, response_model=Answer).answer == 42, mode
         about: Any = [{"role": "user", "content": ABOUT_JASON}]
-        assert create(**asked, messages=about, response_model=Person) == JASON, mode
+        person = create(**asked, messages=about, response_model=Person)
+        assert (person.name, person.age) == (JASON.name, JASON.age), mode
 
 
 def add(a: int, b: int) -> int:

@@ -162,7 +162,10 @@ def calls_of(given: Any, **options: Any) -> list[tuple[str, Any]]:
     """The calls of an answer, which are the same if it is streamed."""
     asked = {"tools": [WEATHER, SUM], "max_tokens": 100} | options
     choice = chat(given, **asked).choices[0]
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    calls = [
+        (call.function.name, json.loads(call.function.arguments))
+        for call in choice.message.tool_calls
+    ]
     assert choice.finish_reason == "tool_calls"
     streamed: dict[int, list[str]] = {}
     for chunk in chat(given, **asked, stream=True):
@@ -173,8 +176,8 @@ def calls_of(given: Any, **options: Any) -> list[tuple[str, Any]]:
                     name + (call.function.name or ""),
                     arguments + (call.function.arguments or ""),
                 ]
-    assert [tuple(call) for call in streamed.values()] == calls
-    return [(name, json.loads(arguments)) for name, arguments in calls]
+    assert [(name, json.loads(arguments)) for name, arguments in streamed.values()] == calls
+    return calls
 
 
 def check_tools(given: Any) -> None:
@@ -185,8 +188,11 @@ def check_tools(given: Any) -> None:
     for question, call in expected.items():
         messages = [{"role": "user", "content": question}]
         named = {"type": "function", "function": {"name": call[0]}}
-        for choice in ("auto", "required", named):
+        for choice in ("auto", named):
             assert calls_of(given, messages=messages, tool_choice=choice) == [call], choice
+        (tool,) = [each for each in (WEATHER, SUM) if each["function"]["name"] == call[0]]
+        options = {"tools": [tool], "tool_choice": "required"}
+        assert calls_of(given, messages=messages, **options) == [call]
 
 
 def check_tools_not_called(given: Any) -> None:
