@@ -66,10 +66,6 @@ class SamplingParams(SamplingNumbers):
     def end_token_ids(self) -> frozenset[int]:
         return self.eos_token_ids | self.stop_token_ids
 
-    def ends_with(self, token: int) -> bool:
-        """Whether a token ends the completion."""
-        return token in self.eos_token_ids or token in self.stop_token_ids
-
     @property
     def stepwise(self) -> bool:
         """Whether the choice of the next token depends on more than the workers know."""

@@ -259,7 +259,12 @@ class Scheduler:
             if row.samples and seq not in beams:
                 seq.tokens.append(token)
                 end = None
-                if computed == seq.max_scheduled_tokens or seq.params.ends_with(token):
+                params = seq.params
+                if (
+                    computed == seq.max_scheduled_tokens
+                    or token in params.eos_token_ids
+                    or token in params.stop_token_ids
+                ):
                     cause = seq.finish_cause()
                     assert cause is not None
                     end = End(cause)
