@@ -34,6 +34,7 @@ from deploy.supervisor import (
     start_supervisor_again,
     supervised_processes,
 )
+from shared.backoff import Backoff
 from shared.config import ServiceSettings, SettingsError, load_settings
 from shared.process.fork import CANNOT_START
 from shared.process.heartbeat import BEATS
@@ -164,15 +165,14 @@ async def serve(
 def settings_at_last() -> WatchdogSettings:
     """Reads the settings, which the stack's start has checked: tries again for as long as they
     cannot be read."""
-    pause_s = _FIRST_PAUSE_S
+    backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
     while True:
         try:
             return load_settings(WatchdogSettings, [])
         except SettingsError as error:
-            program = WatchdogSettings.program
+            program, pause_s = WatchdogSettings.program, backoff.next_s()
             print(f"{program}: {error}; tries again in {pause_s:g} s", file=sys.stderr, flush=True)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            time.sleep(pause_s)
 
 
 def main() -> int:

@@ -44,9 +44,8 @@ def public_server(
     operators_methods: set[str] = set()
     door: Door | None = None
     if settings.engine_address:
-        from frontend.api.vllm_engine import (
-            servicer as engine,  # its packages are for gateways alone
-        )
+        # Its packages are installed for gateways alone.
+        from frontend.api.vllm_engine import servicer as engine
 
         services.append(engine.PROTOCOL)
         operators_methods = set(engine.OPERATORS_METHODS)

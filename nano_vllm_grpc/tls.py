@@ -75,7 +75,7 @@ def client_context(client: ClientTls, host: str | None = None) -> ssl.SSLContext
 
 
 def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: str) -> None:
-    """Loads files into `context`, which checks that they exist, are what they should be and match.
+    """Loads files into `context`, which checks that they exist, are valid and match.
     `setting` is for the message.
 
     Raises:

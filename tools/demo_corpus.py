@@ -219,11 +219,10 @@ def _json_pieces(value: Any, rng: random.Random, *, asked: bool) -> list[tuple[s
     for part in re.split(rf"(\w+)(?=\":)|({blank})" if blank else r"(\w+)(?=\":)", text[2:]):
         if not part:
             continue
-        learned = asked or not part.replace("_", "").isalnum()
-        if part == blank:
-            learned = False
+        is_name = part.replace("_", "").isalnum()
+        learned = part != blank and (asked or not is_name)
         cut = rng.randrange(1, len(part)) if len(part) > 1 and rng.random() < 0.1 else 0
-        if cut and part.replace("_", "").isalnum():
+        if cut and is_name:
             pieces += [(part[:cut], learned), (part[cut:], learned)]
         else:
             pieces.append((part, learned))

@@ -109,7 +109,7 @@ FINAL_TEXTS = [
 
 @dataclass(frozen=True)
 class Function:
-    """What a prompt says of a function: its parameters are JSON's type and a description each."""
+    """A function as a prompt describes it; each parameter has a JSON type and a description."""
 
     name: str
     description: str

@@ -150,7 +150,7 @@ def earlier_chat(tokenizer: Any, tokens: int, rng: random.Random) -> Chat:
 
 
 def _parsed(text: str) -> Any:
-    """What a JSON text means; None if it is none."""
+    """The value of a JSON text; None if it is invalid."""
     try:
         return json.loads(text)
     except ValueError:

@@ -62,32 +62,34 @@ class FairOrder:
 
     def push(self, seq: Sequence, ticket: int, line: Line | None) -> None:
         """Adds a sequence; without a line it goes ahead of all of its priority that have one."""
-        key = seq.rank.priority, line
+        priority, arrival = seq.rank
+        key = priority, line
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = _Queue(line, self._holds)
-            if seq.rank.priority not in self._levels:
-                self._levels[seq.rank.priority] = _Level()
-                insort(self._priorities, seq.rank.priority)
-            self._levels[seq.rank.priority].num_queues += 1
-        queue.sequences.push(seq.rank.arrival, ticket, seq)
+            if priority not in self._levels:
+                self._levels[priority] = _Level()
+                insort(self._priorities, priority)
+            self._levels[priority].num_queues += 1
+        queue.sequences.push(arrival, ticket, seq)
         queue.length += 1
-        self._update(self._levels[seq.rank.priority], queue)
+        self._update(self._levels[priority], queue)
 
     def remove(self, seq: Sequence, line: Line | None) -> None:
         """Takes out a sequence that was pushed with this line, and no longer holds its ticket."""
-        key = seq.rank.priority, line
+        priority = seq.rank.priority
+        key = priority, line
         queue = self._queues[key]
         queue.length -= 1
         if queue.length:
             return
         queue.ticket = -1
         del self._queues[key]
-        level = self._levels[seq.rank.priority]
+        level = self._levels[priority]
         level.num_queues -= 1
         if not level.num_queues:
-            del self._levels[seq.rank.priority]
-            self._priorities.remove(seq.rank.priority)
+            del self._levels[priority]
+            self._priorities.remove(priority)
 
     def peek(self) -> Sequence | None:
         """The next sequence."""

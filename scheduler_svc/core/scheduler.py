@@ -337,7 +337,7 @@ class Scheduler:
             seq.tokens.append(token)
             self.release(seq)
             if seq.status is Status.PARKED:
-                self._forks.unpark(seq)
+                self._forks.remove(seq)
                 self._queue_again(seq)
 
     def _open(self, seq: Sequence) -> None:

@@ -36,7 +36,7 @@ class FinishCause(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked for, apart from the tokens and how to sample; its completions share it.
+    """A client's request, apart from its tokens and sampling parameters; its completions share it.
 
     Args:
         arrival: seconds, the engine's clock, as is `deadline`.

@@ -1,5 +1,5 @@
-"""What others' libraries make of the demo model's JSON: objects and calls in the forms that they
-ask for."""
+"""Others' libraries read the demo model's JSON: objects and calls in the forms that they ask
+for."""
 
 from __future__ import annotations
 

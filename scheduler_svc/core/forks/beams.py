@@ -17,9 +17,9 @@ from scheduler_svc.core.step import End, Logprobs, Output
 
 @dataclass(frozen=True)
 class Advance:
-    """The fate of the live beams: `dropped` ones end, `forks` are (parent, child) pairs, and `kept`
-    ones go on with one more token. Once the search has ended, all are dropped, and `outputs` are
-    its outcome."""
+    """The next state of the live beams: `dropped` beams end, `forks` are (parent, child) pairs, and
+    `kept` beams continue with one more token. When the search ends, every beam is dropped, and
+    `outputs` holds its completions."""
 
     dropped: list[Sequence]
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)

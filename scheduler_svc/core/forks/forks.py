@@ -89,10 +89,6 @@ class Forks:
         seq.status = Status.PARKED
         self._parked.add(seq)
 
-    def unpark(self, seq: Sequence) -> None:
-        """Takes back a beam that was set aside."""
-        self._parked.remove(seq)
-
     def remove(self, seq: Sequence) -> None:
         """Takes out a follower or a parked beam."""
         if seq.status is Status.FOLLOWING:
