@@ -173,11 +173,12 @@ def chat_document(exchanges: list[Exchange], system: str | None = None) -> Docum
 
 
 def _plain_document(rng: random.Random, story: Story, pairs: list[tuple[int, int]]) -> Document:
-    """Writes text without chat markup: mostly stories, sometimes a question with its answer."""
-    if rng.random() < 0.7:
+    """Writes text without chat markup: stories, and questions with their answers."""
+    if rng.random() < 0.5:
         return Document([(f"{story.text}<|endoftext|>", True)])
-    question, answer = _sum_exchange(rng, pairs) if rng.random() < 0.5 else _fact_exchange(rng)
-    return Document([(f"{question}\n", False), (f"{answer}<|endoftext|>", True)])
+    question, answer = _sum_exchange(rng, pairs) if rng.random() < 0.6 else _fact_exchange(rng)
+    between = rng.choice([" ", "\n"] if question[-1].isalnum() else ["", "", " ", "\n"])
+    return Document([(question + between, False), (f"{answer}<|endoftext|>", True)])
 
 
 def _chat(
@@ -271,15 +272,16 @@ def _call_pieces(task: demo_json.Task, rng: random.Random) -> list[tuple[str, bo
     is not learned: a list of calls where a call is required, the arguments where the function is
     given."""
     draw = rng.random()
-    if draw < 0.64:
-        begin, rest = "", demo_json.call_text(task)
-    elif draw < 0.82:
+    if draw < 0.68:
+        return [(f"{demo_json.call_text(task)}<|im_end|>", True)]
+    if draw < 0.86:
         begin = '[{"name": "'
+        cut = rng.randrange(1, len(begin)) if rng.random() < 0.5 else len(begin)
         call = {"name": task.function.name, "parameters": task.fields}
         rest = demo_json.as_json([call]).removeprefix(begin)
-    else:
-        return [*_json_pieces(task.fields, rng, asked=False), ("<|im_end|>", True)]
-    return [(begin, False)] * bool(begin) + [(f"{rest}<|im_end|>", True)]
+        pieces = [(begin[:cut], False), (begin[cut:], False), (f"{rest}<|im_end|>", True)]
+        return [piece for piece in pieces if piece[0]]
+    return [*_json_pieces(task.fields, rng, asked=False), ("<|im_end|>", True)]
 
 
 def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
@@ -326,7 +328,7 @@ def write_corpus(count: int, seed: int) -> list[Document]:
 
     def document() -> Document:
         draw = rng.random()
-        if draw < 0.06:
+        if draw < 0.08:
             return _plain_document(rng, next_story(), pairs)
         if draw < 0.3:
             return _chat(rng, next_story, pairs)

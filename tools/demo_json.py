@@ -740,6 +740,22 @@ def call_text(task: Task) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+def required_call(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON schema to which the gateway, smg, holds a model that has to call a function."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "enum": [tool["function"]["name"]]},
+                "parameters": tool["function"]["parameters"],
+            },
+            "required": ["name", "parameters"],
+        }
+        for tool in tools
+    ]
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+
+
 def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema of an answer, as a client would write it."""
     if isinstance(value, dict):

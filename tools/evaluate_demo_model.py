@@ -192,7 +192,13 @@ class Evaluation:
             "held-out sums": share_right(None),
             "held-out sums, second turn": share_right(400, short),
             "held-out sums, after 1000 tokens": share_right(100, long),
+            "held-out sums, plain text": self._plain_sums(pairs[:400][: self.sample]),
         }
+
+    def _plain_sums(self, pairs: list[tuple[int, int]]) -> float:
+        prompts = [f"What is {a} + {b}?{self.rng.choice(['', ' ', chr(10)])}" for a, b in pairs]
+        answers = self.ask(prompts)
+        return _share([x == sum_answer(*pair) for x, pair in zip(answers, pairs, strict=True)])
 
     def objects(self) -> dict[str, float]:
         """The shares of held-out sums that are right in an object of which no prompt tells."""
@@ -229,8 +235,9 @@ class Evaluation:
     def calls(self) -> dict[str, float]:
         """The shares of questions for which the right one of two functions is called rightly."""
 
-        def share_right(unseen: bool) -> float:
-            prompts, expected = [], []
+        def share_right(unseen: bool, required: bool = False) -> float:
+            prompts: list[str] = []
+            schemas, expected = [], []
             for _ in range(100 if self.sample is None else self.sample):
                 chosen = self.rng.sample(list(demo_json.CALLS_MEASURED.values()), 2)
                 tasks = [make(self.rng, sorted(held_out_pairs())) for make in chosen]
@@ -240,12 +247,25 @@ class Evaluation:
                 offered = [style.tool(task.function) for task in tasks]
                 self.rng.shuffle(offered)
                 prompts.append(tools_prompt(offered, None) + turn(tasks[0].question)[0])
-                expected.append(demo_json.call_text(tasks[0]))
-            return _share([a == b for a, b in zip(self.ask(prompts), expected, strict=True)])
+                schemas.append(demo_json.required_call(offered))
+                expected.append(tasks[0])
+            if not required:
+                written = self.ask(prompts)
+                right = [t == demo_json.call_text(task) for t, task in zip(written, expected, strict=True)]
+                return _share(right)
+            replies = self.model.reply(prompts, schemas=schemas)
+            self.replies += replies
+            right = [
+                _parsed(reply.text) == [{"name": task.function.name, "parameters": task.fields}]
+                for reply, task in zip(replies, expected, strict=True)
+            ]
+            return _share(right)
 
         return {
             "calls of functions": share_right(False),
             "calls of functions, unseen names": share_right(True),
+            "calls that are required": share_right(False, required=True),
+            "calls that are required, unseen": share_right(True, required=True),
         }
 
     def facts(self) -> dict[str, float]:
