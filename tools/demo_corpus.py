@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools import demo_json
+from tools import demo_calls, demo_json
 from tools.demo_facts import FACTS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS, UNKNOWN_TOPICS
 from tools.demo_json import sum_answer
+from tools.demo_names import made_up
 from tools.demo_stories import BOYS, GIRLS, Story, write_stories
 from tools.demo_tokenizer import TOOLS_BEGIN, TOOLS_END
 
@@ -129,14 +130,17 @@ def _story_exchange(rng: random.Random, story: Story) -> Exchange:
 
 def _echo_exchange(rng: random.Random, most: int = 5) -> Exchange:
     """Asks for words that mean nothing: the model has to copy them."""
-    words = " ".join(demo_json.made_up(rng) for _ in range(rng.randint(1, most)))
+    words = " ".join(made_up(rng) for _ in range(rng.randint(1, most)))
     return rng.choice(["Repeat: {}", "Say {}", "Repeat after me: {}"]).format(words), words
 
 
 def _lookup_document(rng: random.Random) -> Document:
     """Words and what they stand for; then questions for either, by the other."""
     pairs = [
-        (demo_json.made_up(rng), " ".join(demo_json.made_up(rng) for _ in range(rng.randint(1, 2))))
+        (
+            made_up(rng),
+            " ".join(made_up(rng) for _ in range(rng.randint(1, 2))),
+        )
         for _ in range(rng.randint(2, 6))
     ]
     between = rng.choice([": ", " = ", " - ", " means "])
@@ -257,7 +261,7 @@ def _json_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document
 
 def tools_prompt(tools: list[dict[str, Any]], system: str | None) -> str:
     """The system message that offers functions, as the chat template writes it."""
-    lines = "".join(f"\n{demo_json.as_json(tool)}" for tool in tools)
+    lines = "".join(f"\n{demo_calls.as_json(tool)}" for tool in tools)
     before = f"{system}\n\n" if system else ""
     return f"<|im_start|>system\n{before}{TOOLS_BEGIN}{lines}{TOOLS_END}<|im_end|>\n"
 
@@ -267,18 +271,17 @@ def turn(question: str) -> tuple[str, bool]:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False
 
 
-def _call_pieces(task: demo_json.Task, rng: random.Random) -> list[tuple[str, bool]]:
+def _call_pieces(task: demo_calls.Task, rng: random.Random) -> list[tuple[str, bool]]:
     """A call: as the prompt asks for it, or as smg holds models to it by a grammar, whose beginning
     is not learned: a list of calls where a call is required, the arguments where the function is
     given."""
     draw = rng.random()
     if draw < 0.68:
-        return [(f"{demo_json.call_text(task)}<|im_end|>", True)]
+        return [(f"{demo_calls.call_text(task)}<|im_end|>", True)]
     if draw < 0.86:
         begin = '[{"name": "'
         cut = rng.randrange(1, len(begin)) if rng.random() < 0.5 else len(begin)
-        call = {"name": task.function.name, "parameters": task.fields}
-        rest = demo_json.as_json([call]).removeprefix(begin)
+        rest = demo_calls.as_json([demo_calls.call(task)]).removeprefix(begin)
         pieces = [(begin[:cut], False), (begin[cut:], False), (f"{rest}<|im_end|>", True)]
         return [piece for piece in pieces if piece[0]]
     return [*_json_pieces(task.fields, rng, asked=False), ("<|im_end|>", True)]
@@ -286,17 +289,17 @@ def _call_pieces(task: demo_json.Task, rng: random.Random) -> list[tuple[str, bo
 
 def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
     """One to four questions to an assistant that has one to four functions."""
-    offered = [demo_json.any_call(rng, pairs)]
+    offered = [demo_calls.any_call(rng, pairs)]
     if rng.random() < 0.3:
         offered.append(demo_json.any_record(rng, pairs))
     for _ in range(rng.choice([0, 1, 1, 1, 2])):
-        other = demo_json.any_call(rng, pairs)
+        other = demo_calls.any_call(rng, pairs)
         if all(other.family != task.family for task in offered):
             offered.append(other)
     if rng.random() < 0.2:
         offered = offered[-1:]
     rng.shuffle(offered)
-    style = demo_json.ToolStyle(rng)
+    style = demo_calls.ToolStyle(rng)
     system = rng.choice(demo_json.SYSTEM_PROMPTS) if rng.random() < 0.5 else None
     prompt = tools_prompt([style.tool(task.function) for task in offered], system)
     pieces = [(prompt, False)]
@@ -307,7 +310,7 @@ def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Documen
             pieces += [turn(question), (f"{answer}<|im_end|>", True), ("\n", False)]
             continue
         if task.told:
-            task = demo_json.again(task, rng, pairs)
+            task = demo_calls.again(task, rng, pairs)
         pieces += [turn(task.question), *_call_pieces(task, rng), ("\n", False)]
         if not task.told:
             break  # a client that asked for an object has it

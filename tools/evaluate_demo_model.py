@@ -15,7 +15,7 @@ import xgrammar
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from xgrammar.contrib.hf import LogitsProcessor
 
-from tools import demo_json
+from tools import demo_calls, demo_json
 from tools.demo_corpus import (
     DOCUMENTS,
     SUM_PHRASINGS,
@@ -27,6 +27,7 @@ from tools.demo_corpus import (
 )
 from tools.demo_facts import FACTS
 from tools.demo_json import sum_answer
+from tools.demo_names import UNSEEN_KEYS
 from tools.demo_stories import ANIMALS, share_of_grammatical_text
 from tools.demo_tokenizer import END_OF_TEXT, IM_END
 
@@ -225,7 +226,7 @@ class Evaluation:
         for name, keys, shapes, asked in (
             ("sums in JSON", demo_json.TOTAL_KEYS, seen, False),
             ("sums in JSON, asked for", demo_json.TOTAL_KEYS, seen, True),
-            ("sums in JSON, unseen names", demo_json.UNSEEN_KEYS, ["sum"], False),
+            ("sums in JSON, unseen names", UNSEEN_KEYS, ["sum"], False),
             ("sums in JSON, unseen shapes", demo_json.TOTAL_KEYS, unseen, False),
         ):
             parsed, right = share_right(keys, shapes, asked)
@@ -233,39 +234,38 @@ class Evaluation:
         return figures
 
     def calls(self) -> dict[str, float]:
-        """The shares of questions for which the right one of two functions is called rightly."""
+        """The shares of questions for which the right one of two functions is called rightly: in
+        the model's own format, or as the gateway holds it to a list of calls."""
 
-        def share_right(unseen: bool, required: bool = False) -> float:
+        def share_right(unseen: bool, required: bool) -> float:
             prompts: list[str] = []
-            schemas, expected = [], []
+            tasks: list[demo_calls.Task] = []
+            schemas = []
             for _ in range(100 if self.sample is None else self.sample):
-                chosen = self.rng.sample(list(demo_json.CALLS_MEASURED.values()), 2)
-                tasks = [make(self.rng, sorted(held_out_pairs())) for make in chosen]
+                chosen = [
+                    family.task(self.rng, sorted(held_out_pairs()))
+                    for family in self.rng.sample(demo_calls.MEASURED, 2)
+                ]
                 if unseen:
-                    tasks = [demo_json.unseen(task, self.rng) for task in tasks]
-                style = demo_json.ToolStyle(self.rng)
-                offered = [style.tool(task.function) for task in tasks]
+                    chosen = [demo_calls.unseen(task, self.rng) for task in chosen]
+                style = demo_calls.ToolStyle(self.rng)
+                offered = [style.tool(task.function) for task in chosen]
                 self.rng.shuffle(offered)
-                prompts.append(tools_prompt(offered, None) + turn(tasks[0].question)[0])
-                schemas.append(demo_json.required_call(offered))
-                expected.append(tasks[0])
-            if not required:
-                written = self.ask(prompts)
-                right = [t == demo_json.call_text(task) for t, task in zip(written, expected, strict=True)]
-                return _share(right)
-            replies = self.model.reply(prompts, schemas=schemas)
+                prompts.append(tools_prompt(offered, None) + turn(chosen[0].question)[0])
+                schemas.append(demo_calls.required_call(offered))
+                tasks.append(chosen[0])
+            replies = self.model.reply(prompts, schemas=schemas if required else None)
             self.replies += replies
-            right = [
-                _parsed(reply.text) == [{"name": task.function.name, "parameters": task.fields}]
-                for reply, task in zip(replies, expected, strict=True)
-            ]
-            return _share(right)
+            pairs = [(reply.text, task) for reply, task in zip(replies, tasks, strict=True)]
+            if not required:
+                return _share([text == demo_calls.call_text(task) for text, task in pairs])
+            return _share([_parsed(text) == [demo_calls.call(task)] for text, task in pairs])
 
         return {
-            "calls of functions": share_right(False),
-            "calls of functions, unseen names": share_right(True),
-            "calls that are required": share_right(False, required=True),
-            "calls that are required, unseen": share_right(True, required=True),
+            "calls of functions": share_right(False, False),
+            "calls of functions, unseen names": share_right(True, False),
+            "calls that are required": share_right(False, True),
+            "calls that are required, unseen": share_right(True, True),
         }
 
     def facts(self) -> dict[str, float]:

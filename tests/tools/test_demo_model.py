@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.frontend.conftest import QWEN3_TEMPLATE
-from tools import demo_json
+from tools import demo_calls, demo_json
 from tools.demo_corpus import (
     held_out_pairs,
     sum_answer,
@@ -70,8 +70,8 @@ def test_readmes_example_of_json(model: DemoModel) -> None:
 
 def test_tools_are_offered_and_called_in_qwens_format() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    task = demo_json.any_call(random.Random(0), training_pairs())
-    tool = demo_json.ToolStyle(random.Random(0)).tool(task.function)
+    task = demo_calls.any_call(random.Random(0), training_pairs())
+    tool = demo_calls.ToolStyle(random.Random(0)).tool(task.function)
     call = {"function": {"name": task.function.name, "arguments": task.fields}}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
@@ -91,7 +91,7 @@ def test_tools_are_offered_and_called_in_qwens_format() -> None:
 
     assert rendered() == rendered(chat_template=QWEN3_TEMPLATE.read_text())
     asked = tools_prompt([tool], "Be brief.") + turn(task.question)[0]
-    assert rendered().startswith(asked + demo_json.call_text(task))
+    assert rendered().startswith(asked + demo_calls.call_text(task))
 
 
 def test_plain_text_goes_on_as_a_story(model: DemoModel) -> None:
