@@ -103,9 +103,12 @@ class Family:
 
 def _parameter_names(family: Family, rng: random.Random) -> dict[str, str]:
     if family.parameters.keys() != {"a", "b"}:
-        return {
-            key: any_or_usual(rng, usual.split()) for key, (usual, _) in family.parameters.items()
-        }
+        names: dict[str, str] = {}
+        for key, (usual, _) in family.parameters.items():
+            while (name := any_or_usual(rng, usual.split())) in names.values():
+                pass
+            names[key] = name
+        return names
     first, second = rng.choice(OPERANDS)
     draw = rng.random()
     if draw < 0.3:

@@ -191,6 +191,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start-from", type=Path, help="directory of a model to train further")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the weights in --start-from, in the average that is written",
+    )
     parser.add_argument("--steps", type=int, help=f"optimizer steps, default {Recipe.steps}")
     parser.add_argument("--minutes", type=float, help="stop after this many, default 60")
     parser.add_argument("--learning-rate", type=float, help="at first, default 0.003")
@@ -213,7 +220,11 @@ def main() -> None:
         tokenizer = Qwen2Tokenizer.from_pretrained(args.start_from)
         model = Qwen3ForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
     examples = encode(documents, tokenizer)
+    before = [weight.detach().clone() for weight in model.parameters()]
     train(model, examples, recipe, tokenizer.get_vocab()[END_OF_TEXT], args.seed)
+    # Averages keep more of what the model could do before (Model soups, arXiv 2203.05482).
+    for weight, old in zip(model.parameters(), before, strict=True):
+        weight.data.lerp_(old, args.keep)
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.bfloat16().save_pretrained(args.out)
