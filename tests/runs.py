@@ -93,8 +93,7 @@ def _soak() -> list[Run]:
 # of a module where none is named.
 _FLAKY = {
     "bench/gpu/test_run.py": ("test_what_the_time_limit_cuts_off_is_listed",),
-    "bench/test_load_mode.py": ("test_the_rate_rises_until_the_server_falls_behind",),
-    "bench/test_routing_mode.py": ("test_every_way_serves_the_same_requests",),
+    "bench/test_modes.py": ("test_load", "test_routing"),
     "cli/test_generate.py": ("test_killed_and_stopped_runs_go_on_where_they_were",),
     "client/test_resume.py": (),
     "deploy/page/test_browser.py": ("test_an_answer_streams_outlives_its_worker_and_stops",),
