@@ -1,6 +1,6 @@
-"""`python -m bench --mode frontend`: measures the tokens/s that frontends deliver to open streams.
+"""`python -m bench --mode frontend`: measures the tokens/s that a frontend delivers to streams.
 
-Real frontend processes run between client processes that hold the streams open and a scheduler, in
+A real frontend process runs between client processes that hold streams open and a scheduler, in
 this process, that makes tokens without an engine. See docs/benchmarks.md.
 """
 
@@ -10,78 +10,32 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import subprocess
 import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
-from rich.table import Table
 
 from bench.errors import BenchError
-from bench.frontend_rig import Run, running
-from bench.machine import this_machine
+from bench.instant_scheduler import InstantScheduler
+from bench.machine import cpu_s
+from bench.metrics import percentile
+from bench.processes import BenchProcess
+from bench.report import check_minimum, figure_rows, mode_parser, print_table
+from bench.step_clock import StepClock
+from deploy.ports import free_port
+from frontend.text.model_files import ModelFilesError, read_model_facts
 
+HOST = "127.0.0.1"
+CLIENTS = 2  # processes
+CHANNELS = 8  # per client
 WARM_UP_TOKENS = 16  # per call
-
-
-def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench --mode frontend", description=__doc__)
-    parser.add_argument("--model", default="models/demo", help="%(default)s")
-    parser.add_argument("--calls", type=int, default=256, help="open streams, %(default)s")
-    parser.add_argument(
-        "--rate", type=float, default=20_000.0, help="tokens/s of the paced run, %(default)s"
-    )
-    parser.add_argument("--tokens", type=int, default=400, help="per call, %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
-    options = parser.parse_args(args)
-    for name in ("calls", "rate", "tokens"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name}: must be over 0")
-    return options
-
-
-async def measure(options: argparse.Namespace, console: Console) -> list[Run]:
-    """
-    Raises:
-        BenchError: a process failed.
-    """
-    runs = []
-    async with running(options.model, options.calls) as rig:
-        for name in ("one frontend", "two frontends"):
-            with console.status(name):
-                await rig.add_frontend()
-                await rig.run("warm-up", WARM_UP_TOKENS, None)
-                runs.append(await rig.run(f"{name}, paced", options.tokens, options.rate))
-                # Flat out, the same number of tokens would take fewer seconds.
-                runs.append(await rig.run(f"{name}, flat out", 4 * options.tokens, None))
-    return runs
-
-
-def to_json(runs: list[Run], options: argparse.Namespace) -> dict[str, Any]:
-    one, two = (run.tokens_per_s for run in runs if run.offered_tokens_per_s is None)
-    return {
-        "mode": "frontend",
-        "model": options.model,
-        "calls": options.calls,
-        "tokens_per_s": one,
-        "tokens_per_s_two_frontends": two,
-        "scaling": two / one,
-        "runs": [dataclasses.asdict(run) for run in runs],
-        **dataclasses.asdict(this_machine()),
-    }
-
-
-def print_table(runs: list[Run], options: argparse.Namespace, console: Console) -> None:
-    table = Table(title=f"{options.calls} open streams")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
-    for label, name, pattern in _ROWS:
-        values = [getattr(run, name) for run in runs]
-        table.add_row(label, *("n/a" if v is None else pattern.format(v) for v in values))
-    console.print(table)
-
-
+TIMEOUT_S = 120.0  # for a run
 _ROWS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("tokens per chunk", "tokens_per_chunk", "{:.2f}"),
@@ -89,25 +43,147 @@ _ROWS = (
     ("client CPU, s per 1,000 tokens", "client_cpu_s_per_1000_tokens", "{:.4f}"),
     ("latency p50, s", "latency_p50_s", "{:.4f}"),
     ("latency p99, s", "latency_p99_s", "{:.4f}"),
-    ("calls per frontend", "calls_per_frontend", "{}"),
 )
 
 
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    console = Console()
+@dataclass(frozen=True)
+class Run:
+    """One way of offering tokens, and its results."""
+
+    name: str
+    offered_tokens_per_s: int | None  # None: as many as the frontend takes
+    tokens_per_s: float  # at the clients
+    tokens: int
+    tokens_per_chunk: float
+    frontend_cpu_s_per_1000_tokens: float
+    client_cpu_s_per_1000_tokens: float
+    latency_p50_s: float | None  # from the scheduler's send; None if it would only show queues
+    latency_p99_s: float | None
+
+
+def parse_args(args: list[str]) -> argparse.Namespace:
+    parser = mode_parser("frontend", __doc__)
+    parser.add_argument("--model", default="models/demo", help="%(default)s")
+    parser.add_argument("--calls", type=int, default=256, help="open streams, %(default)s")
+    parser.add_argument(
+        "--rate", type=int, default=20_000, help="tokens/s of the paced run, %(default)s"
+    )
+    parser.add_argument("--tokens", type=int, default=400, help="per call, %(default)s")
+    options = parser.parse_args(args)
+    check_minimum(parser, options, 1, ["calls", "rate", "tokens"])
+    return options
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """
+    Raises:
+        BenchError: the model directory cannot be used, a process failed, or tokens are missing.
+    """
+    runs = [dataclasses.asdict(run) for run in asyncio.run(_measure_runs(options, console))]
+    columns = ["", *(run["name"] for run in runs)]
+    print_table(console, f"{options.calls} open streams", columns, figure_rows(runs, _ROWS))
+    return {
+        "model": options.model,
+        "calls": options.calls,
+        "tokens_per_s": runs[-1]["tokens_per_s"],
+        "runs": runs,
+    }
+
+
+async def _measure_runs(options: argparse.Namespace, console: Console) -> list[Run]:
     try:
-        runs = asyncio.run(measure(options, console))
-    except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print_table(runs, options, console)
-    options.out.write_text(json.dumps(to_json(runs, options), indent=2) + "\n", encoding="utf-8")
-    console.print(f"written: {options.out}")
-    return 0
+        vocab_size = read_model_facts(Path(options.model)).vocab_size
+    except ModelFilesError as error:
+        raise BenchError(f"--model: {error}") from error
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        clock = directory / "clock"
+        scheduler = InstantScheduler(vocab_size, StepClock(clock, vocab_size))  # type: ignore[abstract]  # not asked
+        scheduler_address, address = f"unix:{directory}/scheduler.sock", f"{HOST}:{free_port()}"
+        await scheduler.start(scheduler_address)
+        stack.push_async_callback(scheduler.stop)
+        frontend = BenchProcess(
+            stack,
+            directory / "frontend.log",
+            "frontend",
+            model=options.model,
+            host=HOST,
+            port=address.rpartition(":")[2],
+            scheduler_address=scheduler_address,
+            exit_with_parent=True,
+        )
+        await frontend.wait_until(lambda: scheduler.connected)
+        rig = Rig(options.calls, address, clock, vocab_size, scheduler, frontend.pid)
+        with console.status("warming up"):
+            await rig.run("warm-up", WARM_UP_TOKENS, None)
+        runs = []
+        with console.status("paced"):
+            runs.append(await rig.run("paced", options.tokens, options.rate))
+        with console.status("flat out"):
+            # Flat out, the same number of tokens would take fewer seconds.
+            runs.append(await rig.run("flat out", 4 * options.tokens, None))
+        return runs
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+@dataclass(frozen=True)
+class Rig:
+    """A frontend at `address`, its scheduler, and the clock by which that sends tokens."""
+
+    calls: int
+    address: str
+    clock: Path
+    slots: int  # in the clock
+    scheduler: InstantScheduler
+    frontend_pid: int
+
+    async def run(self, name: str, tokens_per_call: int, rate: int | None) -> Run:
+        """Has every call deliver `tokens_per_call` tokens, at `rate` tokens/s over all calls.
+
+        Raises:
+            BenchError: not all of them came.
+        """
+        frontend = psutil.Process(self.frontend_pid)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                clients = [await self._start_client(n, tokens_per_call) for n in range(CLIENTS)]
+                await self.scheduler.wait_for_requests(self.calls)
+                before = cpu_s(frontend)
+                self.scheduler.go(step_s=self.calls / rate if rate else 0.0)
+                outputs = [(await client.communicate())[0] for client in clients]
+                frontend_cpu_s = cpu_s(frontend) - before
+        except TimeoutError:
+            raise BenchError(f"{name}: did not end within {TIMEOUT_S:.0f} s") from None
+        received: list[dict[str, Any]] = [json.loads(output) for output in outputs if output]
+        tokens: int = sum(each["tokens"] for each in received)
+        if tokens != self.calls * tokens_per_call:
+            raise BenchError(f"{name}: {tokens} of {self.calls * tokens_per_call} tokens came")
+        seconds = max(e["last_at"] for e in received) - min(e["first_at"] for e in received)
+        latencies = [s for each in received for s in each["latencies_s"]] if rate else []
+        return Run(
+            name=name,
+            offered_tokens_per_s=rate,
+            tokens_per_s=tokens / seconds,
+            tokens=tokens,
+            tokens_per_chunk=tokens / sum(each["chunks"] for each in received),
+            frontend_cpu_s_per_1000_tokens=1000 * frontend_cpu_s / tokens,
+            client_cpu_s_per_1000_tokens=1000 * sum(e["cpu_s"] for e in received) / tokens,
+            latency_p50_s=percentile(latencies, 50),
+            latency_p99_s=percentile(latencies, 99),
+        )
+
+    async def _start_client(self, number: int, tokens: int) -> asyncio.subprocess.Process:
+        flags = {
+            "--address": self.address,
+            "--clock": self.clock,
+            "--slots": self.slots,
+            "--calls": self.calls // CLIENTS + (number < self.calls % CLIENTS),
+            "--channels": CHANNELS,
+            "--tokens": tokens,
+        }
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "bench.stream_client",
+            *(str(part) for flag in flags.items() for part in flag),
+            stdout=subprocess.PIPE,
+        )

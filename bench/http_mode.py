@@ -10,34 +10,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
 
+from bench.completions import over_grpc, over_http
 from bench.errors import BenchError
-from bench.http2 import Connection
-from bench.machine import this_machine
+from bench.report import check_minimum, mode_parser
 from bench.stack import private_stack
-from bench.stream_client import METHOD
 from deploy.ports import free_port
-from nano_vllm_grpc import LLMError
-from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 _WORDS = ("once", "upon", "a", "time", "there", "was", "fox", "who", "lived", "in", "the", "wood")
 _PROMPT_WORDS = 24
 _LONE_TOKENS = 8
 _LONE_REPEATS = 20
 
-# Sends a prompt, and returns the time of the first token, by time.perf_counter.
-Send = Callable[[str, int], Coroutine[None, None, float]]
+# Sends a prompt for so many tokens, and returns the time of the first.
+Send = Callable[[str, int], Awaitable[float]]
 
 
 @dataclass(frozen=True)
@@ -53,91 +50,46 @@ class Cost:
     gateway_cpu_s: float  # per 1,000 tokens
 
 
-@dataclass(frozen=True)
-class Doors:
-    """A stack's two: `model` at `host:port` for gRPC and `http_port` for HTTP."""
-
-    model: str
-    host: str
-    port: int
-    http_port: int
-
-    async def grpc(self, prompt: str, tokens: int) -> float:
-        request = pb.GenerateRequest(
-            text=prompt,
-            sampling=pb.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0),
-        )
-        first_at = 0.0
-        loop = asyncio.get_running_loop()
-        make = lambda: Connection(f"{self.host}:{self.port}", METHOD)  # noqa: E731
-        _, connection = await loop.create_connection(make, self.host, self.port)
-        received: list[bytes] = []
-
-        def on_message(data: bytes) -> None:
-            nonlocal first_at
-            first_at = first_at or time.perf_counter()
-            received[:] = [data]
-
-        await connection.call(request.SerializeToString(), on_message)
-        connection.close()
-        last = pb.GenerateStreamResponse.FromString(received[0]) if received else None
-        if last is None or last.usage.completion_tokens != tokens:
-            raise BenchError("a stream did not have the tokens that were asked for")
-        return first_at
-
-    async def http(self, prompt: str, tokens: int) -> float:
-        body = json.dumps(
-            {
-                "model": self.model,
-                "prompt": prompt,
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
-        reader, writer = await asyncio.open_connection(self.host, self.http_port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        first_at, last = 0.0, b""
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                first_at = first_at or time.perf_counter()
-                last = line
-        writer.close()
-        usage = json.loads(last[6:]).get("usage") if last else None
-        if not usage or usage["completion_tokens"] != tokens:
-            raise BenchError("a stream did not have the tokens that were asked for")
-        return first_at
-
-
 def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench --mode http", description=__doc__)
+    parser = mode_parser("http", __doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="%(default)s")
     parser.add_argument("--streams", type=int, default=64, help="%(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="per stream, %(default)s")
     parser.add_argument("--pairs", type=int, default=5, help="%(default)s")
-    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     options = parser.parse_args(args)
-    for name in ("streams", "tokens", "pairs"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name}: must be over 0")
+    check_minimum(parser, options, 1, ["streams", "tokens", "pairs"])
     return options
 
 
-async def measure(options: argparse.Namespace, console: Console) -> Cost:
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """
     Raises:
         BenchError: a completion is shorter than requested.
         LLMError: the server did not start.
     """
+    cost = asyncio.run(_measure_cost(options, console))
+    console.print(
+        f"tokens/s: gRPC {cost.grpc_tokens_per_s:,.0f}, HTTP {cost.http_tokens_per_s:,.0f}, "
+        f"ratio {cost.ratio:.2f}\n"
+        f"first token: gRPC {cost.grpc_ttft_ms:.1f} ms, HTTP {cost.http_ttft_ms:.1f} ms, "
+        f"added {cost.ttft_added_ms:.1f} ms\n"
+        f"gateway: {cost.gateway_cpu_s:.3f} s of processor time per 1,000 tokens over HTTP"
+    )
+    return {
+        "model": str(options.model),
+        "streams": options.streams,
+        "tokens": options.tokens,
+        "pairs": options.pairs,
+        **dataclasses.asdict(cost),
+    }
+
+
+async def _measure_cost(options: argparse.Namespace, console: Console) -> Cost:
     http_port = free_port()
     with private_stack(options.model, console, http_port=http_port) as stack:
-        host, _, port = stack.address.rpartition(":")
-        doors = Doors(options.model.resolve().name, host, int(port), http_port)
-        sends = (doors.grpc, doors.http)
+        host = stack.address.rpartition(":")[0]
+        name = options.model.resolve().name
+        sends = (partial(over_grpc, stack.address), partial(over_http, f"{host}:{http_port}", name))
         speeds, waits, used = [], [], []
         for number in range(-1, options.pairs):  # the first pair warms up
             with console.status(f"pair {number + 1} of {options.pairs}"):
@@ -194,36 +146,3 @@ def _cpu_s(http_port: int) -> float:
             times = psutil.Process(each.pid).cpu_times()
             return float(times.user + times.system)
     raise BenchError("no gateway listens")
-
-
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    console = Console()
-    try:
-        cost = asyncio.run(measure(options, console))
-    except (BenchError, LLMError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    console.print(
-        f"tokens/s: gRPC {cost.grpc_tokens_per_s:,.0f}, HTTP {cost.http_tokens_per_s:,.0f}, "
-        f"ratio {cost.ratio:.2f}\n"
-        f"first token: gRPC {cost.grpc_ttft_ms:.1f} ms, HTTP {cost.http_ttft_ms:.1f} ms, "
-        f"added {cost.ttft_added_ms:.1f} ms\n"
-        f"gateway: {cost.gateway_cpu_s:.3f} s of processor time per 1,000 tokens over HTTP"
-    )
-    found = {
-        "mode": "http",
-        "model": str(options.model),
-        "streams": options.streams,
-        "tokens": options.tokens,
-        "pairs": options.pairs,
-        **dataclasses.asdict(cost),
-        **dataclasses.asdict(this_machine()),
-    }
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written: {options.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from bench.engine_stats import EngineStats
 from bench.errors import BenchError
 from bench.metrics import Trace, summarize
-from bench.run import Run
-from bench.stack import Received
+from bench.stack import Received, Run
 from bench.workload import TEMPERATURE, Request
 from nano_vllm_grpc import ModelInfo
 from scheduler_svc.core.admission import Limits
@@ -79,38 +78,32 @@ class InProcessExecutor:
 
 
 class RunnerEngine:
-    """An engine whose runner has been loaded and configured with the blocks of `model`.
+    """Schedules sequences and runs them on a runner that has been configured with the blocks of
+    `limits`.
 
     Args:
-        model: the server whose limits it takes.
+        max_waiting: sequences.
         max_num_prefill_tokens: in a step that also has decodes.
     """
 
     def __init__(
         self,
         runner: Runner,
-        model: ModelInfo,
+        limits: worker_step.StepLimits,
+        max_waiting: int,
         max_num_prefill_tokens: int = Limits.max_num_prefill_tokens,
     ) -> None:
-        capacity = model.capacity
-        limits = worker_step.StepLimits(
-            vocab_size=model.vocab_size,
-            num_blocks=capacity.num_blocks,
-            block_size=capacity.block_size,
-            max_num_seqs=capacity.max_num_seqs,
-            max_num_batched_tokens=capacity.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
-        )
         self._scheduler = Scheduler(
             Limits(
-                max_num_seqs=capacity.max_num_seqs,
-                max_num_batched_tokens=capacity.max_num_batched_tokens,
-                max_model_len=model.max_model_len,
-                max_waiting=capacity.max_waiting,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+                max_waiting=max_waiting,
+                max_waiting_tokens=max_waiting * limits.max_model_len,
                 max_num_prefill_tokens=max_num_prefill_tokens,
-                vocab_size=model.vocab_size,
+                vocab_size=limits.vocab_size,
             ),
-            BlockManager(capacity.num_blocks, capacity.block_size),
+            BlockManager(limits.num_blocks, limits.block_size),
         )
         self._engine = Engine(self._scheduler, InProcessExecutor(runner, limits), self._emit)
         self._traces: dict[int, Trace] = {}
@@ -126,30 +119,44 @@ class RunnerEngine:
         begin: Callable[[], None] = lambda: None,
     ) -> Run:
         """Runs `warm_up`, calls `begin`, then measures `requests` as `run_stack` does."""
-        loop = asyncio.create_task(self._engine.run())
-        try:
-            await self._run_all([warm_up])
+        async with self._running() as steps:
+            await self._finish(steps, [_sequence(0, warm_up)])
             before = EngineStats.of(self._scheduler.stats)
             self._received = received
             begin()
-            traces = await self._run_all(requests)
-        finally:
-            loop.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await loop
+            await self._finish(steps, [_sequence(*each) for each in enumerate(requests)])
         stats = EngineStats.of(self._scheduler.stats).since(before)
+        traces = list(self._traces.values())
         return Run("in process", traces, summarize(traces), stats)
 
-    async def _run_all(self, requests: list[Request]) -> list[Trace]:
+    async def complete(self, sequences: list[Sequence]) -> None:
+        """Runs sequences, numbered from 0, to their ends."""
+        async with self._running() as steps:
+            await self._finish(steps, sequences)
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Runs steps in the background."""
+        steps = asyncio.create_task(self._engine.run())
+        try:
+            yield steps
+        finally:
+            steps.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await steps
+
+    async def _finish(self, steps: asyncio.Task[None], sequences: list[Sequence]) -> None:
         self._traces = {}
-        self._unfinished = len(requests)
+        self._unfinished = len(sequences)
         self._done.clear()
-        for number, request in enumerate(requests):
-            self._traces[number] = Trace(len(request.prompt), sent=time.perf_counter())
-            params = SamplingParams(request.output_len, temperature=TEMPERATURE, seed=request.seed)
-            self._engine.submit(Sequence((0, number), request.prompt, params))
-        await self._done.wait()
-        return list(self._traces.values())
+        for number, sequence in enumerate(sequences):
+            self._traces[number] = Trace(sequence.num_prompt_tokens, sent=time.perf_counter())
+            self._engine.submit(sequence)
+        done = asyncio.create_task(self._done.wait())
+        await asyncio.wait([steps, done], return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            done.cancel()
+            steps.result()  # raises
 
     def _emit(self, outputs: list[Output]) -> None:
         now = time.perf_counter()
@@ -163,30 +170,41 @@ class RunnerEngine:
             self._done.set()
 
 
-class InProcessEngine(RunnerEngine):
-    """An engine that loads its model; `model` describes the server whose limits it takes.
+def _sequence(number: int, request: Request) -> Sequence:
+    params = SamplingParams(request.output_len, temperature=TEMPERATURE, seed=request.seed)
+    return Sequence((0, number), request.prompt, params)
+
+
+def load_engine(directory: str, model: ModelInfo) -> RunnerEngine:
+    """Loads a model; `model` describes the server whose limits the engine takes.
 
     Raises:
         BenchError: the server runs more ranks than fit into one process, or the model directory
             cannot be loaded.
     """
-
-    def __init__(self, directory: str, model: ModelInfo) -> None:
-        capacity = model.capacity
-        if capacity.tensor_parallel_size > 1:
-            raise BenchError("--in-process: runs one rank; compare it with a stack with TP=1")
-        flags = {
-            "--model": directory,
-            "--max-num-seqs": capacity.max_num_seqs,
-            "--max-num-batched-tokens": capacity.max_num_batched_tokens,
-            "--max-model-len": model.max_model_len,
-            "--kv-blocks": capacity.num_blocks,
-            "--block-size": capacity.block_size,
-        }
-        args = [str(part) for pair in flags.items() for part in pair]
-        try:
-            runner = ModelRunner(load_settings(WorkerSettings, args))
-        except (SettingsError, StartError) as error:
-            raise BenchError(f"--in-process: {error}") from error
-        runner.configure(_EPOCH, capacity.num_blocks)
-        super().__init__(runner, model)
+    capacity = model.capacity
+    if capacity.tensor_parallel_size > 1:
+        raise BenchError("--in-process: runs one rank; compare it with a stack with TP=1")
+    flags = {
+        "--model": directory,
+        "--max-num-seqs": capacity.max_num_seqs,
+        "--max-num-batched-tokens": capacity.max_num_batched_tokens,
+        "--max-model-len": model.max_model_len,
+        "--kv-blocks": capacity.num_blocks,
+        "--block-size": capacity.block_size,
+    }
+    args = [str(part) for pair in flags.items() for part in pair]
+    try:
+        runner = ModelRunner(load_settings(WorkerSettings, args))
+    except (SettingsError, StartError) as error:
+        raise BenchError(f"--in-process: {error}") from error
+    runner.configure(_EPOCH, capacity.num_blocks)
+    limits = worker_step.StepLimits(
+        vocab_size=model.vocab_size,
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+    )
+    return RunnerEngine(runner, limits, capacity.max_waiting)

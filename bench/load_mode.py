@@ -9,25 +9,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.errors import BenchError
-from bench.machine import this_machine
 from bench.metrics import Metrics, Trace, summarize
+from bench.report import check_lengths, mode_parser, print_table
 from bench.stack import private_stack, run_request
 from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
-from nano_vllm_grpc import AsyncLLM, LLMError
+from nano_vllm_grpc import AsyncLLM
 
 # A server that takes this much longer than the requests took to arrive is beyond its capacity.
 _BEHIND = 1.5
@@ -66,7 +61,7 @@ class Goals:
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench --mode load", description=__doc__)
+    parser = mode_parser("load", __doc__)
     parser.add_argument("--address", help="a frontend's; default: start a private stack")
     parser.add_argument("--model", default="models/demo", help="for a private stack, %(default)s")
     parser.add_argument(
@@ -81,43 +76,72 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-output", type=int, default=16, help="%(default)s")
     parser.add_argument("--max-output", type=int, default=128, help="%(default)s")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
-    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     options = parser.parse_args(args)
     for name in ("rate", "seconds", "ttft_goal", "itl_goal"):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')}: must be over 0")
     if not options.growth > 1:
         parser.error("--growth: must be over 1")
-    for name in ("input", "output"):
-        if not 1 <= getattr(options, f"min_{name}") <= getattr(options, f"max_{name}"):
-            parser.error(f"--min-{name}: must be at least 1 and at most --max-{name}")
+    check_lengths(parser, options)
     return options
 
 
-async def measure(options: argparse.Namespace, console: Console) -> tuple[str, list[Load]]:
-    """Raises the rate until the server is beyond its capacity -> its model, and all loads.
-
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """
     Raises:
         BenchError: a completion is shorter than requested, or the requests do not fit the model.
         LLMError: the server refused or failed.
     """
+    with _server(options, console) as address:
+        model, loads = asyncio.run(_measure_loads(options, address, console))
+    figures = [load.to_json() for load in loads]
+    title = f"{model}: latency against load"
+    rows = ([pattern.format(each[name]) for _, name, pattern in _COLUMNS] for each in figures)
+    print_table(console, title, [label for label, _, _ in _COLUMNS], rows)
+    found = {
+        "model": model,
+        "loads": figures,
+        "goals": {"ttft_s": options.ttft_goal, "itl_s": options.itl_goal},
+        "seconds": options.seconds,
+        "workload": dataclasses.asdict(_shape(options, 0, 0)),
+    }
+    from bench.plot import write_load_plot  # matplotlib takes a second to import
+
+    write_load_plot(found, options.out.with_suffix(".png"))
+    return found
+
+
+_COLUMNS = (
+    ("offered/s", "offered_rate", "{:.2f}"),
+    ("achieved/s", "achieved_rate", "{:.2f}"),
+    ("goodput/s", "goodput", "{:.2f}"),
+    ("TTFT p50, s", "ttft_p50_s", "{:.3f}"),
+    ("p99", "ttft_p99_s", "{:.3f}"),
+    ("ITL p50, s", "itl_p50_s", "{:.4f}"),
+    ("p99", "itl_p99_s", "{:.4f}"),
+)
+
+
+async def _measure_loads(
+    options: argparse.Namespace, address: str, console: Console
+) -> tuple[str, list[Load]]:
+    """Raises the rate until the server is beyond its capacity -> its model, and all loads."""
     goals = Goals(options.ttft_goal, options.itl_goal)
     loads: list[Load] = []
-    with _server(options, console) as address:
-        async with AsyncLLM(address) as llm:
-            model = await llm.get_model()
-            rate, behind = options.rate, False
-            while not behind:
-                due = arrivals(rate, options.seconds, options.seed + len(loads))
-                shape = _shape(options, len(due), len(loads))
-                requests = reference_workload(shape, model.vocab_size)
-                check_fits(requests, model.max_model_len)
-                await run_request(llm, warm_up_request(shape, model.vocab_size))
-                with console.status(f"{rate:.2f} requests/s, {len(due)} requests"):
-                    traces = await _send(llm, due, requests)
-                loads.append(summarize_load(traces, options.seconds, goals))
-                behind = loads[-1].metrics.duration_s > _BEHIND * options.seconds
-                rate *= options.growth
+    async with AsyncLLM(address) as llm:
+        model = await llm.get_model()
+        rate, behind = options.rate, False
+        while not behind:
+            due = arrivals(rate, options.seconds, options.seed + len(loads))
+            shape = _shape(options, len(due), len(loads))
+            requests = reference_workload(shape, model.vocab_size)
+            check_fits(requests, model.max_model_len)
+            await run_request(llm, warm_up_request(shape, model.vocab_size))
+            with console.status(f"{rate:.2f} requests/s, {len(due)} requests"):
+                traces = await _send(llm, due, requests)
+            loads.append(summarize_load(traces, options.seconds, goals))
+            behind = loads[-1].metrics.duration_s > _BEHIND * options.seconds
+            rate *= options.growth
     return model.model, loads
 
 
@@ -170,56 +194,3 @@ def _server(options: argparse.Namespace, console: Console) -> Iterator[str]:
         return
     with private_stack(options.model, console) as stack:
         yield stack.address
-
-
-def print_table(model: str, loads: list[Load], console: Console) -> None:
-    table = Table(title=f"{model}: latency against load")
-    for column in (
-        "offered/s",
-        "achieved/s",
-        "goodput/s",
-        "TTFT p50, s",
-        "p99",
-        "ITL p50, s",
-        "p99",
-    ):
-        table.add_column(column, justify="right")
-    for load in loads:
-        rates = (load.offered_rate, load.achieved_rate, load.goodput)
-        m = load.metrics
-        ttfts, itls = (m.ttft_p50_s, m.ttft_p99_s), (m.itl_p50_s, m.itl_p99_s)
-        table.add_row(
-            *(f"{rate:.2f}" for rate in rates),
-            *(f"{value or 0:.3f}" for value in ttfts),
-            *(f"{value or 0:.4f}" for value in itls),
-        )
-    console.print(table)
-
-
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    console = Console()
-    try:
-        model, loads = asyncio.run(measure(options, console))
-    except (BenchError, LLMError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    from bench.load_plot import write_plot  # matplotlib takes a second to import
-
-    print_table(model, loads, console)
-    found = {
-        "mode": "load",
-        "model": model,
-        "loads": [load.to_json() for load in loads],
-        "goals": {"ttft_s": options.ttft_goal, "itl_s": options.itl_goal},
-        "seconds": options.seconds,
-        "workload": dataclasses.asdict(_shape(options, 0, 0)),
-        **dataclasses.asdict(this_machine()),
-    }
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    picture = options.out.with_suffix(".png")
-    write_plot(found, picture)
-    console.print(f"written: {options.out} {picture}")
-    return 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from bench.errors import BenchError
 
 _LOG_LINES = 12
+_POLL_S = 0.1
+_START_S = 120.0
 
 
 class BenchProcess:
@@ -35,6 +40,19 @@ class BenchProcess:
         if self._popen.poll() is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
             raise BenchError("\n".join([f"{self._module} ended:", *lines]))
+
+    async def wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Asks `is_ready`, in a thread, until it is true.
+
+        Raises:
+            BenchError: the process has ended, or is not ready in time.
+        """
+        deadline = time.monotonic() + _START_S
+        while not await asyncio.to_thread(is_ready):
+            self.check()
+            if time.monotonic() > deadline:
+                raise BenchError(f"{self._module} was not ready after {_START_S:.0f} s")
+            await asyncio.sleep(_POLL_S)
 
     def _stop(self) -> None:
         self._popen.kill()  # neither has anything to lose

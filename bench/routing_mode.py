@@ -11,34 +11,27 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpc import aio
 from rich.console import Console
-from rich.table import Table
 
+from bench.completions import over_grpc, over_http
 from bench.errors import BenchError
-from bench.machine import this_machine
 from bench.processes import BenchProcess
+from bench.report import mode_parser, print_table
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
 from deploy.health import SERVING, check_health, http_health
 from deploy.ports import free_port
-from nano_vllm_grpc.pb import frontend_pb2 as pb
-from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb import scheduler_pb2
-
-if TYPE_CHECKING:
-    from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 HOST = "127.0.0.1"
 _MODEL = "models/demo"
@@ -48,10 +41,8 @@ _WORDS = (
     *("deep", "dark", "wood", "and", "one", "day", "she", "met", "an", "old", "bear", "by"),
     *("river", "he", "asked", "her", "where", "do", "you", "go", "so", "early", "said"),
 )
-_POLL_S = 0.1
-_START_S = 120.0
 
-# Sends a prompt for so many tokens; returns the seconds to the first.
+# Sends a prompt for so many tokens, and returns the time of the first.
 Send = Callable[[str, int], Awaitable[float]]
 
 
@@ -118,25 +109,13 @@ class Engines:
         return [(x.admissions, x.prompt_tokens, x.cached_prompt_tokens) for x in loads]
 
 
-class Door:
-    """A frontend's public service, whose requests may name their engine."""
+class Frontend:
+    """A frontend's public address, to which requests are sent that name their engine."""
 
     def __init__(self, address: str, num_engines: int) -> None:
-        self._channel = aio.insecure_channel(address)
-        self._stub: InferenceServiceAsyncStub = InferenceServiceStub(self._channel)
+        self._address = address
         self._num_engines = num_engines
         self._open: Counter[int] = Counter()
-
-    async def send(self, prompt: str, tokens: int, engine: str = "") -> float:
-        sampling = pb.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
-        request = pb.GenerateRequest(text=prompt, sampling=sampling, engine=engine)
-        start, first_at, last = time.perf_counter(), 0.0, None
-        async for response in self._stub.GenerateStream(request):
-            first_at = first_at or time.perf_counter()
-            last = response
-        if last is None or last.usage.completion_tokens != tokens:
-            raise BenchError("a stream did not have the tokens that were asked for")
-        return first_at - start
 
     async def at_random(self, prompt: str, tokens: int) -> float:
         return await self._to(random.randrange(self._num_engines), prompt, tokens)
@@ -149,47 +128,9 @@ class Door:
     async def _to(self, engine: int, prompt: str, tokens: int) -> float:
         self._open[engine] += 1
         try:
-            return await self.send(prompt, tokens, str(engine))
+            return await over_grpc(self._address, prompt, tokens, str(engine))
         finally:
             self._open[engine] -= 1
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
-class Gateway:
-    """The gateway's HTTP API."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    async def send(self, prompt: str, tokens: int) -> float:
-        body = json.dumps(
-            {
-                "model": Path(_MODEL).name,
-                "prompt": prompt,
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
-        start, first_at, last, status = time.perf_counter(), 0.0, b"", b""
-        reader, writer = await asyncio.open_connection(HOST, self._port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        while line := await reader.readline():
-            status = status or line
-            if line.startswith(b"data: {"):
-                first_at = first_at or time.perf_counter()
-                last = line
-        writer.close()
-        usage = json.loads(last[6:]).get("usage") if last else None
-        if not usage or usage["completion_tokens"] != tokens:
-            raise BenchError(f"a stream did not have {tokens} tokens: {(last or status)!r}")
-        return first_at - start
 
 
 async def run_way(way: str, send: Send, workload: Sequence[Turn], engines: Engines) -> Outcome:
@@ -199,7 +140,8 @@ async def run_way(way: str, send: Send, workload: Sequence[Turn], engines: Engin
 
     async def request(turn: Turn) -> float:
         await asyncio.sleep(turn.at - (time.perf_counter() - start))
-        return await send(turn.prompt, turn.tokens)
+        sent = time.perf_counter()
+        return await send(turn.prompt, turn.tokens) - sent
 
     times = sorted(await asyncio.gather(*map(request, workload)))
     after = await engines.counters()
@@ -216,11 +158,30 @@ async def run_way(way: str, send: Send, workload: Sequence[Turn], engines: Engin
     )
 
 
-async def measure(options: argparse.Namespace, console: Console) -> list[Outcome]:
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """
     Raises:
         BenchError: something did not start, or a completion is shorter than requested.
     """
+    outcomes = asyncio.run(_measure_ways(options, console))
+    columns = ("requests go to", "prompt tokens cached", "TTFT p50", "p99", "mean", "busiest")
+    rows = (
+        (
+            each.way,
+            f"{each.hit_rate:.1%}",
+            *(f"{1e3 * s:.0f} ms" for s in (each.ttft_p50_s, each.ttft_p99_s, each.ttft_mean_s)),
+            f"{each.share_of_busiest:.0%}",
+        )
+        for each in outcomes
+    )
+    print_table(console, "the choice among engines", columns, rows)
+    return {
+        **{k: v for k, v in vars(options).items() if k not in ("mode", "out")},
+        "ways": [dataclasses.asdict(each) for each in outcomes],
+    }
+
+
+async def _measure_ways(options: argparse.Namespace, console: Console) -> list[Outcome]:
     workload = make_workload(options)
     sizes = Sizes(256, 2048, _MAX_MODEL_LEN, options.blocks, 16, options.step_us, options.token_us)
     big = dataclasses.replace(
@@ -238,32 +199,29 @@ async def measure(options: argparse.Namespace, console: Console) -> list[Outcome
         whole = Engines([await stack.enter_async_context(running_scheduler(big))])
         console.print(f"{len(workload)} requests in {options.seconds:g} s, {options.rate:g}/s")
 
-        async def door(addresses: Sequence[str]) -> Door:
-            port = await _start_frontend(stack, directory, addresses)
-            opened = Door(f"{HOST}:{port}", len(addresses))
-            stack.push_async_callback(opened.close)
-            return opened
-
-        ours = await door(engines.addresses)
+        address = await _start_frontend(stack, directory, engines.addresses)
+        address_of_whole = await _start_frontend(stack, directory, whole.addresses)
+        frontend = Frontend(address, options.engines)
         ways: list[tuple[str, Send, Engines]] = [
-            ("one engine as large as all", (await door(whole.addresses)).send, whole),
-            ("expected first token", ours.send, engines),
-            ("least loaded", ours.to_least_loaded, engines),
-            ("random", ours.at_random, engines),
+            ("one engine as large as all", partial(over_grpc, address_of_whole), whole),
+            ("expected first token", partial(over_grpc, address), engines),
+            ("least loaded", frontend.to_least_loaded, engines),
+            ("random", frontend.at_random, engines),
         ]
         if options.gateway:
             gateway = await _start_gateway(stack, directory, engines.addresses)
-            ways.insert(2, ("gateway's cache_aware", gateway.send, engines))
-        for way, send, its in ways:
+            send = partial(over_http, gateway, Path(_MODEL).name)
+            ways.insert(2, ("gateway's cache_aware", send, engines))
+        for way, send_turn, its in ways:
             with console.status(way):
-                outcomes.append(await run_way(way, send, workload, its))
+                outcomes.append(await run_way(way, send_turn, workload, its))
     return outcomes
 
 
 async def _start_frontend(
     stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str], **flags: object
-) -> int:
-    """Returns its port."""
+) -> str:
+    """Returns its public address."""
     port = free_port()
     process = BenchProcess(
         stack,
@@ -276,43 +234,36 @@ async def _start_frontend(
         exit_with_parent=True,
         **flags,
     )
-    await _wait(process, lambda: check_health(f"{HOST}:{port}"))
-    return port
+    address = f"{HOST}:{port}"
+    await process.wait_until(lambda: check_health(address) == SERVING)
+    return address
 
 
 async def _start_gateway(
     stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str]
-) -> Gateway:
-    """A gateway with a frontend for each engine, whose events it gets."""
-    doors = [f"{HOST}:{free_port()}" for _ in addresses]
-    for address, door in zip(addresses, doors, strict=True):
-        await _start_frontend(stack, directory, [address], engine_addresses=door)
+) -> str:
+    """Starts a gateway with a frontend for each engine, whose events it gets; returns its HTTP
+    address."""
+    frontends = [f"{HOST}:{free_port()}" for _ in addresses]
+    for address, frontend in zip(addresses, frontends, strict=True):
+        await _start_frontend(stack, directory, [address], engine_addresses=frontend)
     port = free_port()
     process = BenchProcess(
         stack,
         directory / "gateway.log",
         "deploy.gateway",
-        engine_addresses=",".join(doors),
+        engine_addresses=",".join(frontends),
         gateway_policy="cache_aware",
         model=_MODEL,
         http_port=port,
         exit_with_parent=True,
     )
-    await _wait(process, lambda: http_health(f"http://{HOST}:{port}"))
-    return Gateway(port)
-
-
-async def _wait(process: BenchProcess, health: Callable[[], str]) -> None:
-    deadline = time.monotonic() + _START_S
-    while await asyncio.to_thread(health) != SERVING:
-        process.check()
-        if time.monotonic() > deadline:
-            raise BenchError("a process did not start in time")
-        await asyncio.sleep(_POLL_S)
+    await process.wait_until(lambda: http_health(f"http://{HOST}:{port}") == SERVING)
+    return f"{HOST}:{port}"
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench --mode routing", description=__doc__)
+    parser = mode_parser("routing", __doc__)
     number: Any = parser.add_argument
     number("--engines", type=int, default=4, help="%(default)s")
     number("--seconds", type=float, default=60.0, help="of arrivals, %(default)s")
@@ -328,38 +279,4 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     number("--token-us", type=float, default=200, help="of a token in a step, %(default)s")
     number("--seed", type=int, default=0, help="%(default)s")
     number("--no-gateway", dest="gateway", action="store_false", help="leave the gateway out")
-    number("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     return parser.parse_args(args)
-
-
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    console = Console()
-    try:
-        outcomes = asyncio.run(measure(options, console))
-    except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    table = Table("requests go to", "prompt tokens cached", "TTFT p50", "p99", "mean", "busiest")
-    for each in outcomes:
-        times = (each.ttft_p50_s, each.ttft_p99_s, each.ttft_mean_s)
-        table.add_row(
-            each.way,
-            f"{each.hit_rate:.1%}",
-            *(f"{1e3 * seconds:.0f} ms" for seconds in times),
-            f"{each.share_of_busiest:.0%}",
-        )
-    console.print(table)
-    found = {
-        "mode": "routing",
-        **{k: v for k, v in vars(options).items() if k != "out"},
-        "ways": [dataclasses.asdict(each) for each in outcomes],
-        **dataclasses.asdict(this_machine()),
-    }
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written: {options.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

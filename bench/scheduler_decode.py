@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from grpc import aio
 
 from bench.errors import BenchError
 from bench.instant_worker import VOCAB_SIZE
-from bench.scheduler_client import SchedulerConnection, connect
+from bench.machine import cpu_s
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
+from shared.pb import scheduler_pb2 as pb
+
+if TYPE_CHECKING:
+    from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 _UNIQUE = 16  # tokens at the end of each prompt that are its own
 _MIN_ROOM = 5000  # steps
 _BLOCK_SIZE = 64
+
+Call = aio.StreamStreamCall[pb.FrontendMessage, pb.SchedulerMessage]
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ async def _window(
     scheduler: SchedulerUnderTest, connection: SchedulerConnection, num_seqs: int, steps: int
 ) -> Decode:
     before, started = await scheduler.load(), time.perf_counter()
-    cpu = scheduler.scheduler_cpu_s(), scheduler.worker_cpu_s(), time.process_time()
+    cpu = cpu_s(scheduler.scheduler), cpu_s(scheduler.worker), time.process_time()
     tokens, context = connection.num_tokens, connection.mean_context()
     await connection.read_until(lambda: connection.num_tokens >= tokens + steps * num_seqs)
     after, ended = await scheduler.load(), time.perf_counter()
@@ -99,7 +109,62 @@ async def _window(
         tokens_per_s=(connection.num_tokens - tokens) / (ended - started),
         mean_batch=(after.step_sequences - before.step_sequences) / done,
         mean_context=(context + connection.mean_context()) / 2,
-        scheduler_cpu_ms=1e3 * (scheduler.scheduler_cpu_s() - cpu[0]) / done,
-        worker_cpu_ms=1e3 * (scheduler.worker_cpu_s() - cpu[1]) / done,
+        scheduler_cpu_ms=1e3 * (cpu_s(scheduler.scheduler) - cpu[0]) / done,
+        worker_cpu_ms=1e3 * (cpu_s(scheduler.worker) - cpu[1]) / done,
         client_cpu_ms=1e3 * (time.process_time() - cpu[2]) / done,
     )
+
+
+class SchedulerConnection:
+    """A stream to the scheduler. Requests are numbered 0, 1, 2, ... in the order of `submit`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._prompt_lens: list[int] = []  # of all that were submitted
+        self.num_tokens = 0  # of all requests together
+        self.num_started = 0  # requests with a token
+
+    async def submit(self, prompt: npt.NDArray[np.int32], max_tokens: int) -> None:
+        number = len(self._prompt_lens)
+        self._prompt_lens.append(len(prompt))
+        submit = pb.Submit(
+            request=number,
+            prompt_ids=prompt.astype("<i4").tobytes(),
+            sampling=pb.TokenSampling(temperature=0.6, seed=number, max_tokens=max_tokens),
+        )
+        await self._call.write(pb.FrontendMessage(submit=submit))
+
+    async def read(self) -> None:
+        """Reads one message.
+
+        Raises:
+            BenchError: a sequence or the stream ended, which must not happen in a benchmark.
+        """
+        message = await self._call.read()
+        if not isinstance(message, pb.SchedulerMessage):
+            raise BenchError(f"the scheduler ended the stream: {await self._call.details()}")
+        output = message.step_output
+        self.num_tokens += len(np.frombuffer(output.requests, "<u8"))
+        self.num_started += len(output.started)
+        for finished in output.finished:
+            cause = pb.FinishCause.Name(finished.cause)
+            raise BenchError(f"a sequence ended with {cause}: {finished.message}")
+
+    async def read_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.read()
+
+    def mean_context(self) -> float:
+        """The current number of tokens per sequence, averaged over all of them."""
+        return (sum(self._prompt_lens) + self.num_tokens) / len(self._prompt_lens)
+
+
+@contextlib.asynccontextmanager
+async def connect(stub: SchedulerServiceAsyncStub) -> AsyncIterator[SchedulerConnection]:
+    """Opens a stream; everything submitted on it is aborted when it ends."""
+    call = stub.Connect()
+    try:
+        await call.read()  # EngineInfo
+        yield SchedulerConnection(call)
+    finally:
+        call.cancel()

@@ -9,21 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import psutil
 from grpc import aio
 
-from bench.errors import BenchError
-from bench.machine import cpu_s
 from bench.processes import BenchProcess
+from deploy.health import SERVING, check_health
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
-_START_TIMEOUT_S = 60.0
-_POLL_S = 0.2
 _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -40,25 +36,17 @@ class Sizes:
     token_us: float = 0.0
 
 
+@dataclass(frozen=True)
 class SchedulerUnderTest:
-    """A running scheduler: its stub, its counters, and the CPU time it and its worker have used."""
+    """A running scheduler and its worker."""
 
-    def __init__(
-        self, address: str, stub: SchedulerServiceAsyncStub, scheduler_pid: int, worker_pid: int
-    ) -> None:
-        self.address = address
-        self.stub = stub
-        self._scheduler = psutil.Process(scheduler_pid)
-        self._worker = psutil.Process(worker_pid)
+    address: str
+    stub: SchedulerServiceAsyncStub
+    scheduler: psutil.Process
+    worker: psutil.Process
 
     async def load(self) -> scheduler_pb2.GetLoadResponse:
         return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())
-
-    def scheduler_cpu_s(self) -> float:
-        return cpu_s(self._scheduler)
-
-    def worker_cpu_s(self) -> float:
-        return cpu_s(self._worker)
 
 
 @contextlib.asynccontextmanager
@@ -98,19 +86,7 @@ async def running_scheduler(
         )
         async with aio.insecure_channel(scheduler_address, options=_ANY_SIZE) as channel:
             stub: SchedulerServiceAsyncStub = SchedulerServiceStub(channel)
-            await _wait_ready(stub, worker, scheduler)
-            yield SchedulerUnderTest(scheduler_address, stub, scheduler.pid, worker.pid)
-
-
-async def _wait_ready(stub: SchedulerServiceAsyncStub, *processes: BenchProcess) -> None:
-    """Waits until the scheduler answers GetLoad, which it does once its engine is ready."""
-    for _ in range(round(_START_TIMEOUT_S / _POLL_S)):
-        try:
-            await stub.GetLoad(scheduler_pb2.GetLoadRequest(), wait_for_ready=True, timeout=_POLL_S)
-            return
-        except aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise BenchError(f"the scheduler: {error.code().name}: {error.details()}") from None
-        for process in processes:
-            process.check()
-    raise BenchError(f"the scheduler was not ready after {_START_TIMEOUT_S:.0f} s")
+            await scheduler.wait_until(lambda: check_health(scheduler_address) == SERVING)
+            yield SchedulerUnderTest(
+                scheduler_address, stub, psutil.Process(scheduler.pid), psutil.Process(worker.pid)
+            )

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 METHOD = "/nanovllm.v1.InferenceService/GenerateStream"
 PROMPT_TOKENS = 32
-LATENCY_UNIT_S = 1e-4
 
 
 @dataclass
@@ -30,8 +28,7 @@ class Received:
     first_at: float = float("inf")
     last_at: float = 0.0
     cpu_s: float = 0.0  # that the process spent on it
-    # Tokens by their latency since the scheduler sent them, in units of LATENCY_UNIT_S.
-    latencies: Counter[int] = field(default_factory=Counter)
+    latencies_s: list[float] = field(default_factory=list)  # of each token, since it was sent
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
@@ -52,8 +49,7 @@ class Receiver:
         received.last_at = now
         received.chunks += 1
         received.tokens += len(token_ids)
-        for token_id in token_ids:
-            received.latencies[int(clock.age_s(token_id, now) / LATENCY_UNIT_S)] += 1
+        received.latencies_s += [clock.age_s(token_id, now) for token_id in token_ids]
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:

@@ -92,13 +92,8 @@ def _soak() -> list[Run]:
 # Cases that once failed because of timing, luck or memory, or were built so that they could; all
 # of a module where none is named.
 _FLAKY = {
-    "bench/gpu/test_phase.py": (
-        "test_a_test_that_hangs_is_ended_and_the_next_begins",
-        "test_a_module_has_a_limit_too",
-        "test_what_has_not_begun_at_the_deadline_is_out_of_time",
-    ),
-    "bench/test_load_mode.py": ("test_the_rate_rises_until_the_server_falls_behind",),
-    "bench/test_routing_mode.py": ("test_every_way_serves_the_same_requests",),
+    "bench/gpu/test_run.py": ("test_what_the_time_limit_cuts_off_is_listed",),
+    "bench/test_modes.py": ("test_load", "test_routing"),
     "cli/test_generate.py": ("test_killed_and_stopped_runs_go_on_where_they_were",),
     "client/test_resume.py": (),
     "deploy/page/test_browser.py": ("test_an_answer_streams_outlives_its_worker_and_stops",),

@@ -23,8 +23,7 @@ import psutil
 from bench.engine_stats import stats_reader
 from bench.gpu.peer import round_of
 from bench.metrics import summarize
-from bench.single_stream import measure_single_stream
-from bench.stack import run_request
+from bench.stack import measure_single_stream, run_request
 from bench.workload import Shape, reference_workload, warm_up_request
 from nano_vllm_grpc import AsyncLLM
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from bench.gpu.records import Report
-from bench.gpu.serving import cache_blocks, figures, model_info, variables
+from bench.gpu.serving import MAX_WAITING, cache_blocks, step_limits, variables
 from bench.gpu.setup import BACKENDS, Setup
 from bench.gpu.timing import Timer
 from bench.in_process import RunnerEngine
-from bench.run import Run
+from bench.stack import Run
 from bench.workload import reference_workload, warm_up_request
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
@@ -121,7 +121,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
         rates[budget].append(run.metrics.output_tokens_per_s)
         case = case_name(name, budget)
         kinds = {"kinds": log.kinds()}
-        report.detail(f"{case}, round {len(rates[budget])}", figures(run) | kinds)
+        report.detail(f"{case}, round {len(rates[budget])}", run.figures() | kinds)
         report.detail(f"serving, {case}", serving)
         round_s = time.monotonic() - began
     for budget, found in rates.items():
@@ -160,9 +160,8 @@ def run_round(setup: Setup, log: StepLog, serving: dict[str, Any]) -> Run:
     """Runs the workload once, starting with an empty prefix cache."""
     vocab_size = log.runner.info.vocab_size
     shape = setup.sizes.workload
-    engine = RunnerEngine(
-        log, model_info(setup, vocab_size, serving), serving["max_num_prefill_tokens"]
-    )
+    limits = step_limits(vocab_size, serving)
+    engine = RunnerEngine(log, limits, MAX_WAITING, serving["max_num_prefill_tokens"])
     requests = reference_workload(shape, vocab_size)
     warm_up = warm_up_request(shape, vocab_size)
     return asyncio.run(engine.run(warm_up, requests, lambda tokens: None, log.clear))

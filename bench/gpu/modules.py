@@ -1,74 +1,72 @@
-"""Lists the files that prove and measure, in the order of the tables."""
+"""The files that prove and measure, and the runs that consist of several."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODEL_SHAPE = "qwen3-0.6b"
 
-
-@dataclass(frozen=True)
-class Module:
-    """A file of tests or measurements, which runs in a process of its own."""
-
-    path: str  # from ROOT, or absolute
-    limit_s: float
-    measures: bool = False  # alone on the GPU; the others prove, and run side by side
-    needs_model: bool = False  # the shape above with random weights, or --model
-    compiles: bool = True  # kernels of its own: run once beforehand, with the other measurements
-    smoke: bool = False  # little of it
-
-    @property
-    def name(self) -> str:
-        return Path(self.path).stem.removeprefix("test_").removesuffix("_speed")
-
-
 _KERNELS = "tests/worker_svc/kernels/triton/test_"
+_MEASUREMENTS = "bench/gpu/"
 
-# In the order of the tables, in which measurements also run: bandwidth first, since others are
-# compared with it; last, whatever only helps to choose constants.
-MODULES = (
-    Module(f"{_KERNELS}rms_norm.py", 200),
-    Module(f"{_KERNELS}silu_mul.py", 200),
-    Module(f"{_KERNELS}embedding.py", 200),
-    Module(f"{_KERNELS}kv_store.py", 200),
-    Module(f"{_KERNELS}qk_norm_rope.py", 240),
-    Module(f"{_KERNELS}quantized.py", 400),
-    Module(f"{_KERNELS}quantized_cache.py", 240),
-    Module(f"{_KERNELS}sampling.py", 240),
-    Module(f"{_KERNELS}token_history.py", 200),
-    Module(f"{_KERNELS}token_masks.py", 200),
-    Module(f"{_KERNELS}filtering.py", 240),
-    Module(f"{_KERNELS}decode_attention.py", 400),
-    Module(f"{_KERNELS}prompt_attention.py", 400),
-    Module("tests/worker_svc/sampling/test_filters.py", 240),
-    Module("tests/worker_svc/gpu_path/test_backends.py", 400),
-    Module("tests/worker_svc/gpu_path/test_model.py", 400),
-    Module("tests/worker_svc/gpu_path/test_graphs.py", 400),
-    Module("tests/worker_svc/gpu_path/test_quantized_model.py", 300),
-    Module("tests/worker_svc/gpu_path/test_ranks.py", 300),
-    Module("tests/gpu/test_processes.py", 400),
-    Module("tests/gpu/test_sanitizer.py", 400),
-    Module("bench/gpu/ceilings_speed.py", 40, measures=True),
-    Module("bench/gpu/decode_speed.py", 80, measures=True),
-    Module("bench/gpu/step_speed.py", 90, measures=True, needs_model=True),
-    Module("bench/gpu/in_process_speed.py", 170, measures=True, needs_model=True),
-    Module("bench/gpu/stack_speed.py", 150, measures=True, needs_model=True, compiles=False),
-    Module("bench/gpu/linear_speed.py", 45, measures=True),
-    Module("bench/gpu/quantized_products_speed.py", 60, measures=True),
-    Module("bench/gpu/prompt_speed.py", 60, measures=True),
-    Module("bench/gpu/features_speed.py", 45, measures=True),
-    Module("bench/gpu/decode_sweeps_speed.py", 75, measures=True),
-    Module("bench/gpu/prompt_sweeps_speed.py", 45, measures=True),
+PROVE = (
+    f"{_KERNELS}rms_norm.py",
+    f"{_KERNELS}silu_mul.py",
+    f"{_KERNELS}embedding.py",
+    f"{_KERNELS}kv_store.py",
+    f"{_KERNELS}qk_norm_rope.py",
+    f"{_KERNELS}quantized.py",
+    f"{_KERNELS}quantized_cache.py",
+    f"{_KERNELS}sampling.py",
+    f"{_KERNELS}token_history.py",
+    f"{_KERNELS}token_masks.py",
+    f"{_KERNELS}filtering.py",
+    f"{_KERNELS}decode_attention.py",
+    f"{_KERNELS}prompt_attention.py",
+    "tests/worker_svc/sampling/test_filters.py",
+    "tests/worker_svc/gpu_path/test_backends.py",
+    "tests/worker_svc/gpu_path/test_model.py",
+    "tests/worker_svc/gpu_path/test_graphs.py",
+    "tests/worker_svc/gpu_path/test_quantized_model.py",
+    "tests/worker_svc/gpu_path/test_ranks.py",
+    "tests/gpu/test_processes.py",
+    "tests/gpu/test_sanitizer.py",
 )
-
-_SMOKE = {"measures": True, "compiles": False, "smoke": True}
-
-# In this order, one by one: first what is needed to understand why a later one fails.
+# Measurements run in this order: bandwidth first, since others are compared with it; last, whatever
+# only helps to choose constants.
+SWEEPS = (f"{_MEASUREMENTS}decode_sweeps_speed.py", f"{_MEASUREMENTS}prompt_sweeps_speed.py")
+MEASURE = (
+    f"{_MEASUREMENTS}ceilings_speed.py",
+    f"{_MEASUREMENTS}decode_speed.py",
+    f"{_MEASUREMENTS}step_speed.py",
+    f"{_MEASUREMENTS}in_process_speed.py",
+    f"{_MEASUREMENTS}stack_speed.py",
+    f"{_MEASUREMENTS}linear_speed.py",
+    f"{_MEASUREMENTS}quantized_products_speed.py",
+    f"{_MEASUREMENTS}prompt_speed.py",
+    f"{_MEASUREMENTS}features_speed.py",
+    *SWEEPS,
+)
+# First what is needed to understand why a later part fails.
 SMOKE = (
-    Module("bench/gpu/smoke_device_speed.py", 60, **_SMOKE),
-    Module("bench/gpu/smoke_model_speed.py", 200, needs_model=True, **_SMOKE),
-    Module("bench/gpu/stack_speed.py", 120, needs_model=True, **_SMOKE),
+    f"{_MEASUREMENTS}smoke_device_speed.py",
+    f"{_MEASUREMENTS}smoke_model_speed.py",
+    f"{_MEASUREMENTS}stack_speed.py",
 )
+GROUPS = {"smoke": SMOKE, "prove": PROVE, "measure": MEASURE, "sweeps": SWEEPS}
+
+# Those that need a model, of the shape above with random weights or `--model`.
+WITH_MODEL = {"smoke_model", "step", "in_process", "stack"}
+
+
+def module_name(path: str) -> str:
+    return Path(path).stem.removeprefix("test_").removesuffix("_speed")
+
+
+RUNS = GROUPS | {module_name(path): (path,) for path in (*PROVE, *MEASURE)}
+
+
+def measures(path: str) -> bool:
+    """Whether a file measures, alone on the GPU; the others prove, several at a time."""
+    return path.startswith(_MEASUREMENTS)

@@ -1,121 +1,132 @@
-"""The pytest plugin in a module's process: writes a line of JSON whenever a test starts or ends,
-and provides the measurements' fixtures. It imports torch only for those."""
+"""The pytest plugin of a run: records what happens, and provides the measurements' fixtures.
+
+pytest-xdist runs tests in workers. A worker records the start and the figures of a test. The
+process that started the workers records how the test ended, because it sees a worker crash. Only
+the fixtures import torch.
+"""
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import json
 import os
 import sys
-import time
-from collections.abc import Generator
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.gpu.records import Journal, Outcome, Report
-from bench.gpu.runner import EXIT_DEVICE_LOST, STACKS_SIGNAL
+from bench.gpu.records import Report, append, read
 from shared.process.parent import end_with_parent
 from worker_svc.errors import is_device_lost
 
 if TYPE_CHECKING:
     from bench.gpu.setup import Setup
 
-LONGEST_MESSAGE = 8000
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--gpu", type=json.loads, default="{}", metavar="JSON", help="what bench.gpu tells a module"
-    )
+VARIABLE = "GPU_CHECK"  # JSON: the records' path, and the arguments of `make_setup`
+MAX_MESSAGE = 8000  # characters
+EXIT_DEVICE_LOST = 70
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    given = config.getoption("--gpu")
-    if "journal" in given:
-        end_with_parent(os.getppid())
-        faulthandler.register(STACKS_SIGNAL)
-    journal = Journal(given.get("journal") or os.memfd_create("journal"))
-    config.pluginmanager.register(Recorder(journal, given.get("module", "")), "recorder")
+    end_with_parent(os.getppid())
+    path = Path(_given()["records"])
+    if hasattr(config, "workerinput"):
+        os.dup2(2, 1)  # pytest-xdist discards what a worker prints; stderr is the log
+        config.pluginmanager.register(Worker(path))
+    else:
+        config.pluginmanager.register(Controller(path))
 
 
-class Recorder:
-    """Runs the tests that have no record yet."""
+class Controller:
+    """Records the tests that there are, and how each ended."""
 
-    def __init__(self, journal: Journal, module: str) -> None:
-        self._journal = journal
-        self._module = module
-        self._reports: list[pytest.TestReport] = []
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._planned: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        for test in ids:
+            if test not in self._planned:  # by another worker
+                self._planned.add(test)
+                append(self._path, test, "planned")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._record(report.nodeid, "collection", report, 0.0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.user_properties:
+            append(self._path, report.nodeid, "details", dict(report.user_properties))
+        # pytest-xdist reports a worker's end as `when="???"`.
+        when = report.when if report.when in ("setup", "call", "teardown") else "crash"
+        self._record(report.nodeid, when, report, report.duration)
+
+    def _record(
+        self,
+        test: str,
+        when: str,
+        report: pytest.CollectReport | pytest.TestReport,
+        seconds: float,
+    ) -> None:
+        message = report.longreprtext[-MAX_MESSAGE:]
+        if report.skipped and isinstance(report.longrepr, tuple):
+            message = report.longrepr[2].removeprefix("Skipped: ")
+        value = {"when": when, "outcome": report.outcome, "message": message, "seconds": seconds}
+        append(self._path, test, "report", value)
+
+
+class Worker:
+    """Records starts, and ends this process once it has lost the GPU: every later test would fail,
+    and pytest-xdist goes on with another process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = {name for name, test in read(path).items() if test.outcome != "not run"}
         self._lost = False
 
-    def report(self, test: str) -> Report:
-        return Report(self._journal, self._module, test)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        records = self._journal.of(self._module)
-        if records.planned is None:
-            tests = [item.nodeid for item in items]
-            self._journal.write(self._module, "plan", tests=tests)
-        items[:] = [item for item in items if item.nodeid not in records.tests]
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        timeout = item.get_closest_marker("timeout")
-        limit_s = timeout.args[0] if timeout and timeout.args else None
-        self._reports = []
-        self._journal.write(self._module, "start", test=item.nodeid, limit_s=limit_s)
-        started = time.monotonic()
-        result = yield
-        outcome, message = _outcome(self._reports)
-        self._journal.write(
-            self._module,
-            "end",
-            test=item.nodeid,
-            outcome=outcome,
-            message=message,
-            seconds=time.monotonic() - started,
-            properties=dict(item.user_properties),
-        )
-        if self._lost:  # every later test would fail, and so may the end of this process
-            sys.stdout.flush()
-            os._exit(EXIT_DEVICE_LOST)
-        return result
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if item.nodeid in self._before:  # it took a process down, and pytest-xdist tries it again
+            return True
+        append(self._path, item.nodeid, "started")
+        return None
 
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> None:
         if call.excinfo is not None and is_device_lost(call.excinfo.value):
             self._lost = True
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._reports.append(report)
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Leaves no GPU memory of a file's tests to the tests of others."""
+        torch = sys.modules.get("torch")
+        ends = nextitem is None or nextitem.path != item.path
+        if ends and torch is not None and torch.cuda.is_initialized() and not self._lost:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        if self._lost:
+            os._exit(EXIT_DEVICE_LOST)
 
 
-def _outcome(reports: list[pytest.TestReport]) -> tuple[Outcome, str]:
-    """The combined outcome of setup, call and teardown, and the reason."""
-    failed = [report for report in reports if report.failed]
-    if failed:
-        texts = [f"{report.when}: {report.longreprtext}" for report in failed]
-        return "failed", "\n".join(texts)[-LONGEST_MESSAGE:]
-    for report in reports:
-        if report.skipped:
-            reason = getattr(report, "wasxfail", None)
-            if reason is None and isinstance(report.longrepr, tuple):
-                reason = report.longrepr[2]
-            return "skipped", str(reason).removeprefix("Skipped: ")
-    return "passed", ""
+def _given() -> dict[str, Any]:
+    given: dict[str, Any] = json.loads(os.environ[VARIABLE])
+    return given
 
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
     """Receives the test's measurements."""
-    recorder = request.config.pluginmanager.get_plugin("recorder")
-    assert isinstance(recorder, Recorder)
-    return recorder.report(request.node.nodeid)
+    return Report(Path(_given()["records"]), request.node.nodeid)
 
 
 @pytest.fixture(scope="session")
-def setup(pytestconfig: pytest.Config) -> Setup:
+def setup() -> Setup:
     """The device and the sizes for measurements."""
     from bench.gpu.setup import make_setup
 
-    return make_setup(**pytestconfig.getoption("--gpu").get("setup", {}))
+    return make_setup(**_given()["setup"])

@@ -1,19 +1,16 @@
-"""The results of tests, as lines of JSON in one file to which all processes of a phase append, so
-that one that crashes or hangs leaves its results behind."""
+"""The records of a run: lines of JSON in one file, to which all of its processes append. A process
+that crashes or hangs leaves its results there."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-Outcome = Literal["running", "passed", "failed", "skipped", "crashed", "out of time", "stopped"]
-
-# Prefixes a module's name when its kernels are only compiled, and no figure means anything.
-COMPILING = "compile "
+Outcome = Literal["not run", "running", "passed", "failed", "skipped", "crashed"]
 
 # Units in which less is better.
 TIMES = ("s", "ms", "us")
@@ -38,119 +35,77 @@ class Figure:
     def below(self) -> bool:
         return self.target is not None and (self.ratio or 0.0) < self.target
 
+    def __str__(self) -> str:
+        ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
+        against = "" if self.against is None else f"of {self.against:,.4g}"
+        target = "" if self.target is None else f"target {self.target:.2f}"
+        below = "BELOW" if self.below else ""
+        value = f"{self.value:,.5g} {self.unit}"
+        return f"{self.name:<52} {value:>18} {against:<11} {ratio:>5} {target:<11} {below}".rstrip()
+
 
 @dataclass
 class Result:
     """One test or measurement, as far as it is known."""
 
     name: str
-    outcome: Outcome = "running"
-    message: str = ""
+    outcome: Outcome = "not run"
+    ended: bool = False
+    message: str = ""  # why it failed or was skipped
     seconds: float = 0.0
-    limit_s: float | None = None  # its own
-    properties: dict[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
-        return self.outcome not in ("passed", "skipped")
+        return self.outcome in ("failed", "crashed")
 
+    def to_json(self) -> dict[str, Any]:
+        figures = [{**asdict(f), "ratio": f.ratio, "below": f.below} for f in self.figures]
+        content = asdict(self) | {"figures": figures}
+        return {key: value for key, value in content.items() if value or key == "seconds"}
 
-@dataclass
-class Records:
-    """One module, as far as it is known."""
+    def __str__(self) -> str:
+        """A line with the outcome, then one for each figure, note and line of the message."""
+        lines = [f"{self.name.rpartition('::')[2]}: {self.outcome} ({self.seconds:.1f} s)"]
+        lines += map(str, self.figures)
+        return "\n".join([*lines, *self.notes, *self.message.splitlines()])
 
-    planned: list[str] | None = None  # None: it has not been collected
-    tests: dict[str, Result] = field(default_factory=dict)  # those that began
-
-    @property
-    def running(self) -> Result | None:
-        return next((test for test in self.tests.values() if test.outcome == "running"), None)
-
-    @property
-    def left(self) -> list[str]:
-        return [name for name in self.planned or () if name not in self.tests]
-
-    @property
-    def ended(self) -> int:
-        return sum(test.outcome != "running" for test in self.tests.values())
-
-    @property
-    def failed(self) -> bool:
-        return any(test.failed for test in self.tests.values())
-
-
-class Journal:
-    """The file, and the records read from it so far.
-
-    Args:
-        file: descriptor of a file open for reading and appending.
-    """
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._offset = 0
-        self._modules: dict[str, Records] = {}
-
-    def write(self, module: str, kind: str, **content: Any) -> None:
-        line = json.dumps({"module": module, "kind": kind, **as_json(content)}) + "\n"
-        os.write(self._file, line.encode())  # one call, so that lines do not mix
-
-    def end(self, module: str, test: str, outcome: Outcome, message: str, seconds: float) -> None:
-        self.write(module, "end", test=test, outcome=outcome, message=message, seconds=seconds)
-
-    def read(self) -> dict[str, Records]:
-        """Returns the records by module: the same objects every time, brought up to date."""
-        unread = os.pread(self._file, os.fstat(self._file).st_size - self._offset, self._offset)
-        whole = unread[: unread.rfind(b"\n") + 1]  # the last line may still be being written
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):  # a process was killed while it wrote, or the disk is full
-                self._add(json.loads(line))
-        return self._modules
-
-    def of(self, module: str) -> Records:
-        return self.read().setdefault(module, Records())
-
-    def value(self, name: str, *, compiling: bool) -> Any:
-        """The value of a figure or detail that any module wrote, while `compiling` or while not;
-        None if there is none."""
-        for module, records in self.read().items():
-            for test in records.tests.values() if module.startswith(COMPILING) == compiling else ():
-                if name in test.details:
-                    return test.details[name]
-                for figure in test.figures:
-                    if figure.name == name:
-                        return figure.value
-        return None
-
-    def _add(self, line: dict[str, Any]) -> None:
-        records = self._modules.setdefault(line.pop("module"), Records())
-        kind = line.pop("kind")
-        if kind == "plan":
-            records.planned = line["tests"]
-            return
-        name = line.pop("test")
-        test = records.tests.setdefault(name, Result(name))
-        if kind == "figure":
-            value = math.nan if line["value"] is None else line["value"]
-            test.figures.append(Figure(**line | {"value": value}))
+    def add(self, kind: str, value: Any) -> None:
+        """Takes in a record."""
+        if kind == "started":
+            self.outcome = "running"
+        elif kind == "figure":
+            self.figures.append(Figure(**value))
         elif kind == "note":
-            test.notes.append(line["text"])
-        elif kind == "detail":
-            test.details[line["name"]] = line["value"]
-        else:  # start, end
-            vars(test).update(line)
+            self.notes.append(value)
+        elif kind == "details":
+            self.details |= value
+        elif kind == "report":
+            self._add_report(**value)
+
+    def _add_report(self, when: str, outcome: str, message: str, seconds: float) -> None:
+        """Takes in what pytest reports of a test's setup, call and teardown, or of its crash."""
+        if self.ended:  # it took its process down, after the reason had been reported
+            return
+        self.seconds += seconds
+        if outcome == "failed":
+            self.outcome = "crashed" if when == "crash" else "failed"
+            self.message += f"{when}: {message}\n"
+        elif outcome == "skipped" and self.outcome == "running":
+            self.outcome, self.message = "skipped", message
+        self.ended = when not in ("setup", "call")
+        if self.ended and self.outcome == "running":
+            self.outcome = "passed"
 
 
 class Report:
     """Writes one test's measurements."""
 
-    def __init__(self, journal: Journal, module: str, test: str) -> None:
-        self._journal = journal
-        self._names = module, test
+    def __init__(self, path: Path, test: str) -> None:
+        self._path = path
+        self._test = test
 
     def figure(
         self,
@@ -165,22 +120,48 @@ class Report:
             against: the value to compare with, in the same unit.
             target: the ratio to reach, where 1 is as good and more is better, for times too.
         """
-        self._write("figure", **asdict(Figure(name, value, unit, against, target)))
+        figure = Figure(name, value, unit, against, target)
+        append(self._path, self._test, "figure", asdict(figure))
 
     def note(self, text: str) -> None:
-        self._write("note", text=text)
+        append(self._path, self._test, "note", text)
 
     def detail(self, name: str, value: Any) -> None:
         """Writes something that only the JSON shows."""
-        self._write("detail", name=name, value=value)
+        append(self._path, self._test, "details", {name: value})
 
     def value(self, name: str) -> Any:
-        """The value of a figure or detail that this or an earlier test of the run wrote."""
-        return self._journal.value(name, compiling=self._names[0].startswith(COMPILING))
+        """The value of a figure or detail that this or an earlier test of the run wrote; None if
+        there is none."""
+        for result in read(self._path).values():
+            if name in result.details:
+                return result.details[name]
+            for figure in result.figures:
+                if figure.name == name:
+                    return figure.value
+        return None
 
-    def _write(self, kind: str, **content: Any) -> None:
-        module, test = self._names
-        self._journal.write(module, kind, test=test, **content)
+
+def append(path: Path, test: str, kind: str, value: Any = None) -> None:
+    line = json.dumps({"test": test, "kind": kind, "value": value}) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line.encode())  # one call, so that lines do not mix
+    finally:
+        os.close(file)
+
+
+def read(path: Path) -> dict[str, Result]:
+    """The results so far, by test."""
+    results: dict[str, Result] = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # it is being written, or its process was killed meanwhile
+            continue
+        name = record["test"]
+        results.setdefault(name, Result(name)).add(record["kind"], record["value"])
+    return results
 
 
 def as_json(value: Any) -> Any:

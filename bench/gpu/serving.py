@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from bench.gpu.setup import Setup
-from bench.run import Run
-from nano_vllm_grpc import EngineCapacity, ModelInfo, SamplingParams
 from worker_svc.model_runner import RunnerInfo
+from worker_svc.step.decode import StepLimits
 
 MAX_WAITING = 4096
 # The share of the GPU's blocks to use where that is less than the workload's cache.
@@ -34,20 +32,13 @@ def cache_blocks(setup: Setup, info: RunnerInfo) -> int:
     return min(wanted, int(info.num_blocks * CACHE_SHARE))
 
 
-def model_info(setup: Setup, vocab_size: int, serving: dict[str, Any]) -> ModelInfo:
-    """The facts that a stack with these variables would report."""
-    capacity = EngineCapacity(
+def step_limits(vocab_size: int, serving: dict[str, Any]) -> StepLimits:
+    """The limits of a worker that serves with these variables."""
+    return StepLimits(
+        vocab_size=vocab_size,
         num_blocks=serving["kv_blocks"],
         block_size=serving["block_size"],
         max_num_seqs=serving["max_num_seqs"],
         max_num_batched_tokens=serving["max_num_batched_tokens"],
-        max_waiting=serving["max_waiting"],
-        tensor_parallel_size=1,
+        max_model_len=serving["max_model_len"],
     )
-    longest = serving["max_model_len"]
-    return ModelInfo(setup.model.name, longest, vocab_size, [], SamplingParams(), capacity)
-
-
-def figures(run: Run) -> dict[str, Any]:
-    stats = dataclasses.asdict(run.stats) if run.stats else {}
-    return dataclasses.asdict(run.metrics) | stats

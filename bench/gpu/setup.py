@@ -95,15 +95,6 @@ class Sizes:
 
 
 _SHORT = Shape(num_seqs=3, min_input=4, max_input=9, min_output=3, max_output=6)
-# Runs the same kernels once: dtypes, heads and batches make them compile anew, not lengths.
-COMPILING = replace(
-    Sizes(),
-    contexts=(64, 128),
-    repeats=1,
-    workload=replace(Shape(), min_input=10, max_input=40, min_output=4, max_output=8),
-    cache_tokens=2**16,
-    rounds=1,
-)
 REHEARSAL = Sizes(
     copied_bytes=2**12,
     rotated_bytes=1,
@@ -198,13 +189,11 @@ def make_setup(
     peer: str | None = None,
     trace: str | None = None,
     rehearse: bool = False,
-    compile_only: bool = False,
     smoke: bool = False,
 ) -> Setup:
     """
     Args:
         rehearse: run on a CPU, in Triton's interpreter.
-        compile_only: run everything once, in small sizes where they compile the same kernels.
         smoke: repeat little.
     """
     if rehearse:
@@ -218,12 +207,12 @@ def make_setup(
         device=torch.device("cpu") if rehearse else torch.device("cuda", 0),
         dtype=torch.float32 if rehearse else torch.bfloat16,
         platform=platform,
-        timer=StubTimer() if rehearse or compile_only else CudaTimer(),
+        timer=StubTimer() if rehearse else CudaTimer(),
         model=Path(model),
         peer=Path(peer) if peer else None,
-        trace=Path(trace) if trace and not compile_only else None,
+        trace=Path(trace) if trace else None,
         seed=seed,
-        sizes=REHEARSAL if rehearse else COMPILING if compile_only else SMOKE if smoke else Sizes(),
+        sizes=REHEARSAL if rehearse else SMOKE if smoke else Sizes(),
         rehearse=rehearse,
     )
 

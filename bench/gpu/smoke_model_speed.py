@@ -13,7 +13,7 @@ from bench.gpu.bounds import workload_bound
 from bench.gpu.ceilings import bandwidth
 from bench.gpu.decode_speed import make_load
 from bench.gpu.records import Report
-from bench.gpu.serving import figures, variables
+from bench.gpu.serving import variables
 from bench.gpu.setup import Setup
 from bench.gpu.step_speed import Loaded
 from bench.gpu.steps import Sequences
@@ -89,7 +89,7 @@ def measure_in_process(setup: Setup, report: Report, loaded: Loaded) -> None:
     case = in_process_speed.case_name(name, budget)
     rate, bound = run.metrics.output_tokens_per_s, workload_bound(setup, report)
     report.figure(f"{in_process_speed.FIGURE}, {case}", rate, "tokens/s", bound)
-    report.detail(case, figures(run) | {"kinds": log.kinds()})
+    report.detail(case, run.figures() | {"kinds": log.kinds()})
     report.detail(f"serving, {case}", serving)
 
 

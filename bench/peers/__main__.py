@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from bench.errors import BenchError
-from bench.peers.calibration import calibrate
 from bench.peers.entries import ENTRIES, FULL, TINY, Entry, Job
 from bench.peers.install import HOME, ROOT, converted, python
-from bench.peers.report import Answer, Comparison, Round
+from bench.peers.report import Comparison, Round
 
 TIMEOUT_S = 3600.0
 _REASON_LINES = 12
@@ -55,15 +55,11 @@ def compare(comparison: Comparison, model: Path, done: Callable[[Entry, Round], 
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     for _ in range(comparison.num_rounds):
         for entry in comparison.entries:
-            before = calibrate()
             job = Job(str(models[entry]), vocab_size, entry, comparison.sizes, time.monotonic())
-            answer: Answer | None = None
-            error = None
             try:
-                answer = run_driver(entry, job)
-            except BenchError as failure:
-                error = str(failure)
-            outcome = Round(before, calibrate(), answer, error)
+                outcome = Round(run_driver(entry, job))
+            except BenchError as error:
+                outcome = Round(None, str(error))
             comparison.rounds[entry].append(outcome)
             done(entry, outcome)
 
@@ -72,8 +68,9 @@ def driver_module(entry: Entry) -> str:
     return f"bench.peers.{entry.peer}"
 
 
-def run_driver(entry: Entry, job: Job) -> Answer:
-    """Runs a driver in a process group of its own, which is gone when this returns.
+def run_driver(entry: Entry, job: Job) -> dict[str, Any]:
+    """Runs a driver in a process group of its own, which is gone when this returns. Returns what
+    the driver prints.
 
     Raises:
         BenchError: the driver failed or took too long; its log's last lines say why.
@@ -101,7 +98,8 @@ def run_driver(entry: Entry, job: Job) -> Answer:
     if process.returncode != 0:
         last = log.read_text(errors="replace").strip().splitlines()[-_REASON_LINES:]
         raise BenchError("\n".join([f"{entry.name}: see {log}", *last]))
-    return Answer.from_json(output.decode())
+    answer: dict[str, Any] = json.loads(output)
+    return answer
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -118,7 +116,7 @@ def main(args: list[str]) -> int:
 
     def done(entry: Entry, outcome: Round) -> None:
         comparison.write(options.out)
-        figures = outcome.answer and outcome.answer.figures
+        figures = outcome.answer and outcome.answer["figures"]
         console.print(f"{entry.name}: {figures or outcome.error}", markup=False)
 
     try:

@@ -5,59 +5,33 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.machine import Machine, this_machine
-from bench.peers.calibration import Calibration
-from bench.peers.driver import Figures
 from bench.peers.entries import Entry, Sizes
+from bench.report import print_table
 from bench.workload import TEMPERATURE
 
-
-@dataclass(frozen=True)
-class Answer:
-    """A driver's, from a server that it has started and stopped."""
-
-    figures: Figures
-    versions: dict[str, str]
-    settings: dict[str, Any]
-
-    @classmethod
-    def from_json(cls, text: str) -> Answer:
-        values = json.loads(text)
-        return cls(Figures(**values["figures"]), values["versions"], values["settings"])
+# By name in `driver.Figures`.
+_COLUMNS = {
+    "output_tokens_per_s": ("tokens/s", "{:.1f}"),
+    "cores_busy": ("cores", "{:.2f}"),
+    "single_stream_tokens_per_s": ("one stream", "{:.1f}"),
+    "ttft_1024_s": ("first of 1024", "{:.2f}"),
+    "start_s": ("start, s", "{:.1f}"),
+}
 
 
 @dataclass(frozen=True)
 class Round:
-    """One entry's turn, with the machine's speed just before and just after."""
+    """One entry's turn: what its driver printed, or why it failed."""
 
-    before: Calibration
-    after: Calibration
-    answer: Answer | None
-    error: str | None  # instead of an answer
-
-
-@dataclass(frozen=True)
-class Range:
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def show(self, pattern: str, separator: str = " ") -> str:
-        if self.min == self.max:
-            return pattern.format(self.median)
-        low, high = pattern.format(self.min), pattern.format(self.max)
-        return f"{pattern.format(self.median)}{separator}({low}–{high})"
+    answer: dict[str, Any] | None
+    error: str | None = None
 
 
 @dataclass
@@ -76,60 +50,44 @@ class Comparison:
     def failed(self) -> bool:
         return any(each.error for rounds in self.rounds.values() for each in rounds)
 
-    def ranges(self, entry: Entry) -> dict[str, Range]:
-        """Each figure over the rounds that did not fail; empty if there is none."""
-        found = [each.answer.figures for each in self.rounds[entry] if each.answer]
-        if not found:
-            return {}
-        names = [each.name for each in fields(Figures)]
-        return {name: Range.of([getattr(each, name) for each in found]) for name in names}
-
-    def speeds(self) -> dict[str, Range]:
-        """The machine's, over the whole run; empty before the first round."""
-        rounds = [each for rounds in self.rounds.values() for each in rounds]
-        found = [asdict(speed) for each in rounds for speed in (each.before, each.after)]
-        return {name: Range.of([each[name] for each in found]) for name in (found or [{}])[0]}
-
-    def to_json(self) -> dict[str, Any]:
+    def figures(self, entry: Entry) -> dict[str, dict[str, float]]:
+        """Each figure's median, min and max over the rounds that did not fail; empty if there is
+        none."""
+        found = [each.answer["figures"] for each in self.rounds[entry] if each.answer]
+        values = {name: [each[name] for each in found] for name in _COLUMNS if found}
         return {
+            name: {"median": statistics.median(v), "min": min(v), "max": max(v)}
+            for name, v in values.items()
+        }
+
+    def write(self, path: Path) -> None:
+        content = {
             "mode": "peers",
             "model": self.model,
             "workload": {**asdict(self.sizes), "temperature": TEMPERATURE},
             "entries": [
                 {
                     **asdict(entry),
-                    **{name: asdict(found) for name, found in self.ranges(entry).items()},
+                    **self.figures(entry),
                     "rounds": [asdict(each) for each in self.rounds[entry]],
                 }
                 for entry in self.entries
             ],
-            "speeds": {name: asdict(speed) for name, speed in self.speeds().items()},
             **asdict(self.machine),
         }
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        title = f"{self.model}: medians of {self.num_rounds} (min–max)"
-        table = Table(title=title, box=None, pad_edge=False)
-        table.add_column("", no_wrap=True)
-        table.add_column("cache", no_wrap=True)
-        for label, _, _ in _COLUMNS:
-            table.add_column(label, justify="right", no_wrap=True)
+        rows = []
         for entry in self.entries:
-            found = self.ranges(entry)
-            cells = [found[name].show(pattern, "\n") for _, name, pattern in _COLUMNS if found]
-            table.add_row(entry.name, entry.cache, *(cells or ["failed"]))
-        console.print(table)
-        speeds = (f"{name} {speed.show('{:.0f}')}" for name, speed in self.speeds().items())
-        console.print(f"the machine meanwhile: {', '.join(speeds)}")
+            found = self.figures(entry)
+            cells = [show(found[name], pattern) for name, (_, pattern) in _COLUMNS.items() if found]
+            rows.append([entry.name, entry.cache, *(cells or ["failed"])])
+        title = f"{self.model}: medians of {self.num_rounds} (min–max)"
+        columns = ["", "cache", *(label for label, _ in _COLUMNS.values())]
+        print_table(console, title, columns, rows)
 
 
-_COLUMNS = (
-    ("tokens/s", "output_tokens_per_s", "{:.1f}"),
-    ("cores", "cores_busy", "{:.2f}"),
-    ("one stream", "single_stream_tokens_per_s", "{:.1f}"),
-    ("first of 1024", "ttft_1024_s", "{:.2f}"),
-    ("start, s", "start_s", "{:.1f}"),
-)
+def show(figure: dict[str, float], pattern: str) -> str:
+    median, low, high = (pattern.format(figure[name]) for name in ("median", "min", "max"))
+    return median if low == high else f"{median}\n({low}–{high})"

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from bench.machine import this_machine
 from bench.quality import intervals
 from bench.quality.texts import Question, Texts
 from bench.quality.variant import Loaded, Variant
+from bench.report import print_table
 from shared.config import SettingsError
 from worker_svc.errors import StartError
 
@@ -47,7 +49,6 @@ class Right:
 
     count: int
     share: float
-    share_interval: Interval
     difference: float
     difference_interval: Interval
 
@@ -157,48 +158,41 @@ def _compare(right: Bools, reference: Bools) -> Right:
     return Right(
         count=len(right),
         share=float(right.mean()),
-        share_interval=intervals.share(int(right.sum()), len(right)),
         difference=float(right.mean() - reference.mean()),
         difference_interval=intervals.paired_difference(right, reference),
     )
 
 
-def table_head(quality: Quality) -> str:
-    """Two lines of Markdown. Differences are in percentage points, divergences in thousandths of a
-    nat."""
-    counts = quality.sums.count, quality.sums_after_chats.count, quality.divergence.positions
-    columns = (
-        "| | {:,} sums | difference | {:,} sums after a chat | difference | "
-        "KL, {:,} tokens: mean | 99th percentile | same greedy token |".format(*counts)
-    )
-    return columns + "\n|---|--:|--:|--:|--:|--:|--:|--:|"
-
-
-def table_row(quality: Quality) -> str:
-    found = quality.divergence
-    low, high = found.mean_interval
-    divergence = [
-        f"{_thousandths(found.mean)} ({_thousandths(low)} to {_thousandths(high)})",
-        _thousandths(found.p99),
-        f"{found.same_greedy_token:.2%}",
+def print_qualities(qualities: list[Quality]) -> None:
+    """Prints shares in %, their differences in percentage points, divergences in thousandths of a
+    nat, each with its interval."""
+    first = qualities[0]
+    columns = [
+        "",
+        f"{first.sums.count:,} sums",
+        "difference",
+        f"{first.sums_after_chats.count:,} sums after a chat",
+        "difference",
+        f"KL, {first.divergence.positions:,} tokens: mean",
+        "99th percentile",
+        "same greedy token",
     ]
-    cells = [quality.name]
-    is_reference = quality.name == REFERENCE
-    for right in (quality.sums, quality.sums_after_chats):
-        difference = _interval(right.difference, right.difference_interval)
-        cells += [f"{right.share:.1%}", "" if is_reference else difference]
-    cells += [""] * 3 if is_reference else divergence
-    return f"| {' | '.join(cells).replace('%', ' %')} |"
+    rows = []
+    for each in qualities:
+        cells = [each.name]
+        for right in (each.sums, each.sums_after_chats):
+            difference = _with_interval(right.difference, right.difference_interval, 100, "{:+.1f}")
+            cells += [f"{right.share:.1%}", difference]
+        found = each.divergence
+        mean = _with_interval(found.mean, found.mean_interval, 1000, "{:.3g}")
+        cells += [mean, f"{1000 * found.p99:.3g}", f"{found.same_greedy_token:.2%}"]
+        rows.append(cells)
+    print_table(Console(), f"compared with {REFERENCE}", columns, rows)
 
 
-def _thousandths(number: float) -> str:
-    return f"{float(f'{1e3 * number:.2g}'):g}"  # two digits, never as 2.9e+02
-
-
-def _interval(difference: float, interval: Interval) -> str:
-    low, high = interval
-    points = f"{100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-    return points.replace("+0.0 (", "0.0 (").replace("-", "−")
+def _with_interval(value: float, interval: Interval, factor: int, pattern: str) -> str:
+    middle, low, high = (pattern.format(factor * each) for each in (value, *interval))
+    return f"{middle} ({low} to {high})"
 
 
 def to_json(options: argparse.Namespace, qualities: list[Quality]) -> dict[str, Any]:
@@ -207,7 +201,7 @@ def to_json(options: argparse.Namespace, qualities: list[Quality]) -> dict[str, 
         "model": str(options.model),
         "seed": options.seed,
         "reference": REFERENCE,
-        "intervals": "95 %: shares Wilson, differences Newcombe 1998 method 10, means bootstrap",
+        "intervals": "95 %: differences Bonett and Price 2012, means bootstrap",
         "variants": [dataclasses.asdict(each) for each in qualities],
         **dataclasses.asdict(this_machine()),
     }
@@ -218,18 +212,16 @@ def main(args: list[str]) -> int:
     try:
         comparison = Comparison(options)
         names = [REFERENCE, *(name for name in options.only if name != REFERENCE)]
-        qualities: list[Quality] = []
+        qualities = []
         for name in names:
-            quality = comparison.measure(name)
-            if not qualities:
-                print(table_head(quality))
-            print(table_row(quality), flush=True)
-            qualities.append(quality)
+            print(name, flush=True)
+            qualities.append(comparison.measure(name))
     except (SettingsError, StartError) as error:
         print(f"bench.quality: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    print_qualities(qualities)
     text = json.dumps(to_json(options, qualities), indent=2)
     options.out.write_text(text + "\n", encoding="utf-8")
     return 0

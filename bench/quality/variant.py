@@ -11,14 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.in_process import InProcessExecutor
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from bench.in_process import RunnerEngine
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Output
-from scheduler_svc.engine import Engine
 from shared.config import load_settings
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
@@ -69,39 +64,13 @@ class Loaded:
 
     def answers(self, prompts: Seq[list[int]], end: frozenset[int]) -> list[list[int]]:
         """The greedy completions, up to one of the tokens `end`."""
-        return asyncio.run(self._answers(prompts, end))
-
-    async def _answers(self, prompts: Seq[list[int]], end: frozenset[int]) -> list[list[int]]:
         params = SamplingParams(MAX_NEW_TOKENS, temperature=0.0, eos_token_ids=end)
         sequences = [Sequence((0, i), prompt, params) for i, prompt in enumerate(prompts)]
-        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = len(sequences)
-
-        def emit(outputs: list[Output]) -> None:
-            nonlocal left
-            left -= sum(output.finished is not None for output in outputs)
-            if not left:
-                finished.set_result(None)
-
-        limits = self._limits
-        queue = Limits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            max_waiting=len(prompts),
-            vocab_size=limits.vocab_size,
-            max_waiting_tokens=sum(map(len, prompts)),
-        )
-        scheduler = Scheduler(queue, BlockManager(limits.num_blocks, limits.block_size))
-        engine = Engine(scheduler, InProcessExecutor(self._runner, limits), emit)
-        for sequence in sequences:
-            engine.submit(sequence)
-        loop = asyncio.create_task(engine.run())
-        await asyncio.wait([loop, finished], return_when=asyncio.FIRST_COMPLETED)
-        if loop.done():
-            loop.result()  # raises
-        loop.cancel()
+        asyncio.run(self._complete(sequences))
         return [list(each.tokens[each.num_prompt_tokens :]) for each in sequences]
+
+    async def _complete(self, sequences: list[Sequence]) -> None:
+        await RunnerEngine(self._runner, self._limits, len(sequences)).complete(sequences)
 
     def log_probabilities(self, text: list[int]) -> NDArray[np.float64]:
         """Log-probabilities of every token after each of the N tokens of `text`, which fits into

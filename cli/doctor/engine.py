@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.gpu.preflight import driver_version
 from cli.doctor.check import Check
 from cli.doctor.host import check_shared_memory
 from frontend.text.model_files import ModelFilesError, read_model_facts
@@ -31,6 +30,7 @@ from worker_svc.attention.base import Backend
 from worker_svc.config import ModelConfig, load_model_config
 from worker_svc.devices.base import Platform
 from worker_svc.devices.choice import choose_platform
+from worker_svc.devices.driver import driver_version
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
 from worker_svc.models.qwen3 import attention_shape

@@ -1,4 +1,4 @@
-"""A small-scale rehearsal, on a CPU, of the measurements made on a GPU."""
+"""A rehearsal, on a CPU and in small sizes, of the measurements made on a GPU."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ import json
 import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
-from dataclasses import replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu import __main__ as program
 from bench.gpu import decode_speed, prompt_speed, stack_speed
 from bench.gpu.bounds import ModelSize, bound
 from bench.gpu.heads import QWEN_0_6B, Heads
-from bench.gpu.modules import MODULES, ROOT
-from bench.gpu.records import Journal, Report
-from bench.gpu.requirements import UNUSED
-from bench.gpu.runner import ModuleRun
+from bench.gpu.modules import MEASURE, RUNS
+from bench.gpu.records import Report, read
+from bench.gpu.run import Run
 from bench.gpu.setup import REHEARSAL, Setup, make_setup
 from bench.gpu.steps import snapshot
 from bench.workload import Shape, reference_workload
-from tests.waiting import wait_for
 from tools.make_model import make_model
 
 
@@ -42,20 +37,21 @@ def tiny_setup(model: Path, **options: Any) -> Setup:
 
 
 @pytest.mark.system
-def test_measurements_run(tmp_path: Path, tiny_model: Path) -> None:
+def test_measurements_run(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Measurements that need no stack run in one process, so that torch is imported once."""
-    options = Namespace(rehearse=True, seed=1, peer=None, out=tmp_path)
-    file = os.open(tmp_path / "journal", os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    modules = [module for module in MODULES if module.measures and module.name != "stack"]
-    plan = program.make_plan(modules[0], file, False, options, tiny_model)
-    command = [*plan.command, *(str(ROOT / module.path) for module in modules[1:])]
-    plan = replace(plan, command=command, limit_s=500, test_limit_s=300)
-    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
-    running = ModuleRun(plan, Journal(file), log, time.monotonic() + 500)
-    wait_for(running.poll, "the measurements", timeout_s=550)
+    files = [path for path in MEASURE if "stack" not in path]
+    monkeypatch.setitem(RUNS, "rehearsal", tuple(files))
+    monkeypatch.setattr(Run, "_turns", lambda self: [files])
+    options = Namespace(rehearse=True, seed=1, peer=None, model=tiny_model, out=tmp_path)
+    run = Run("rehearsal", options, {})
+    run.run()
+    run.end()
 
-    tests = running.records.tests.values()
+    tests = run.results.values()
     assert [(test.name, test.message) for test in tests if test.failed] == []
+    assert run.not_run == []
     names = [figure.name for test in tests for figure in test.figures]
     assert len(names) == len(set(names))
     assert set(names) >= {
@@ -120,67 +116,59 @@ def test_the_workload_halfway() -> None:
     assert 750 < sum(contexts) / len(contexts) < 950
 
 
+# Packages that a machine with a GPU need not have. A worker on a CPU needs numba, too.
+UNUSED = {"matplotlib", "opentelemetry-sdk", "smg", "smg-grpc-proto", "starlette", "xgrammar"}
+
+
 @pytest.mark.system
 def test_the_smoke_runs_without_what_it_does_not_need(tmp_path: Path) -> None:
-    """Runs the program itself, with a real stack at the end. Packages that a GPU machine need not
-    have cannot be imported, except the one that a worker on a CPU needs."""
-    unused = {*UNUSED} - {"numba"}
+    """Runs the program itself, with a real stack at the end."""
     for module, distributions in packages_distributions().items():
-        if unused & {*distributions}:
+        if UNUSED & {*distributions}:
             (tmp_path / f"{module}.py").write_text("raise ModuleNotFoundError(__name__)")
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "bench.gpu", "smoke", "--rehearse"),
-            *("--out", tmp_path / "out" / "gpu.json"),
-        ],
+        [sys.executable, "-m", "bench.gpu", "smoke", "--rehearse", "--out", tmp_path / "out"],
         env=os.environ | {"NANO_THREADS": "1", "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=550,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-5:]
-    assert last[0] == "14 passed, 4 skipped", done.stdout
-    assert [line[:10] for line in last[1:4]] == ["stack     ", "stack / in", "one stream"]
-    assert "a rehearsal: no figure means anything" in last[-1]
+    *_, stack, share, stream, verdict, _ = done.stdout.splitlines()
+    assert verdict.startswith("smoke: 14 passed, 4 skipped"), done.stdout
+    assert [line[:10] for line in (stack, share, stream)] == [
+        *("stack     ", "stack / in", "one stream")
+    ]
+    assert verdict.endswith("a rehearsal: no figure means anything")
     content = json.loads((tmp_path / "out" / "smoke.json").read_text())
     assert content["rehearsal"] is True
-    parts = [test for module in content["modules"].values() for test in module["tests"].values()]
-    skipped = [test["message"] for test in parts if test["outcome"] == "skipped"]
-    assert all(skipped)
-    printed = done.stdout.splitlines()
-    for test in parts:
-        name, outcome = test["name"].rpartition("::")[2], test["outcome"]
-        assert any(f"] {name}: {outcome} (" in line for line in printed)
+    parts = {name.rpartition("::")[2]: test for name, test in content["tests"].items()}
+    assert all(test["message"] for test in parts.values() if test["outcome"] == "skipped")
+    for name, test in parts.items():
+        assert f"] {name}: {test['outcome']} (" in done.stdout
+    figures = [figure for test in parts.values() for figure in test.get("figures", ())]
     for name in ("graphs against eager", "against transformers"):
-        (figure,) = (
-            figure
-            for test in parts
-            for figure in test.get("figures", ())
-            if figure["name"] == f"{name}: equal tokens"
-        )
+        (figure,) = (each for each in figures if each["name"] == f"{name}: equal tokens")
         assert figure["ratio"] == 1
-    tests = content["modules"]["stack"]["tests"]
-    stack, peer = tests.values()
-    assert peer["message"] == "no checkout of nano-vLLM, see --peer"
-    rounds = [stack["details"][f"round {number}"] for number in range(2)]
+    assert parts["measure_peer"]["message"] == "no checkout of nano-vLLM, see --peer"
+    details = parts["measure_stack"]["details"]
+    rounds = [details[f"round {number}"] for number in range(2)]
     assert [each["cached_prompt_tokens"] for each in rounds] == [0, 0]
     for process in ("client", "frontend", "scheduler_svc", "worker_svc"):
-        used = [found["cpu_s"][process] for found in (*rounds, stack["details"]["one stream"])]
+        used = [found["cpu_s"][process] for found in (*rounds, details["one stream"])]
         assert min(used) >= 0
         assert sum(used) > 0
-    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".jsonl", ".log"}
 
 
 def test_the_peer_runs_the_same_workload(tmp_path: Path, tiny_model: Path) -> None:
     """A package stands in for the peer, next to a module `bench`, which the peer has too."""
     (tmp_path / "bench.py").write_text("raise AssertionError")
     (tmp_path / "nanovllm.py").write_text(STAND_IN)
-    journal = Journal(os.memfd_create("journal"))
-    report = Report(journal, "stack", "peer")
+    report = Report(tmp_path / "records", "peer")
     report.figure("stack", 300.0, "tokens/s")
     stack_speed.measure_peer(tiny_setup(tiny_model, peer=str(tmp_path)), report)
-    found = journal.of("stack").tests["peer"]
+    found = read(tmp_path / "records")["peer"]
     assert len(found.details["rounds"]) == 2
     assert found.figures[-1].name == "stack / nano-vLLM"
     assert found.figures[-1].against == report.value("nano-vLLM")

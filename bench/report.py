@@ -1,0 +1,56 @@
+"""What the modes of `python -m bench` have in common: flags and tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+MODES = ("stack", "scheduler", "frontend", "features", "load", "http", "routing")
+
+
+def mode_parser(mode: str, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m bench --mode {mode}", description=description)
+    parser.add_argument("--mode", choices=MODES, help="stack by default; each has flags of its own")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
+    return parser
+
+
+def check_minimum(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, minimum: int, names: Sequence[str]
+) -> None:
+    """Ends the program if one of these options, or one of its values, is below `minimum`."""
+    for name in names:
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < minimum:
+            parser.error(f"--{name.replace('_', '-')}: must be at least {minimum}")
+
+
+def check_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name in ("input", "output"):
+        if not 1 <= getattr(options, f"min_{name}") <= getattr(options, f"max_{name}"):
+            parser.error(f"--min-{name}: must be at least 1 and at most --max-{name}")
+
+
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
+    """Prints rows of a label and numbers."""
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def figure_rows(
+    figures: Sequence[dict[str, object]], rows: Sequence[tuple[str, str, str]]
+) -> Iterable[list[str]]:
+    """Yields a row for each label, name in `figures` and format, with a column for each element."""
+    for label, name, pattern in rows:
+        values = [each[name] for each in figures]
+        yield [label, *("n/a" if v is None else pattern.format(v) for v in values)]

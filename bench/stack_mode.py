@@ -1,0 +1,202 @@
+"""`python -m bench`: the workload on a running server or a private stack, and in this process.
+
+`--mode` measures something else: the scheduler or the frontend alone, the cost of sampling
+features, latency against load, the cost of the HTTP gateway, or the choice among engines. See
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from bench.engine_stats import stats_reader
+from bench.errors import BenchError
+from bench.report import check_lengths, check_minimum, figure_rows, mode_parser, print_table
+from bench.stack import (
+    Received,
+    Run,
+    SingleStream,
+    measure_single_stream,
+    private_stack,
+    run_stack,
+)
+from bench.workload import (
+    TEMPERATURE,
+    Request,
+    Shape,
+    check_fits,
+    reference_workload,
+    warm_up_request,
+)
+from nano_vllm_grpc import AsyncLLM, ModelInfo
+
+_ROWS = (
+    ("output tokens/s", "output_tokens_per_s", "{:,.1f}"),
+    ("total tokens/s", "total_tokens_per_s", "{:,.1f}"),
+    ("time to first token p50, s", "ttft_p50_s", "{:.3f}"),
+    ("time to first token p99, s", "ttft_p99_s", "{:.3f}"),
+    ("inter-token latency p50, s", "itl_p50_s", "{:.4f}"),
+    ("inter-token latency p99, s", "itl_p99_s", "{:.4f}"),
+    ("duration, s", "duration_s", "{:.2f}"),
+    ("prompt tokens", "prompt_tokens", "{:,}"),
+    ("output tokens", "output_tokens", "{:,}"),
+    ("steps", "steps", "{:,}"),
+    ("mean batch, sequences", "mean_batch", "{:.1f}"),
+    ("mean tokens per step", "mean_step_tokens", "{:.1f}"),
+    ("prefix-cache hits, prompt tokens", "cached_prompt_tokens", "{:,}"),
+    ("preemptions", "preemptions", "{:,}"),
+)
+
+
+def parse_args(args: list[str]) -> argparse.Namespace:
+    parser = mode_parser("stack", __doc__)
+    parser.add_argument("--address", help="a frontend's; default: start a private stack")
+    parser.add_argument(
+        "--model",
+        default="models/demo",
+        help="for the private stack and --in-process, %(default)s; "
+        "NANO_<NAME> variables have their other settings",
+    )
+    parser.add_argument("--scheduler-address", help="default: found in .run/<PORT>")
+    workload = parser.add_argument_group("workload")
+    for field in dataclasses.fields(Shape):
+        flag = f"--{field.name.replace('_', '-')}"
+        workload.add_argument(flag, type=int, default=field.default, help="%(default)s")
+    parser.add_argument(
+        "--in-process",
+        action=argparse.BooleanOptionalAction,
+        help="also without gRPC, and print the ratio; default: for a private stack of one rank",
+    )
+    parser.add_argument(
+        "--single-stream", action="store_true", help="also one stream and a 1,024-token prompt"
+    )
+    options = parser.parse_args(args)
+    check_lengths(parser, options)
+    check_minimum(parser, options, 1, ["num_seqs"])
+    return options
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """
+    Raises:
+        BenchError: what was asked cannot be measured.
+        LLMError: the server, or the private stack, failed.
+    """
+    shape = Shape(*(getattr(options, field.name) for field in dataclasses.fields(Shape)))
+    with _server(options, console) as (address, scheduler_address):
+        measured = _measure_stack(options, shape, address, scheduler_address, console)
+        model, run, single = asyncio.run(measured)
+    runs = [run]
+    if options.in_process:
+        runs.append(_measure_in_process(options.model, shape, model, console))
+    rates = [each.metrics.output_tokens_per_s for each in runs]
+    split_ratio = rates[0] / rates[1] if options.in_process else None
+
+    title = f"{model.model}: {run.metrics.requests} requests"
+    rows = figure_rows([each.figures() for each in runs], _ROWS)
+    print_table(console, title, ["", *(each.name for each in runs)], rows)
+    if split_ratio is not None:
+        console.print(f"split ratio (stack / in process): {split_ratio:.3f}")
+    if options.single_stream:
+        console.print(
+            f"one stream: {single.single_stream_tokens_per_s:.1f} tokens/s, "
+            f"first token of a 1,024-token prompt: {single.ttft_1024_s:.3f} s"
+        )
+    if run.stats and run.stats.cached_prompt_tokens:
+        console.print("some prompts were in the prefix cache: the server has seen them before")
+    from bench.plot import write_plot  # matplotlib takes a second to import
+
+    write_plot(title, runs, options.out.with_suffix(".png"))
+    return {
+        "model": model.model,
+        "address": address,
+        **run.figures(),
+        "split_ratio": split_ratio,
+        "in_process": runs[1].figures() if options.in_process else None,
+        **dataclasses.asdict(single),
+        "workload": {**dataclasses.asdict(shape), "temperature": TEMPERATURE},
+    }
+
+
+@contextmanager
+def _server(options: argparse.Namespace, console: Console) -> Iterator[tuple[str, str | None]]:
+    """Yields the address to measure and its scheduler's: those given, or a private stack's."""
+    if options.address:
+        yield options.address, options.scheduler_address
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        scheduler_address = f"unix:{directory}/scheduler.sock"
+        with private_stack(options.model, console, scheduler_address=scheduler_address) as stack:
+            yield stack.address, scheduler_address
+
+
+async def _measure_stack(
+    options: argparse.Namespace,
+    shape: Shape,
+    address: str,
+    scheduler_address: str | None,
+    console: Console,
+) -> tuple[ModelInfo, Run, SingleStream]:
+    """Runs the workload, after a check that it can be run here, too, if that is wanted; decides
+    whether it is where `options` do not."""
+    async with AsyncLLM(address) as llm:
+        model = await llm.get_model()
+        requests = reference_workload(shape, model.vocab_size)
+        check_fits(requests, model.max_model_len)
+        if options.in_process is None:
+            one_rank = model.capacity.tensor_parallel_size == 1
+            options.in_process = not options.address and one_rank
+        if options.in_process:
+            _check_same_model(options.model, model)
+        warm_up = warm_up_request(shape, model.vocab_size)
+        read_stats = stats_reader(address, scheduler_address)
+        with _progress("stack", requests, console) as received:
+            run = await run_stack(llm, warm_up, requests, read_stats, received)
+        single = SingleStream(None, None)
+        if options.single_stream:
+            with console.status("one stream"):
+                single = await measure_single_stream(llm, model)
+    return model, run, single
+
+
+def _check_same_model(directory: str, served: ModelInfo) -> None:
+    if Path(directory).resolve().name != served.model:
+        raise BenchError(f"--model: is {directory}, the server has {served.model}")
+
+
+def _measure_in_process(directory: str, shape: Shape, model: ModelInfo, console: Console) -> Run:
+    # Before torch is imported, as in the worker's own process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from bench.in_process import load_engine
+
+    with console.status("loading the model in this process"):
+        engine = load_engine(directory, model)
+    requests = reference_workload(shape, model.vocab_size)
+    with _progress("in process", requests, console) as received:
+        return asyncio.run(engine.run(warm_up_request(shape, model.vocab_size), requests, received))
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:,.1f} tokens/s")
+
+
+@contextmanager
+def _progress(name: str, requests: Sequence[Request], console: Console) -> Iterator[Received]:
+    """Shows a bar of output tokens; yields a function that takes each chunk's number of tokens."""
+    columns = (TextColumn("{task.description}"), BarColumn(), _Rate(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task(name, total=sum(request.output_len for request in requests))
+        yield lambda tokens: bars.advance(task, tokens)

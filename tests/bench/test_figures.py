@@ -1,0 +1,265 @@
+"""The workload, and the figures that are computed from what clients and the engine saw."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grpc import aio
+
+from bench.engine_stats import EngineStats, stats_reader
+from bench.errors import BenchError
+from bench.http2 import Connection
+from bench.load_mode import Goals, arrivals, summarize_load
+from bench.metrics import Trace, percentile, summarize, tokens_over_time
+from bench.quality import intervals
+from bench.scheduler_processes import Sizes, running_scheduler
+from bench.stack import measure_single_stream, run_request, run_stack
+from bench.step_clock import StepClock
+from bench.stream_client import METHOD
+from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
+from nano_vllm_grpc import AsyncLLM
+from shared.pb import scheduler_pb2
+from shared.pb.scheduler_pb2_grpc import (
+    SchedulerServiceServicer,
+    add_SchedulerServiceServicer_to_server,
+)
+from tests.client.fake_server import FakeServer
+
+SCALED = Shape(num_seqs=32, min_input=32, max_input=256, min_output=32, max_output=256)
+
+
+# The workload.
+
+
+@pytest.mark.parametrize(("shape", "total"), [(Shape(), 133_966), (SCALED, 4_975)])
+def test_output_tokens_of_the_reference_workloads(shape: Shape, total: int) -> None:
+    assert sum(r.output_len for r in reference_workload(shape, 151_936)) == total
+
+
+def test_it_is_the_workload_of_nano_vllm() -> None:
+    # The two statements of nano-vLLM's bench.py, with the global generator, as there.
+    random.seed(0)
+    prompts = [
+        [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
+    ]
+    lengths = [random.randint(100, 1024) for _ in range(256)]
+    ours = reference_workload(Shape(), 151_936)
+    assert [r.prompt for r in ours] == prompts
+    assert [r.output_len for r in ours] == lengths
+
+
+def test_a_small_vocabulary_changes_the_ids_and_not_the_lengths() -> None:
+    small, large = reference_workload(SCALED, 1536), reference_workload(SCALED, 151_936)
+    assert max(max(r.prompt) for r in small) < 1536
+    assert [(len(r.prompt), r.output_len) for r in small] == [
+        (len(r.prompt), r.output_len) for r in large
+    ]
+    warm_up = warm_up_request(SCALED, 1536)
+    assert all(r.prompt[:4] != warm_up.prompt[:4] for r in small)
+
+
+def test_too_long_for_the_model_names_the_flags() -> None:
+    requests = [Request([1] * 30, 10, 0), Request([1] * 20, 21, 0)]
+    check_fits(requests, 41)
+    with pytest.raises(BenchError, match=r"41 tokens.*takes 40.*--max-input or --max-output"):
+        check_fits(requests, 40)
+
+
+def test_arrivals_are_a_poisson_process_that_can_be_repeated() -> None:
+    times = arrivals(50.0, 200.0, seed=3)
+    assert times == sorted(arrivals(50.0, 200.0, seed=3))
+    assert times != arrivals(50.0, 200.0, seed=4)
+    assert len(times) == pytest.approx(10_000, abs=5 * math.sqrt(10_000))
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    longer = sum(gap > 1 / 50 for gap in gaps) / len(gaps)
+    assert longer == pytest.approx(math.exp(-1), abs=0.025)  # of a constant rate it would be 0
+
+
+# What clients saw.
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([10.0, 20.0], 99) == pytest.approx(19.9)
+    assert percentile([], 50) is None
+
+
+def test_a_chunk_of_k_tokens_counts_as_k_gaps_of_a_kth() -> None:
+    trace = Trace(5, sent=1.0, arrivals=[(1.5, 1), (1.7, 1), (2.3, 3)])
+    assert trace.ttft_s == 0.5
+    assert trace.inter_token_latencies_s() == pytest.approx([0.2, 0.2, 0.2, 0.2])
+    assert summarize([Trace(1, 0.0, [(1.0, 1)])]).itl_p99_s is None
+
+
+def test_summary_of_two_requests() -> None:
+    traces = [
+        Trace(10, sent=0.0, arrivals=[(1.0, 1), (2.0, 1), (5.0, 1)]),
+        Trace(30, sent=1.0, arrivals=[(4.0, 1)]),
+    ]
+    metrics = summarize(traces)
+    assert (metrics.requests, metrics.prompt_tokens, metrics.output_tokens) == (2, 40, 4)
+    assert metrics.duration_s == 5.0
+    assert metrics.output_tokens_per_s == pytest.approx(4 / 5)
+    assert metrics.total_tokens_per_s == pytest.approx(44 / 5)
+    assert (metrics.ttft_p50_s, metrics.itl_p50_s) == (2.0, 2.0)
+    assert metrics.itl_p99_s == pytest.approx(1 + 0.99 * 2)
+
+
+def test_tokens_over_time() -> None:
+    traces = [Trace(1, 0.0, [(0.5, 1), (3.5, 4)]), Trace(1, 0.0, [(1.5, 2), (4.0, 1)])]
+    times, rates = tokens_over_time(traces, 4)
+    assert times == [0.5, 1.5, 2.5, 3.5]
+    assert rates == [1.0, 2.0, 0.0, 5.0]
+
+
+def test_only_requests_that_meet_both_goals_are_good() -> None:
+    quick = Trace(4, sent=0.0, arrivals=[(1.0, 1), (1.2, 2)])
+    late = Trace(4, sent=0.0, arrivals=[(3.0, 1), (3.2, 2)])
+    halting = Trace(4, sent=0.0, arrivals=[(1.0, 1), (4.0, 2)])
+    load = summarize_load([quick, late, halting], 2.0, Goals(ttft_s=2.0, itl_s=0.5))
+    assert (load.offered_rate, load.achieved_rate, load.goodput) == (1.5, 0.75, 0.25)
+
+
+class BusyScheduler(SchedulerServiceServicer):
+    """Reports 10 more steps, each of 4 sequences and 5 tokens, every time it is asked."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    async def GetLoad(self, request: Any, context: Any) -> scheduler_pb2.GetLoadResponse:
+        self._asked += 1
+        return scheduler_pb2.GetLoadResponse(
+            steps=10 * self._asked,
+            step_sequences=40 * self._asked,
+            step_tokens=50 * self._asked,
+            cached_prompt_tokens=3 * self._asked,
+        )
+
+
+async def test_stats_are_those_of_the_run(server: FakeServer) -> None:
+    scheduler = aio.server()
+    add_SchedulerServiceServicer_to_server(BusyScheduler(), scheduler)
+    port = scheduler.add_insecure_port("127.0.0.1:0")
+    await scheduler.start()
+    read_stats = stats_reader(server.address, f"127.0.0.1:{port}")
+    received: list[int] = []
+    requests = [Request([5, 6], 7, 0), Request([8], 3, 1)]
+    async with AsyncLLM(server.address) as llm:
+        run = await run_stack(llm, Request([1], 2, 0), requests, read_stats, received.append)
+    await scheduler.stop(None)
+    assert run.stats == EngineStats(10, 40, 50, 0, 3)
+    assert (run.stats.mean_batch, run.stats.mean_step_tokens) == (4.0, 5.0)
+    assert [t.output_tokens for t in run.traces] == [7, 3]  # the warm-up is not counted
+    assert sum(received) == 10
+    sampling = server.service.requests[-1].sampling
+    assert sampling.temperature == pytest.approx(0.6)
+    assert sampling.ignore_eos
+
+
+async def test_a_server_that_stops_early_is_not_measured(server: FakeServer) -> None:
+    async with AsyncLLM(server.address) as llm:
+        with pytest.raises(BenchError, match="8 tokens where 9 were asked"):
+            await run_request(llm, Request([5], 9, 0), fields={"max_tokens": 8})
+
+
+async def test_prompts_of_single_streams_are_never_in_the_cache(server: FakeServer) -> None:
+    async with AsyncLLM(server.address) as llm:
+        await measure_single_stream(llm, await llm.get_model())
+        sent = server.service.requests
+        assert [len(r.token_ids.ids) for r in sent] == [32, 1024] * 3
+        assert len({tuple(r.token_ids.ids[:8]) for r in sent}) == 6
+        server.service.max_model_len = 1024
+        with pytest.raises(BenchError, match="needs 1025 tokens, the server takes 1024"):
+            await measure_single_stream(llm, await llm.get_model())
+
+
+# The frontend's and the scheduler's clients.
+
+
+class FakeTransport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+
+def frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
+    """Encodes an HTTP/2 frame: RFC 9113, 4.1."""
+    header = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
+    return header + payload
+
+
+async def test_messages_are_found_however_frames_and_reads_cut_them() -> None:
+    transport = FakeTransport()
+    connection = Connection("here", METHOD)
+    connection.connection_made(transport)
+    received: list[bytes] = []
+    ended = connection.call(b"", received.append)
+    messages = b"".join(b"\0" + len(m).to_bytes(4, "big") + m for m in (b"one", b"", b"three"))
+    wire = frame(0, 1, messages[:2]) + frame(0, 1, messages[2:]) + frame(6, 0, b"12345678")
+    for byte in wire:
+        assert not ended.done()
+        connection.data_received(bytes([byte]))
+    connection.data_received(frame(1, 1, b"trailers", flags=5))
+    assert received == [b"one", b"", b"three"]
+    assert ended.done()
+    assert transport.written.endswith(frame(6, 0, b"12345678", flags=1))  # a ping is answered
+    lost = connection.call(b"", received.append)
+    connection.connection_lost(None)
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        await lost
+
+
+def test_a_clock_is_read_in_another_mapping_of_its_file(tmp_path: Path) -> None:
+    ours, theirs = (StepClock(tmp_path / "clock", slots=3) for _ in range(2))
+    assert [ours.tick() for _ in range(4)] == [0, 1, 2, 0]
+    assert theirs.age_s(1, now=0.0) == ours.age_s(1, now=0.0) < 0
+
+
+async def test_a_scheduler_that_does_not_start_says_why() -> None:
+    # The settings do not allow a step to have fewer tokens than sequences.
+    sizes = Sizes(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=64, num_blocks=64)
+    with pytest.raises(BenchError, match=r"scheduler_svc ended:\n.*max_num_seqs: 8 sequences"):
+        async with running_scheduler(sizes):
+            pass
+
+
+# Intervals.
+
+
+def answers(both: int, first: int, second: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
+    """Answers to the same questions, right or not, by how many each of two got right."""
+    counts = [both, first, second, neither]
+    return np.repeat([True, True, False, False], counts), np.repeat(
+        [True, False, True, False], counts
+    )
+
+
+def test_difference_of_paired_shares_is_the_published_one() -> None:
+    # Fagerland, Lydersen, Laake: "Recommended tests and confidence intervals for paired binomial
+    # proportions" (2014), airway hyper-responsiveness.
+    found = intervals.paired_difference(*answers(1, 1, 7, 12))
+    assert found == pytest.approx((-0.508, -0.013), abs=6e-4)
+    low, high = intervals.paired_difference(*answers(1000, 0, 0, 0))
+    assert -0.005 < low < 0 < high < 0.005  # it has a width where no answers differ
+
+
+@pytest.mark.parametrize("share", [0.3, 0.98])
+def test_mean_over_texts_is_covered(share: float) -> None:
+    rng = np.random.default_rng(3)
+    covered = 0
+    for seed in range(200):
+        counts = rng.integers(20, 60, size=80)
+        sums = rng.binomial(counts, share).astype(float)
+        low, high = intervals.mean(sums, counts, seed)
+        covered += low <= share <= high
+    assert covered / 200 == pytest.approx(0.95, abs=0.05)

@@ -1,0 +1,171 @@
+"""Each mode of `python -m bench`, once, on the smallest input."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import features_mode, load_mode
+from bench.__main__ import main
+from bench.features_mode import FEATURES
+from bench.metrics import Trace
+from bench.workload import Request
+from nano_vllm_grpc import AsyncLLM
+from tests.client.fake_server import FakeServer
+from tools.make_model import make_model
+
+WORKLOAD = "--num-seqs 6 --min-input 4 --max-input 9 --min-output 5 --max-output 20"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANO_THREADS", "1")  # the models are too small for more
+
+
+def bench(tmp_path: Path, words: str) -> dict[str, Any]:
+    """Runs a mode; returns its JSON."""
+    out = tmp_path / "bench.json"
+    assert main([*words.split(), "--out", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["machine"]["cores"] >= 1
+    assert "commit" in found
+    return found
+
+
+# On a server whose tokens are known.
+
+
+def test_a_running_server(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench(tmp_path, f"--address {server.address} {WORKLOAD} --single-stream")
+    for key in ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"):
+        assert found[key] > 0
+    assert (found["mode"], found["model"], found["requests"]) == ("stack", "fake", 6)
+    assert found["steps"] is found["split_ratio"] is None  # with no scheduler to ask
+    assert found["single_stream_tokens_per_s"] > 0
+    assert found["workload"]["max_input"] == 9
+    assert "inter-token latency p50" in capsys.readouterr().out
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_features(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features_mode, "private_stack", lambda *_: nullcontext(server))
+    found = bench(tmp_path, "--mode features --streams 4 --tokens 3 --pairs 2")
+    assert [cost["feature"] for cost in found["costs"]] == list(FEATURES)
+    # Half and half to warm up, then twice all plain, all with the feature, and half and half.
+    asked = [each.sampling for each in server.service.requests]
+    runs = [asked[i : i + 4] for i in range(0, len(asked), 4)]
+    with_grammar = [sum(each.HasField("structured_output") for each in run) for run in runs[-7:]]
+    assert with_grammar == [2, 0, 4, 2, 0, 4, 2]
+    assert Counter(map(len, runs)) == {4: 7 * len(FEATURES)}
+
+
+def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers 100 requests/s, one after another, in a time without noise."""
+
+    async def send(llm: AsyncLLM, due: list[float], requests: list[Request]) -> list[Trace]:
+        traces, free = [], 0.0
+        for when, request in zip(due, requests, strict=True):
+            free = max(free, when) + 0.01
+            arrivals = [(free, 1), (free, request.output_len - 1)]
+            traces.append(Trace(len(request.prompt), sent=when, arrivals=arrivals))
+        return traces
+
+    monkeypatch.setattr(load_mode, "_send", send)
+    monkeypatch.setattr("tests.client.fake_server.ENDLESS_SEED", None)
+    words = f"--mode load --address {server.address} --rate 20 --growth 2 --seconds 10"
+    loads = bench(tmp_path, words)["loads"]
+    # At 160 requests/s the last is answered 16 s after the first came, more than 1.5 times 10 s.
+    assert [load["duration_s"] > 15 for load in loads] == [False, False, False, True]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max-output 9000", "--max-output"),
+        ("--min-input 10 --max-input 5", "--min-input"),
+        ("--num-seqs 0", "--num-seqs: must be at least 1"),
+        ("--num-seqs 1 --in-process", "--model: is models/demo, the server has fake"),
+        ("--address 127.0.0.1:1", "UNAVAILABLE: 127.0.0.1:1"),
+        ("--mode load --growth 1", "--growth: must be over 1"),
+        ("--mode scheduler --waiting -1", "--waiting: must be at least 0"),
+        ("--mode frontend --model /nowhere", "--model: "),
+    ],
+)
+def test_what_cannot_be_measured_is_a_plain_message(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    address = [] if "--mode s" in words or "--mode f" in words else ["--address", server.address]
+    try:
+        status: object = main([*address, *words.split()])
+    except SystemExit as end:
+        status = end.code
+    assert status != 0
+    assert message in capsys.readouterr().err
+
+
+# Through real processes.
+
+
+@pytest.mark.system
+def test_a_private_stack_and_in_process(tmp_path: Path) -> None:
+    overrides = {"vocab_size": 1536, "max_position_embeddings": 128}
+    model = make_model(tmp_path / "tiny", "tiny", overrides)
+    found = bench(tmp_path, f"--model {model} {WORKLOAD}")
+    in_process = found["in_process"]
+    ratio = found["output_tokens_per_s"] / in_process["output_tokens_per_s"]
+    assert found["split_ratio"] == pytest.approx(ratio)
+    assert found["steps"] > 0  # the private stack's scheduler was asked
+    for key in ("output_tokens", "prompt_tokens"):
+        assert found[key] == in_process[key]
+
+
+@pytest.mark.system
+def test_scheduler(tmp_path: Path) -> None:
+    sizes = "--num-seqs 4 --context 40 --steps 12 --rounds 2 --waiting 0 5"
+    found = bench(tmp_path, f"--mode scheduler {sizes}")
+    for key in ("steps_per_s", "tokens_per_s", "plan_ms_p50"):
+        assert found[key] > 0
+    (decode,) = found["decode"]
+    assert decode["num_seqs"] == decode["mean_batch"] == 4
+    cases = [(each["waiting"], each["context"]) for each in found["planning"]]
+    assert cases == [(0, 40), (5, 40), (0, 100), (0, 4000)]
+
+
+@pytest.mark.system
+def test_frontend(tmp_path: Path) -> None:
+    found = bench(tmp_path, "--mode frontend --calls 6 --tokens 10 --rate 600")
+    paced, flat_out = found["runs"]
+    assert (paced["tokens"], flat_out["tokens"]) == (60, 240)
+    assert paced["tokens_per_chunk"] >= 1
+    assert 0 <= paced["latency_p50_s"] <= paced["latency_p99_s"]
+    assert found["tokens_per_s"] == flat_out["tokens_per_s"] > 0
+
+
+@pytest.mark.system
+def test_http(tmp_path: Path) -> None:
+    found = bench(tmp_path, "--mode http --streams 2 --tokens 4 --pairs 1")
+    assert found["ratio"] > 0
+    assert found["http_ttft_ms"] > 0
+
+
+@pytest.mark.system
+def test_routing(tmp_path: Path) -> None:
+    sizes = "--engines 2 --seconds 2 --rate 12 --pause 0.4 --systems 3 --system-words 100"
+    quick = "--step-us 2000 --token-us 10 --no-gateway"
+    ways = {
+        each["way"]: each for each in bench(tmp_path, f"--mode routing {sizes} {quick}")["ways"]
+    }
+    assert len(ways) == 4
+    assert len({each["requests"] for each in ways.values()}) == 1
+    for name, way in ways.items():
+        assert 0 < way["hit_rate"] < 1, name
+        assert 0 < way["ttft_p50_s"] <= way["ttft_p99_s"], name
+    assert ways["one engine as large as all"]["share_of_busiest"] == 1
