@@ -26,10 +26,10 @@ import psutil
 
 from bench.errors import BenchError
 from deploy.first_tokens import stream_completion
-from deploy.supervisor import MARKER
+from deploy.native.processes import MARKER
 from shared.config import PREFIX
 
-MODULES = ("deploy.supervise", "deploy.watchdog", "worker_svc", "scheduler_svc", "frontend")
+MODULES = ("deploy.native.supervisor", "worker_svc", "scheduler_svc", "frontend")
 STOP_TIMEOUT_S = 30.0
 
 Times = dict[str, float]

@@ -146,7 +146,6 @@ def plan_stack(
         "PORT": str(port),
         "SCHEDULER_ADDRESS": stack.scheduler_address,
         "WORKER_ADDRESSES": ",".join(stack.worker_addresses),
-        "EXIT_WITH_PARENT": "1",
     }
     if {"scheduler", "frontend"} <= set(layout.services) and not settings.scheduler_addresses:
         ours["SCHEDULER_ADDRESSES"] = f"file:{stack.engines_file}"

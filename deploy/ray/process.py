@@ -25,13 +25,13 @@ from deploy.errors import LaunchError
 from deploy.first_tokens import stream_completion
 from deploy.health import UNREACHABLE, check_health
 from deploy.logs import failure_reason
+from deploy.native.status import ProcessStatus
 from deploy.plan import Environment, public_tls
 from deploy.ports import free_port
 from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.ray.peers import Peers
 from deploy.stack import MODULES, Process, bracket_host, make_private
-from deploy.status import ProcessStatus
 from frontend.callers.tenants import read_clients
 from shared.config import PREFIX
 from shared.process.fork import CANNOT_START

@@ -18,9 +18,10 @@ import time
 
 import structlog
 
+from shared.process.board import Board
 from shared.process.fork import CANNOT_START, Fork, Serve
 from shared.process.heartbeat import BEATS, Heartbeat
-from shared.process.keeper_state import StateBoard
+from shared.process.keeper_state import BOARD
 from shared.process.parent import end_with_parent
 
 log = structlog.get_logger(__name__)
@@ -46,7 +47,7 @@ class Keeper:
 
     def __init__(self, serve: Serve, hang_timeout_s: float, companion: Serve | None = None) -> None:
         self._hang_timeout_s = hang_timeout_s
-        self._board = StateBoard()
+        self._board = Board(BOARD)
         self._told: list[int] = []  # signals to pass on
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._ending = False  # told to
@@ -80,7 +81,7 @@ class Keeper:
                     fork.plan_next()
                 if fork.due is not None and fork.due <= time.monotonic():
                     self._start(fork)
-            self._board.show(self._service.state)
+            self._board.show(self._service.state.shown())
             self._sleep(
                 min([next_look, *(fork.due or 0.0 for fork in self._forks if not fork.pid)])
             )

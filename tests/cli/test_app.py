@@ -48,7 +48,7 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
         given.update({k: v for k, v in environment.items() if k.startswith(PREFIX)}, layout=layout)
         return 0
 
-    monkeypatch.setattr("deploy.commands.up", up)
+    monkeypatch.setattr("deploy.native.commands.up", up)
     monkeypatch.delenv("NANO_THREADS", raising=False)
     variables = {
         "MAX_NUM_SEQS": "4",
@@ -65,7 +65,7 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_variable_of_the_makefile_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.commands.up", lambda environment, layout: 0)
+    monkeypatch.setattr("deploy.native.commands.up", lambda environment, layout: 0)
     listed = subprocess.run(
         ["make", "--no-print-directory", "--eval", "list: ; @echo $(STACK)", "list"],
         capture_output=True,

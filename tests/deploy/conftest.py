@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.native.processes import stack_members
 from deploy.ports import free_port
 from deploy.stack import run_directory
-from deploy.supervisor import stack_members
 from tests.stack import kill_all
 from tests.waiting import WAIT_S
 

@@ -1,4 +1,4 @@
-"""up, ps, logs, down and run, with real processes: supervisord and stand-ins for the services."""
+"""up, ps, logs, down and run: the real supervisor with stand-ins for the services."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,10 +28,9 @@ def named(processes: list[psutil.Process], module: str) -> psutil.Process:
     return next(process for process in processes if module in process.cmdline())
 
 
-def complete(find: Callable[[], list[psutil.Process]], count: int) -> list[psutil.Process]:
-    """Waits for so many processes: the watchdog, for whom nobody waits, may be the last."""
-    wait_for(lambda: len(find()) == count, f"{count} processes")
-    return find()
+def supervisor_log(launcher: Launcher, port: int) -> list[dict[str, Any]]:
+    log = launcher.directory / run_directory(port) / "supervisor.log"
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
@@ -44,22 +44,23 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     assert ps.returncode == 0
     rows = [line.split() for line in ps.stdout.splitlines()[1:]]
     assert [(row[0], row[1], row[4]) for row in rows] == [
+        ("supervisor", "0", "RUNNING"),
         ("worker", "0", "RUNNING/SERVING"),
         ("worker", "1", "RUNNING/SERVING"),
         ("scheduler", "0", "RUNNING/SERVING"),
         ("frontend", "0", "RUNNING/SERVING"),
         ("frontend", "1", "RUNNING/SERVING"),
     ]
-    assert rows[1][3] == f"unix:.run/{port}/worker-1.sock"
-    assert rows[4][3] == f"127.0.0.1:{port}"
+    assert rows[2][3] == f"unix:.run/{port}/worker-1.sock"
+    assert rows[5][3] == f"127.0.0.1:{port}"
     members = launcher.members(port)
     assert {int(row[2]) for row in rows} < {process.pid for process in members}
-    assert psutil.Process(int(rows[1][2])).cmdline()[-2:] == ["--rank", "1"]
+    assert psutil.Process(int(rows[2][2])).cmdline()[-2:] == ["--rank", "1"]
     found = json.loads(launcher("ps", "--port", port, "--json").stdout)
     assert [(each["service"], str(each["index"]), str(each["pid"])) for each in found] == [
         (row[0], row[1], row[2]) for row in rows
     ]
-    assert {(each["state"], each["health"]) for each in found} == {("RUNNING", "SERVING")}
+    assert {(each["state"], each["health"]) for each in found[1:]} == {("RUNNING", "SERVING")}
 
     again = launcher("up", "--port", port)
     assert again.returncode == 0
@@ -76,12 +77,9 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     directory = launcher.directory / run_directory(port)
     assert not list(directory.glob("*.sock"))
     assert check_health(f"127.0.0.1:{port}") == UNREACHABLE
-    stops = [
-        line.split("stopped: ")[1].split("-")[0]
-        for line in (directory / "supervisord.log").read_text().splitlines()
-        if "stopped: " in line
-    ]
-    assert stops == ["watchdog", "frontend", "frontend", "scheduler", "worker", "worker"]
+    ends = [each for each in supervisor_log(launcher, port) if each["event"] == "process ended"]
+    stops = [each["process"].split("-")[0] for each in ends]
+    assert stops == ["frontend", "frontend", "scheduler", "worker", "worker"]
 
 
 def test_nothing_to_stop_or_show(launcher: Launcher, port: int) -> None:
@@ -129,25 +127,55 @@ def test_a_stack_in_the_foreground_ends_with_its_command(
     assert (launcher.directory / run_directory(port) / "frontend-0.log").exists()
 
 
-def test_a_stack_in_the_background_comes_back_when_its_supervisor_dies(
-    launcher: Launcher, port: int, gone: Gone
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
+def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
+    launcher: Launcher, port: int, number: signal.Signals
 ) -> None:
+    behaviour = launcher.directory / "behaviour"
     start = ("up", "--port", port, "--services", "worker frontend")
-    assert launcher(*start).returncode == 0
-    members = complete(lambda: launcher.members(port), 5)
-    named(members, "deploy.supervise").kill()
-    assert gone(members)
+    assert launcher(*start, STANDIN_FILE=str(behaviour)).returncode == 0
+    assert launcher("scale", "--port", port, "--engines", 1).returncode == 1  # it has no scheduler
+    before = launcher.members(port)
+    supervisor = named(before, "deploy.native.supervisor")
+    supervisor.send_signal(number)
+    state = "SILENT" if number is signal.SIGSTOP else "GONE"
 
-    def serves() -> bool:
-        return launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 2
+    def shown() -> str:
+        return launcher("ps", "--port", port).stdout
 
-    wait_for(serves, "the stack to serve again")
-    # down does not wait for the services to notice, and comes to an end with the watchdog.
-    members = complete(lambda: launcher.members(port), 5)
-    named(members, "deploy.supervise").kill()
+    wait_for(lambda: f"{state} nothing that ends is restarted" in shown(), "ps to say so")
+    assert shown().count("RUNNING/SERVING") == 2
+    if number is not signal.SIGSTOP:
+        restart = launcher("restart", "--port", port)
+        assert restart.returncode == 1
+        assert "make up starts one" in restart.stderr
+    worker = named(before, "worker_svc")
+    worker.kill()
+    wait_for(lambda: shown().count("RUNNING/SERVING") == 1, "the worker to be missed")
+
+    # Another adopts what runs, with what the stack was started with, and starts what is missing.
+    again = launcher("up", "--port", port)
+    assert again.returncode == 0, again.stderr
+    assert "has a supervisor again" in again.stdout
+    members = launcher.members(port)
+    assert not {supervisor, worker} & {*members}
+    assert named(before, "frontend") in members
+    assert named(members, "worker_svc").environ()["STANDIN_FILE"] == str(behaviour)
+    # What it has adopted it replaces, too.
+    named(members, "frontend").kill()
+    wait_for(lambda: named(before, "frontend") not in launcher.members(port), "its end")
+    wait_for(lambda: shown().count("RUNNING/SERVING") == 2, "another frontend")
+    assert "already up" in launcher("up", "--port", port).stdout
+    assert launcher("down", "--port", port).returncode == 0
+    assert not launcher.members(port)
+
+
+def test_down_without_a_supervisor(launcher: Launcher, port: int, gone: Gone) -> None:
+    assert launcher("up", "--port", port, "--services", "worker frontend").returncode == 0
+    members = launcher.members(port)
+    named(members, "deploy.native.supervisor").kill()
     assert launcher("down", "--port", port).returncode == 0
     assert gone(members)
-    assert not launcher.members(port)
 
 
 def test_interrupting_up_stops_even_what_ignores_signals(
@@ -158,7 +186,7 @@ def test_interrupting_up_stops_even_what_ignores_signals(
     )
     assert up.stdout
     assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # still waiting for the worker
-    members = complete(lambda: launcher.members(port), 4)
+    members = launcher.members(port)
     second = launcher("up", "--port", port, "--services", "worker")
     assert second.returncode == 1
     assert "another make up" in second.stderr
@@ -226,8 +254,8 @@ def test_run_serves_until_its_input_ends(launcher: Launcher, gone: Gone) -> None
     word, address = run.stdout.readline().split()
     assert word == "READY"
     assert check_health(address) == SERVING
-    # The supervisor, the watchdog and its keeper, the three services.
-    members = complete(lambda: psutil.Process(run.pid).children(recursive=True), 6)
+    members = psutil.Process(run.pid).children(recursive=True)
+    assert len(members) == 4  # the supervisor and the three services
     _, errors = run.communicate()  # closes its input
     assert run.returncode == 0, errors
     assert not errors
@@ -239,9 +267,9 @@ def test_run_killed_takes_its_stack_along(launcher: Launcher, gone: Gone) -> Non
     run = launcher.start("run", "--port", 0, "--services", "worker frontend")
     assert run.stdout
     assert run.stdout.readline().startswith("READY")
-    members = complete(lambda: psutil.Process(run.pid).children(recursive=True), 5)
-    supervise = named(members, "deploy.supervise").cmdline()
-    directory = Path(next(part for part in supervise if part.endswith(".conf"))).parent
+    members = psutil.Process(run.pid).children(recursive=True)
+    command = named(members, "deploy.native.supervisor").cmdline()
+    directory = Path(command[command.index("deploy.native.supervisor") + 1])
     assert directory.is_dir()
     run.kill()
     assert gone(members)

@@ -12,17 +12,18 @@ import psutil
 import pytest
 
 from deploy.stack import run_directory
-from tests.waiting import wait_for
 
 from .conftest import Launcher
-from .test_commands import Gone, named
 
 pytestmark = pytest.mark.system
 
 
 def rows(launcher: Launcher, port: int) -> list[list[str]]:
     """The table of `ps`, whose processes all must be serving."""
-    table = [line.split() for line in launcher("ps", "--port", port).stdout.splitlines()[1:]]
+    supervisor, *table = [
+        line.split() for line in launcher("ps", "--port", port).stdout.splitlines()[1:]
+    ]
+    assert (supervisor[0], supervisor[4]) == ("supervisor", "RUNNING")
     assert all(row[4] == "RUNNING/SERVING" for row in table), table
     return table
 
@@ -77,10 +78,8 @@ def test_engines_come_and_go_while_the_others_serve(launcher: Launcher, port: in
     # It was stopped once its frontends had left it, and before its workers.
     assert events(launcher, port, "scheduler-2")[-1]["listed"] is False
     directory = launcher.directory / run_directory(port)
-    log = (directory / "supervisord.log").read_text()
-    stops = [
-        line.split("stopped: ")[1].split()[0] for line in log.splitlines() if "stopped:" in line
-    ]
+    ends = [each for each in events(launcher, port, "supervisor") if "ended" in each["event"]]
+    stops = [each["process"] for each in ends]
     assert stops[0] == "scheduler-2"
     assert sorted(stops[1:]) == ["worker-4", "worker-5"]
 
@@ -88,19 +87,6 @@ def test_engines_come_and_go_while_the_others_serve(launcher: Launcher, port: in
     assert not launcher.members(port)
     assert not list(directory.glob("*.sock"))
     assert not (directory / "engines").exists()
-
-
-def test_a_supervisor_that_dies_comes_back_with_as_many_engines(
-    launcher: Launcher, port: int, gone: Gone
-) -> None:
-    assert launcher("up", "--port", port).returncode == 0
-    assert launcher("scale", "--port", port, "--engines", 2).returncode == 0
-    members = launcher.members(port)
-    named(members, "deploy.supervise").kill()
-    assert gone(members)
-    wait_for(lambda: serving(launcher, port) == 5, "both engines to serve again")
-    # Its watchdog, too, starts again what gave up.
-    assert listed(launcher, port) == ["scheduler.sock", "scheduler-1.sock"]
 
 
 def test_an_engine_that_cannot_start_or_is_interrupted_leaves_the_stack_as_it_was(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import grpc
+import psutil
 import pytest
 
 from deploy.health import CHANNEL_OPTIONS
 from nano_vllm_grpc.pb import frontend_pb2, frontend_pb2_grpc
-from tests.waiting import wait_for
 
 from .conftest import Launcher
-from .test_commands import Gone, complete, named
+from .test_commands import named
 
 pytestmark = pytest.mark.system
 
 
-def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
+def test_the_real_stack(launcher: Launcher, port: int) -> None:
     launcher.use_real_services()
     up = launcher("up", "--port", port, "--frontends", 2, "--kv-blocks", 64)
     assert up.returncode == 0, up.stderr
@@ -36,17 +36,13 @@ def test_the_real_stack(launcher: Launcher, port: int, gone: Gone) -> None:
     assert "2 frontends connected" in top.stdout
     assert "of 64" in top.stdout
 
-    # Nothing but the watchdog outlives the supervisor, however it ended.
-    # The supervisor, the grammar host, and two for the watchdog and each service.
-    members = complete(lambda: launcher.members(port), 12)
-    named(members, "deploy.supervise").kill()
-    assert gone(members)
-
-    # It has the stack started again, with the same settings.
-    def serves() -> bool:
-        return launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4
-
-    wait_for(serves, "the stack to serve again")
+    # The supervisor dies, and a scheduler while there is none: another one gives it its settings.
+    named(launcher.members(port), "deploy.native.supervisor").kill()
+    scheduler = named(launcher.members(port), "scheduler_svc")
+    scheduler.kill()
+    psutil.wait_procs([scheduler])
+    again = launcher("up", "--port", port)
+    assert again.returncode == 0, again.stderr
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
         stub = frontend_pb2_grpc.InferenceServiceStub(channel)
         assert stub.GetModel(frontend_pb2.GetModelRequest()).capacity.num_blocks == 64

@@ -7,15 +7,14 @@ import pytest
 from tests.waiting import wait_for
 
 from .conftest import Launcher
+from .test_engines import events, rows
 
 pytestmark = pytest.mark.system
 
 
 def pids(launcher: Launcher, port: int) -> dict[str, str]:
     """The pids by name and index; all must be serving."""
-    rows = [line.split() for line in launcher("ps", "--port", port).stdout.splitlines()[1:]]
-    assert all(row[4] == "RUNNING/SERVING" for row in rows)
-    return {f"{row[0]}-{row[1]}": row[2] for row in rows}
+    return {f"{row[0]}-{row[1]}": row[2] for row in rows(launcher, port)}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -37,12 +36,8 @@ def test_restart_of_one_service_or_of_all(launcher: Launcher, port: int) -> None
     assert launcher("restart", "--port", port).returncode == 0
     assert changed(second, pids(launcher, port)) == list(first)
     # One after another: each is stopped once the previous one has started.
-    log = launcher.directory / ".run" / str(port) / "supervisord.log"
-    events = [
-        line for line in log.read_text().splitlines() if "stopped:" in line or "spawned" in line
-    ]
-    kinds = ["stopped" if "stopped:" in line else "spawned" for line in events]
-    assert kinds == ["spawned"] * 6 + ["stopped", "spawned"] * 7  # including the watchdog
+    kinds = [each["event"] for each in events(launcher, port, "supervisor")]
+    assert kinds == ["process started"] * 5 + ["process ended", "process started"] * 7
 
 
 def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, port: int) -> None:

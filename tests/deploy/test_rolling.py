@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.stack import run_directory
 from tests.stack import DEMO_MODEL
 from tests.waiting import wait_for
 
@@ -54,9 +53,14 @@ def test_engines_restart_one_after_another_when_their_frontends_have_left(
     for scheduler in ("scheduler-0", "scheduler-1"):
         gone = [each for each in events(launcher, port, scheduler) if each["event"] == "gone"]
         assert [each["listed"] for each in gone] == [False]
-    log = (launcher.directory / run_directory(port) / "supervisord.log").read_text()
-    names = [line.split("'")[1] for line in log.splitlines() if "spawned:" in line][6:]
-    assert names == ["worker-0", "scheduler-0", "worker-1", "scheduler-1", "frontend-0"]
+    starts = [each for each in events(launcher, port, "supervisor") if "started" in each["event"]]
+    assert [each["process"] for each in starts[5:]] == [
+        "worker-0",
+        "scheduler-0",
+        "worker-1",
+        "scheduler-1",
+        "frontend-0",
+    ]
 
     # One engine, then a service of each.
     assert launcher("restart", "--port", port, "--engine", 1).returncode == 0
@@ -106,7 +110,7 @@ def test_a_model_takes_the_place_of_another_unless_it_cannot_be_loaded(
 
 def test_a_restart_that_failed_or_was_killed_goes_on(launcher: Launcher, port: int) -> None:
     """A worker that does not come back ends the restart, and is tried again: also that of an engine
-    which the watchdog has not begun with."""
+    which the stack has not begun with."""
     behaviour = launcher.directory / "behaviour"
     assert launcher("up", "--port", port, STANDIN_FILE=str(behaviour)).returncode == 0
     assert launcher("scale", "--port", port, "--engines", 2).returncode == 0

@@ -1,98 +1,120 @@
-"""The configuration of supervisord, and the end of processes that have lost it."""
+"""The supervisor's processes, and the end of those that have lost it."""
 
 from __future__ import annotations
 
-import configparser
 import os
-import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from deploy.commands import down
 from deploy.errors import SupervisorGoneError
-from deploy.plan import Layout, plan_stack
-from deploy.supervisor import (
+from deploy.native.commands import down
+from deploy.native.processes import (
     MARKER,
+    RunningProcess,
+    running_processes,
     stack_members,
     stop_stack,
-    supervised_processes,
 )
-from deploy.supervisor_config import render_config
+from deploy.native.supervisor import Child, command, rotate
+from deploy.plan import Layout, plan_stack
+from deploy.stack import Stack
+from tests.waiting import wait_for
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 
 
-def test_config() -> None:
-    environment = {
-        "NANO_MODEL": DEMO,
-        "NANO_TP": "4",
-        "NANO_MASTER_PORT": "9",
-        "NANO_DRAIN_TIMEOUT_S": "30",
-    }
-    stack, _ = plan_stack(environment, Layout(frontends=2, ranks="2-3"), Path("100%"), 1)
-    config = configparser.RawConfigParser()
-    config.read_string(render_config(stack))
-    worker, scheduler, frontends = (
-        config[f"group:{service}"] for service in ("worker", "scheduler", "frontend")
-    )
-    assert worker["programs"] == "worker-2,worker-3"
-    assert (scheduler["programs"], frontends["programs"]) == (
-        "scheduler-0",
-        "frontend-0,frontend-1",
-    )
-    # They stop from the highest number to the lowest.
-    assert worker["priority"] < scheduler["priority"] < frontends["priority"]
-    assert config["program:worker-3"]["command"].endswith("/models/engine-0 --rank 3")
-    frontend = config["program:frontend-1"]
-    assert frontend["command"].endswith("/models/stack --index 1")
-    assert float(frontend["stopwaitsecs"]) > 30
-    assert (frontend["autorestart"], frontend["exitcodes"]) == ("unexpected", "2")
-    assert frontend["stdout_logfile"] == "100%%/frontend-1.log"
+def settings(stack: Stack, shared: dict[str, str], name: str) -> dict[str, str]:
+    """A process's, which are in its environment or else on its command line."""
+    words = command(stack, next(each for each in stack.processes() if each.name == name))[4:]
+    pairs = zip(words[::2], words[1::2], strict=True)
+    flags = {key[2:].replace("-", "_").upper(): value for key, value in pairs}
+    return {key.removeprefix("NANO_"): value for key, value in shared.items()} | flags
 
 
-def test_config_of_several_engines() -> None:
+def test_what_sets_processes_apart() -> None:
+    environment = {"NANO_MODEL": DEMO, "NANO_TP": "4", "NANO_MASTER_PORT": "9"}
+    stack, shared = plan_stack(environment, Layout(frontends=2, ranks="2-3"), Path("100%"), 1)
+    names = ["worker-2", "worker-3", "scheduler-0", "frontend-0", "frontend-1"]
+    assert [each.name for each in stack.processes() if each.service != "gateway"][:5] == names
+    worker = settings(stack, shared, "worker-3")
+    assert (worker["MODEL"], worker["RANK"]) == ("100%/models/engine-0", "3")
+    frontend = settings(stack, shared, "frontend-1")
+    assert (frontend["MODEL"], frontend["INDEX"]) == ("100%/models/stack", "1")
+
+
+def test_what_sets_engines_apart() -> None:
     environment = {"NANO_MODEL": DEMO, "NANO_TP": "2"}
     stack, shared = plan_stack(environment, Layout(engines=3), Path("run"), 1)
-    config = configparser.RawConfigParser()
-    config.read_string(render_config(stack))
-
-    def settings(name: str) -> dict[str, str]:
-        """A process's, which are in its environment or else on its command line."""
-        words = shlex.split(config[f"program:{name}"]["command"])[4:]
-        pairs = zip(words[::2], words[1::2], strict=True)
-        flags = {key[2:].replace("-", "_").upper(): value for key, value in pairs}
-        return {key.removeprefix("NANO_"): value for key, value in shared.items()} | flags
-
     for engine in range(3):
-        of_engine = "" if engine == 0 else f"engine-{engine}-"
         first, second = 2 * engine, 2 * engine + 1
         addresses = f"unix:run/worker-{first}.sock,unix:run/worker-{second}.sock"
-        group = config[f"group:{of_engine}worker"]
-        assert group["programs"] == f"worker-{first},worker-{second}"
-        assert group["priority"] < config[f"group:{of_engine}scheduler"]["priority"]
-        scheduler = settings(f"scheduler-{engine}")
+        scheduler = settings(stack, shared, f"scheduler-{engine}")
         assert scheduler["WORKER_ADDRESSES"] == addresses
         assert scheduler["SCHEDULER_ADDRESS"] == stack.scheduler_address_of(engine)
         assert scheduler.get("ENGINE_NAME", "0") == str(engine)
         for rank, index in enumerate((first, second)):
-            worker = settings(f"worker-{index}")
+            worker = settings(stack, shared, f"worker-{index}")
             assert (worker["WORKER_ADDRESSES"], worker["RANK"]) == (addresses, str(rank))
             assert worker.get("INDEX", worker["RANK"]) == str(index)
             assert worker["ENGINES_ON_HOST"] == "3"
-    meeting = [settings(f"worker-{index}")["MASTER_PORT"] for index in range(6)]
+    meeting = [settings(stack, shared, f"worker-{index}")["MASTER_PORT"] for index in range(6)]
     assert meeting[::2] == meeting[1::2]
     assert len(set(meeting)) == 3
 
 
-def test_no_supervisor(tmp_path: Path) -> None:
+def test_no_stack(tmp_path: Path) -> None:
     with pytest.raises(SupervisorGoneError):
-        supervised_processes(tmp_path)
+        running_processes(tmp_path)
+
+
+def has_ended(child: Child) -> bool:
+    child.poll()
+    return not child.pid
+
+
+def test_a_process_that_cannot_be_run_is_tried_again(tmp_path: Path) -> None:
+    child = Child("worker-0")
+    child.start([str(tmp_path / "missing")], tmp_path / "log")
+    found = child.described(stopped=False)
+    assert (found.state, found.pid) == ("FAILED", None)
+    assert "No such file or directory" in found.trouble
+    assert child.due > time.monotonic()
+    wait_for(lambda: child.may_start(was_up=False), "the next try")
+    child.start(["true"], tmp_path / "log")
+    pid = child.pid
+    assert child.described(stopped=False) == RunningProcess("worker-0", "RUNNING", pid)
+    wait_for(lambda: has_ended(child), "its end")
+    assert child.described(stopped=False) == RunningProcess("worker-0", "EXITED", exit_status=0)
+    assert child.restarts == 1
+
+
+def test_a_process_that_cannot_start_is_left_alone_until_the_stack_was_up(tmp_path: Path) -> None:
+    child = Child("worker-0")
+    child.start(["sh", "-c", "exit 2"], tmp_path / "log")
+    wait_for(lambda: has_ended(child), "its end")
+    assert child.described(stopped=False).exit_status == 2
+    wait_for(lambda: child.may_start(was_up=True), "the next try")
+    assert not child.may_start(was_up=False)
+
+
+def test_a_log_does_not_grow_without_end(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    with log.open("ab") as written:
+        written.write(b"first\n")
+        written.flush()
+        rotate(log, max_bytes=5)
+        written.write(b"second\n")
+    assert log.with_name("worker-0.log.1").read_text() == "first\n"
+    assert log.read_text() == "second\n"
+    rotate(log, max_bytes=7)
+    assert log.read_text() == "second\n"
 
 
 def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:

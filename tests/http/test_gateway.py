@@ -17,8 +17,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from deploy.gateway import Admission, GatewaySettings
+from deploy.native.processes import stop_processes
 from deploy.ports import free_port
-from deploy.supervisor import stop_process
 from tests.http.small import changed_gateway, half_sent, small_gateway
 from tests.stack import WAIT_S, RealStack, running_stack
 from tests.waiting import wait_for
@@ -307,7 +307,7 @@ def test_a_full_queue_is_429_and_no_engine_503() -> None:
     with running_stack(http_port="auto", served_model_name=NAME, **limits) as stack:
         with streaming(stack, n=16):  # one after another, beyond all of the gateway's retries
             assert status(stack, "POST", "/v1/completions", body()) == 429
-        stop_process(stack.directory, next(p for p in stack.processes() if p.name == "scheduler-0"))
+        stop_processes(stack.stack, ["scheduler-0"])
         assert status(stack, "POST", "/v1/completions", body()) == 503
 
 

@@ -95,7 +95,7 @@ def test_python_headers_are_missing() -> None:
 
 def test_requirements_are_those_of_the_extras_and_the_stubs() -> None:
     needed = requirements()
-    assert needed.keys() > {"grpcio", "torch", "pydantic-settings", "jinja2", "supervisor"}
+    assert needed.keys() > {"grpcio", "torch", "pydantic-settings", "jinja2"}
     unused = {"smg", "smg-grpc-proto", "starlette", "uvicorn", "opentelemetry-sdk", *UNUSED}
     assert not needed.keys() & {"nano-vllm-grpc", "mypy", "ruff", *unused}
     header = (ROOT / "shared/pb/worker_pb2_grpc.py").read_text()
