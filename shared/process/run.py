@@ -13,8 +13,8 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import structlog
@@ -77,7 +77,6 @@ def run_service(
     preload(settings.otlp_endpoint)
     if settings.exit_with_parent:
         end_with_parent()
-    expected: tuple[type[Exception], ...] = (OSError, *start_errors)
     held = ExitStack()
     try:
         # Before there are forks, so that all of them have the same addresses.
@@ -90,12 +89,9 @@ def run_service(
     def run(heartbeat: Heartbeat) -> None:
         if endpoint:
             endpoint.serve(heartbeat.restarts)
-        try:
-            with asyncio.Runner(loop_factory=loop_factory) as runner:
-                runner.run(_serve_and_beat(serve, settings, heartbeat))
-        except expected as error:
-            heartbeat.fail(str(error))
-            sys.exit(CANNOT_START)
+        expected = _reported(heartbeat, (OSError, *start_errors))
+        with expected, asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve_and_beat(serve, settings, heartbeat))
 
     def accompany(heartbeat: Heartbeat) -> None:
         if endpoint:
@@ -105,6 +101,16 @@ def run_service(
 
     with held:
         return Keeper(run, settings.hang_timeout_s, accompany if companion else None).run()
+
+
+@contextmanager
+def _reported(heartbeat: Heartbeat, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Ends this fork at one of these errors, which tells its parent process why it cannot start."""
+    try:
+        yield
+    except errors as error:
+        heartbeat.fail(str(error))
+        sys.exit(CANNOT_START)
 
 
 async def _serve_and_beat(
