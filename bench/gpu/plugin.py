@@ -15,7 +15,7 @@ import pytest
 
 from bench.gpu.records import Journal, Outcome, Report
 from bench.gpu.runner import EXIT_DEVICE_LOST, STACKS_SIGNAL
-from shared.process.parent import end_with_parent
+from shared.process.death_signal import end_with_parent
 from worker_svc.errors import is_device_lost
 
 if TYPE_CHECKING:

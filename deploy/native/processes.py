@@ -23,7 +23,7 @@ from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import SERVICES, Stack, make_directory, replace_file
 from shared.config import PREFIX
 from shared.process.board import read_board
-from shared.process.keeper_state import read_keeper_state
+from shared.process.parent_state import read_parent_state
 
 if TYPE_CHECKING:
     from deploy.plan import Environment
@@ -47,7 +47,7 @@ class RunningProcess:
 
     name: str
     state: str = "STOPPED"  # or RUNNING; EXITED: to be started again, FAILED: it cannot be run
-    pid: int | None = None  # of the fork that serves (`shared.process.keeper`), or starts
+    pid: int | None = None  # of the fork that serves (`shared.process.parent_process`), or starts
     exit_status: int | None = None  # of the last one; None: a signal killed it, or nobody knows
     trouble: str = ""  # why there is no such fork, or why it was needed
 
@@ -163,7 +163,7 @@ def find_supervisor(directory: Path) -> SupervisorState | None:
 
 def _with_fork(process: RunningProcess) -> RunningProcess:
     """The process with the fork that serves in place of its parent process."""
-    state = read_keeper_state(process.pid) if process.pid else None
+    state = read_parent_state(process.pid) if process.pid else None
     if state is None:
         return process
     return RunningProcess(process.name, process.state, state.pid or None, None, state.trouble)
@@ -178,7 +178,7 @@ def running_processes(directory: Path) -> list[RunningProcess]:
     supervisor = find_supervisor(directory)
     if supervisor and supervisor.state == "RUNNING":
         return list(supervisor.processes)
-    found = keepers(directory)
+    found = parent_processes(directory)
     if not found and not supervisor:
         raise SupervisorGoneError(f"no stack runs in {directory}")
     return [_with_fork(RunningProcess(name, "RUNNING", each.pid)) for name, each in found.items()]
@@ -207,7 +207,7 @@ def stop_processes(stack: Stack, names: Collection[str]) -> None:
     """Ends these processes, those that call others first, and returns once they have ended. The
     supervisor leaves them alone until `start_processes`."""
     _set_stopped(stack, stopped_processes(stack.directory) | set(names))
-    _end(keepers(stack.directory), names, stop_timeout_s(stack))
+    _end(parent_processes(stack.directory), names, stop_timeout_s(stack))
 
 
 def start_processes(stack: Stack, names: Collection[str]) -> None:
@@ -248,7 +248,7 @@ def _set_stopped(stack: Stack, names: set[str]) -> None:
     replace_file(stack.directory / "stopped", " ".join(sorted(names)))
 
 
-def keepers(directory: Path) -> dict[str, psutil.Process]:
+def parent_processes(directory: Path) -> dict[str, psutil.Process]:
     """The living processes of a stack that have a name, without their forks."""
     named: dict[str, list[psutil.Process]] = {}
     for process in stack_members(directory):
@@ -302,7 +302,7 @@ def stop_stack(
     with suppress(LaunchError):
         stack = Stack.load(directory)
         (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
-        _end(keepers(directory), None, stop_timeout_s(stack), deadline)
+        _end(parent_processes(directory), None, stop_timeout_s(stack), deadline)
     # A process that is ending no longer has an environment to be found by, but still its ports.
     while alive := [process for process in members if _is_alive(process)]:
         pids = {process.pid for process in alive}

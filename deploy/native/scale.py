@@ -20,7 +20,7 @@ from deploy.engines import (
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.native.guards import ignore_signals, locked, signals_interrupt
 from deploy.native.processes import (
-    keepers,
+    parent_processes,
     start_processes,
     stop_processes,
     stopped_processes,
@@ -89,7 +89,7 @@ def apply(stack: Stack) -> None:
     stack.save()
     link_missing_models(stack)
     names = {process.name for process in stack.processes()}
-    stop_processes(stack, keepers(stack.directory).keys() - names)
+    stop_processes(stack, parent_processes(stack.directory).keys() - names)
     _remove_leftovers(stack, names)
     start_processes(stack, stopped_processes(stack.directory))
 

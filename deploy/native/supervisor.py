@@ -35,7 +35,7 @@ from deploy.native.processes import (
     BOARD,
     NAME,
     RunningProcess,
-    keepers,
+    parent_processes,
     stack_grace_s,
     stop_stack,
     stopped_processes,
@@ -45,8 +45,8 @@ from deploy.stack import MODULES, Process, Stack
 from shared.backoff import Backoff
 from shared.config import ServiceSettings, settings_or_exit
 from shared.process.board import Board
+from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START
-from shared.process.parent import end_with_parent
 from shared.process.run import raise_descriptor_limit
 from shared.telemetry.logging import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
@@ -163,8 +163,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Adopts the processes that run, and starts the others."""
-        for name, keeper in keepers(self._directory).items():
-            self._child(name).adopt(keeper.pid)
+        for name, parent in parent_processes(self._directory).items():
+            self._child(name).adopt(parent.pid)
         self._turn()
 
     def run(self) -> None:

@@ -35,7 +35,7 @@ from deploy.stack import MODULES, Process, bracket_host, make_private
 from frontend.callers.tenants import read_clients
 from shared.config import PREFIX
 from shared.process.fork import CANNOT_START
-from shared.process.keeper_state import read_keeper_state
+from shared.process.parent_state import read_parent_state
 
 CALLS = 8  # that an actor answers at a time
 _LOOK_S = 0.5
@@ -106,9 +106,9 @@ class ProcessActor:
 
     def report(self) -> Report:
         pid = self._child.pid
-        keeper = read_keeper_state(pid) if pid else None
-        serving = (keeper.pid or None) if keeper else pid
-        state, exit_status, trouble = "RUNNING", None, keeper.trouble if keeper else ""
+        parent = read_parent_state(pid) if pid else None
+        serving = (parent.pid or None) if parent else pid
+        state, exit_status, trouble = "RUNNING", None, parent.trouble if parent else ""
         if not pid:
             state, exit_status, trouble = self._idle()
         member = self._member

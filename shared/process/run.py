@@ -1,4 +1,4 @@
-"""Runs a service as a process: its log, its limits, its event loop, in a fork of a keeper.
+"""Runs a service as a process: its log, its limits, its event loop, in a fork of a parent process.
 
 Before large imports a service disables the garbage collector, which would walk over the imported
 objects again and again, a tenth of the time, and find nothing. Forks enable it, with these objects
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import structlog
 
 from shared.config import ServiceSettings
+from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START
 from shared.process.heartbeat import Heartbeat
-from shared.process.keeper import Keeper
-from shared.process.parent import end_with_parent
+from shared.process.parent_process import ParentProcess
 from shared.process.ports import held_ports
 from shared.telemetry.logging import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
@@ -70,7 +70,7 @@ def run_service(
         alone, together: where `serve` listens with SO_REUSEPORT, see `held_ports`.
 
     Returns:
-        The exit status, see `Keeper.run`.
+        The exit status, see `ParentProcess.run`.
     """
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()
@@ -100,7 +100,7 @@ def run_service(
         companion(heartbeat.beat)
 
     with held:
-        return Keeper(run, settings.hang_timeout_s, accompany if companion else None).run()
+        return ParentProcess(run, settings.hang_timeout_s, accompany if companion else None).run()
 
 
 @contextmanager

@@ -184,11 +184,11 @@ def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) ->
     }
     assert {stack.stack.port, stack.stack.ui_port} < ports
     assert len(ports) == (6 if stack.stack.http_port else 4)  # each frontend's metrics, its door
-    keepers = [psutil.Process(pid).parent() for pid in pids]
+    parents = [psutil.Process(pid).parent() for pid in pids]
     with ExitStack() as resumed:
-        for keeper in filter(None, keepers):
-            keeper.suspend()
-            resumed.callback(keeper.resume)
+        for parent in filter(None, parents):
+            parent.suspend()
+            resumed.callback(parent.resume)
         for pid in pids:
             fork = psutil.Process(pid)
             fork.kill()

@@ -82,7 +82,7 @@ def _lost_engine(stack: RealStack, number: int, streams: OpenStreams) -> Iterato
         stop = threads.submit(stop_processes, stack.stack, names)
         wait_for(lambda: names <= stopped_processes(stack.directory), "the processes to be stopped")
         for each in all_of_it:
-            with suppress(psutil.NoSuchProcess):  # it has ended with its keeper
+            with suppress(psutil.NoSuchProcess):  # it has ended with its parent
                 each.kill()
     stop.result()
     try:
@@ -92,10 +92,10 @@ def _lost_engine(stack: RealStack, number: int, streams: OpenStreams) -> Iterato
 
 
 def _family(stack: RealStack, process: Process) -> list[psutil.Process]:
-    """A service's keeper and its forks."""
-    keeper = psutil.Process(stack.pid(process.service, process.index)).parent()
-    assert keeper is not None
-    return [keeper, *keeper.children(recursive=True)]
+    """A service's parent and its forks."""
+    parent = psutil.Process(stack.pid(process.service, process.index)).parent()
+    assert parent is not None
+    return [parent, *parent.children(recursive=True)]
 
 
 def _generate(stack: RealStack) -> list[int]:

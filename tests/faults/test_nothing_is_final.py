@@ -39,7 +39,7 @@ class Victim:
         pids = {each.name: each.pid for each in running_processes(self.stack.directory)}
         return psutil.Process(pids[name])
 
-    def keeper(self, name: str) -> psutil.Process:
+    def parent(self, name: str) -> psutil.Process:
         parent = self.fork(name).parent()
         assert parent is not None
         return parent
@@ -104,21 +104,21 @@ def missing_tokens(victim: Victim) -> Iterator[str]:
 
 @contextmanager
 def no_descriptors(victim: Victim) -> Iterator[str]:
-    keeper = victim.keeper("frontend-0")
-    _, hard = keeper.rlimit(psutil.RLIMIT_NOFILE)
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
+    parent = victim.parent("frontend-0")
+    _, hard = parent.rlimit(psutil.RLIMIT_NOFILE)
+    parent.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
     yield "Too many open files"
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+    parent.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager
 def few_descriptors(victim: Victim) -> Iterator[str]:
     """Enough to fork, too few to serve."""
-    keeper = victim.keeper("frontend-0")
-    _, hard = keeper.rlimit(psutil.RLIMIT_NOFILE)
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (keeper.num_fds() + 3, hard))
+    parent = victim.parent("frontend-0")
+    _, hard = parent.rlimit(psutil.RLIMIT_NOFILE)
+    parent.rlimit(psutil.RLIMIT_NOFILE, (parent.num_fds() + 3, hard))
     yield "starts again in"
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+    parent.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager
@@ -144,27 +144,27 @@ def test_what_keeps_a_successor_from_starting_is_said_and_not_final(
     victim: Victim, fault: object, service: str
 ) -> None:
     assert callable(fault)
-    keeper = victim.keeper(f"{service}-0")
+    parent = victim.parent(f"{service}-0")
     with fault(victim) as reason:
         victim.fork(f"{service}-0").kill()
         wait_for(lambda: reason in victim.trouble(service), f"ps to say {reason}")
         assert victim.health(service) != SERVING
     victim.stack.wait_serving()
     assert victim.generate()
-    assert victim.keeper(f"{service}-0") == keeper
+    assert victim.parent(f"{service}-0") == parent
     assert "starts again" not in victim.trouble(service)
 
 
-def test_a_keeper_whose_successor_cannot_start_is_not_final(victim: Victim) -> None:
+def test_a_parent_whose_successor_cannot_start_is_not_final(victim: Victim) -> None:
     with missing_tokens(victim) as reason:
-        victim.keeper("frontend-0").kill()
+        victim.parent("frontend-0").kill()
         wait_for(lambda: f"soon: {reason}" in victim.trouble("frontend"), "ps to say so")
     victim.stack.wait_serving()
     assert victim.generate()
 
 
 @pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
-@pytest.mark.parametrize("role", ["fork", "keeper"])
+@pytest.mark.parametrize("role", ["fork", "parent"])
 def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
     victim: Victim, service: str, role: str
 ) -> None:
@@ -206,6 +206,6 @@ def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
     assert supervisor
     wait_for(lambda: supervisor_status(victim.stack.stack).state == "RUNNING", "another")
     assert victim.stack.pids() == pids
-    victim.keeper("frontend-0").kill()
+    victim.parent("frontend-0").kill()
     victim.stack.wait_serving()
     assert victim.generate() == expected

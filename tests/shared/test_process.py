@@ -16,14 +16,14 @@ import pytest
 
 from shared.process import run as process
 from shared.process.heartbeat import BEATS
-from shared.process.keeper_state import read_keeper_state
+from shared.process.parent_state import read_parent_state
 from tests.waiting import wait_for
 
 _PROGRAM = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 import structlog
-from shared.process.keeper import Keeper
+from shared.process.parent_process import ParentProcess
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
@@ -47,7 +47,7 @@ async def beat(heartbeat):
 
 companion = None
 {prelude}
-sys.exit(Keeper(serve, {hang_timeout_s}, companion).run())
+sys.exit(ParentProcess(serve, {hang_timeout_s}, companion).run())
 """
 
 
@@ -137,10 +137,10 @@ def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 class Kept:
-    """A running keeper whose forks print their pids."""
+    """A running parent whose forks print their pids."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.keeper = psutil.Process(process.pid)
+        self.parent = psutil.Process(process.pid)
         self._output = process.stdout
         self._found: list[tuple[str, int]] = []  # not asked for yet
 
@@ -158,7 +158,7 @@ class Kept:
         return found[role]
 
     def trouble(self) -> str:
-        state = read_keeper_state(self.keeper.pid)
+        state = read_parent_state(self.parent.pid)
         return state.trouble if state else ""
 
 
@@ -194,13 +194,13 @@ def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path
         companion.kill()
         assert process.next_pid("companion") != companion.pid
         assert successor.is_running()
-        forks = process.keeper.children()
+        forks = process.parent.children()
         assert len(forks) == 2
-        process.keeper.kill()
+        process.parent.kill()
         assert not psutil.wait_procs(forks, timeout=60)[1]
 
 
-def test_a_keeper_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> None:
+def test_a_parent_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     body = f"""
     if count and not Path({str(missing)!r}).exists():
@@ -217,14 +217,14 @@ def test_a_keeper_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> N
         wait_for(lambda: process.trouble() == "", "it to be ready")
 
 
-def test_a_keeper_without_descriptors_goes_on_once_there_are_some(tmp_path: Path) -> None:
+def test_a_parent_without_descriptors_goes_on_once_there_are_some(tmp_path: Path) -> None:
     with kept(tmp_path / "starts", BEATING) as process:
         first = process.next_fork()
-        _, hard = process.keeper.rlimit(psutil.RLIMIT_NOFILE)
-        process.keeper.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
+        _, hard = process.parent.rlimit(psutil.RLIMIT_NOFILE)
+        process.parent.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
         first.kill()
         wait_for(lambda: "cannot fork: " in process.trouble(), "forks to fail")
-        process.keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+        process.parent.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
         assert process.next_fork().is_running()
 
 
@@ -263,15 +263,15 @@ def test_a_companion_that_is_stopped_is_replaced(tmp_path: Path, beat: str) -> N
         wait_gone(first)
 
 
-def test_a_fork_ends_a_keeper_that_is_stopped(tmp_path: Path) -> None:
+def test_a_fork_ends_a_parent_that_is_stopped(tmp_path: Path) -> None:
     body = "ready(); os.kill(os.getppid(), signal.SIGSTOP); asyncio.run(beat(heartbeat))"
     with kept(tmp_path / "starts", body, hang_timeout_s=0.3) as process:
         fork = process.next_pid()
-        process.keeper.wait(60)
+        process.parent.wait(60)
         wait_gone(fork)
 
 
-# Keeper and fork say what they do, and their clock leaps by an hour at SIGUSR1, as if they had been
+# Parent and fork say what they do, and their clock leaps by an hour at SIGUSR1, as if they had been
 # stopped for so long.
 LEAPS = """
 from shared.process.fork import Fork
@@ -307,14 +307,14 @@ def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
         fork = process.next_fork()
         process.next_pid("look")
         for _ in range(BEATS + 2):
-            for each in (process.keeper, fork):
+            for each in (process.parent, fork):
                 each.suspend()
                 each.send_signal(signal.SIGUSR1)
-            for each in (fork, process.keeper):
+            for each in (fork, process.parent):
                 each.resume()
             assert process.next_pid("beat") == fork.pid
-            assert process.next_pid("look") == process.keeper.pid
-        assert process.keeper.children() == [fork]
+            assert process.next_pid("look") == process.parent.pid
+        assert process.parent.children() == [fork]
 
 
 def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:

@@ -1,4 +1,4 @@
-"""The state of a keeper (`shared.process.keeper`), which it shows to other processes."""
+"""The state of a parent process (`parent_process`), which it shows to other processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from shared.process.board import read_board
 
-BOARD = "keeper"
+BOARD = "parent"
 _MAX_REASON = 500  # characters
 
 
 @dataclass(frozen=True)
-class KeeperState:
-    """A keeper's fork, or what it waits for."""
+class ParentState:
+    """A parent process's fork, or what it waits for."""
 
     pid: int  # of the fork that serves, or will; 0: there is none now
     reason: str = ""  # why the last one could not start or died, until another is ready
@@ -33,7 +33,7 @@ class KeeperState:
         return asdict(self) | {"reason": self.reason[:_MAX_REASON]}
 
 
-def read_keeper_state(keeper: int) -> KeeperState | None:
-    """Returns the state of the keeper with this process id; None if it shows none."""
-    shown = read_board(keeper, BOARD)
-    return KeeperState(**shown) if shown else None
+def read_parent_state(parent: int) -> ParentState | None:
+    """Returns the state of the parent process with this id; None if it shows none."""
+    shown = read_board(parent, BOARD)
+    return ParentState(**shown) if shown else None
