@@ -18,17 +18,17 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from deploy.child import Child, rotate
 from deploy.errors import LaunchError
 from deploy.native.processes import (
     BEAT_S,
@@ -42,7 +42,6 @@ from deploy.native.processes import (
     supervisor_lock,
 )
 from deploy.stack import MODULES, Process, Stack
-from shared.backoff import Backoff
 from shared.config import ServiceSettings, settings_or_exit
 from shared.process.board import Board
 from shared.process.death_signal import end_with_parent
@@ -54,10 +53,6 @@ from shared.telemetry.metrics_endpoint import open_endpoint
 
 log = structlog.get_logger(__name__)
 
-# Between tries, doubled after each, until a process has run for a while.
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 10.0
-_LASTING_S = 10.0
-_MAX_LOG_BYTES = 10 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -65,80 +60,6 @@ class SupervisorSettings(ServiceSettings):
     """The stack's settings that the supervisor reads."""
 
     program: ClassVar[str] = "python -m deploy.native.supervisor"
-
-
-class Child:
-    """A process of the stack, from one start to the next."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pid = 0  # 0: it does not run
-        self.pidfd = -1
-        self._child: subprocess.Popen[bytes] | None = None  # None also if it was adopted
-        self._exit_status: int | None = None
-        self._failure = ""  # why it could not be run
-        self._has_run = False
-        self.restarts = 0
-        self._started = self.due = 0.0
-        self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
-
-    def adopt(self, pid: int) -> None:
-        """Takes over a process that another supervisor has started."""
-        with suppress(ProcessLookupError):
-            self.pidfd = os.pidfd_open(pid)
-            self.pid, self._has_run, self._started = pid, True, time.monotonic()
-
-    def start(self, command: list[str], output: Path) -> None:
-        self._started, self._failure, self._exit_status = time.monotonic(), "", None
-        self.restarts += self._has_run
-        self._has_run = True
-        environment = os.environ | {NAME: self.name}
-        try:
-            with _open_log(output) as file:
-                self._child = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    process_group=0,
-                )
-            self.pid = self._child.pid
-            self.pidfd = os.pidfd_open(self.pid)
-            log.info("process started", process=self.name, pid=self.pid)
-        except OSError as error:  # no memory, no descriptors
-            self._failure = str(error)
-            self._plan_next()
-
-    def may_start(self, was_up: bool) -> bool:
-        """Whether to start it now. Before the stack was up, what cannot start is left alone: the
-        launcher tells the user why."""
-        given_up = self._exit_status == CANNOT_START and not was_up
-        return not self.pid and not given_up and time.monotonic() >= self.due
-
-    def poll(self) -> None:
-        """Notices that the process has ended."""
-        if not self.pid or not _is_readable(self.pidfd):
-            return
-        os.close(self.pidfd)
-        self._exit_status = self._child.wait() if self._child else None
-        log.error("process ended", process=self.name, pid=self.pid, exit_status=self._exit_status)
-        self.pid, self.pidfd, self._child = 0, -1, None
-        self._plan_next()
-
-    def _plan_next(self) -> None:
-        lasted = time.monotonic() - self._started > _LASTING_S
-        if lasted:
-            self._backoff.reset()
-        self.due = time.monotonic() + (0.0 if lasted else self._backoff.next_s())
-
-    def described(self, stopped: bool) -> RunningProcess:
-        if self.pid:
-            return RunningProcess(self.name, "RUNNING", self.pid)
-        if self._failure:
-            return RunningProcess(self.name, "FAILED", trouble=f"cannot be run: {self._failure}")
-        state = "STOPPED" if stopped or not self._has_run else "EXITED"
-        return RunningProcess(self.name, state, exit_status=self._exit_status)
 
 
 class Supervisor:
@@ -181,21 +102,21 @@ class Supervisor:
         for name, process in wanted.items():
             child = self._child(name)
             if stack and name not in stopped and child.may_start(stack.was_up):
-                child.start(command(stack, process), stack.log(name))
+                child.start(command(stack, process), os.environ | {NAME: name})
         for name in [*self._children]:
             if name not in wanted and not self._children[name].pid:
                 del self._children[name]
         for log_file in self._directory.glob("*.log"):
             rotate(log_file)
-        shown = [vars(each.described(each.name in stopped)) for each in self._children.values()]
+        shown = [vars(_described(child, name in stopped)) for name, child in self._children.items()]
         self._board.show({"beat": time.monotonic(), "processes": shown})
 
     def restarts(self) -> dict[str, int]:
         """How often each process has been started again, by name."""
-        return {name: child.restarts for name, child in [*self._children.items()]}
+        return {name: max(child.starts - 1, 0) for name, child in [*self._children.items()]}
 
     def _child(self, name: str) -> Child:
-        return self._children.setdefault(name, Child(name))
+        return self._children.setdefault(name, Child(name, self._directory / f"{name}.log"))
 
     def _read(self) -> tuple[Stack | None, set[str]]:
         """The stack as it is to be, None while it is being stopped, and what is to be stopped."""
@@ -216,6 +137,15 @@ class Supervisor:
         poll.poll(min([BEAT_S, *until]) * 1000 + 1)
         with suppress(BlockingIOError):
             os.read(self._woken, 4096)
+
+
+def _described(child: Child, stopped: bool) -> RunningProcess:
+    if child.pid:
+        return RunningProcess(child.name, "RUNNING", child.pid)
+    if child.failure:
+        return RunningProcess(child.name, "FAILED", trouble=f"cannot be run: {child.failure}")
+    state = "STOPPED" if stopped or not child.starts else "EXITED"
+    return RunningProcess(child.name, state, exit_status=child.exit_status)
 
 
 def command(stack: Stack, process: Process) -> list[str]:
@@ -243,28 +173,6 @@ def command(stack: Stack, process: Process) -> list[str]:
         words = [str(stack.directory)]
     # -P: modules come from the installation, never from the user's current directory.
     return [sys.executable, "-P", "-m", MODULES[process.service], *words]
-
-
-def _open_log(path: Path) -> BinaryIO:
-    try:
-        return path.open("ab")
-    except OSError:  # a full disk: the process runs without a log
-        return Path(os.devnull).open("ab")
-
-
-def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def rotate(log_file: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
-    """Moves the text of a long log to the file beside it. Its process goes on writing to the file
-    that it has open, which is emptied: lines written meanwhile are lost."""
-    with suppress(OSError):
-        if log_file.stat().st_size > max_bytes:
-            shutil.copyfile(log_file, log_file.with_name(f"{log_file.name}.1"))
-            os.truncate(log_file, 0)
 
 
 class SupervisorMetrics(ServiceMetrics):

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from deploy.child import Child, rotate
 from deploy.errors import SupervisorGoneError
 from deploy.native.commands import down
 from deploy.native.processes import (
     MARKER,
-    RunningProcess,
     running_processes,
     stack_members,
     stop_stack,
 )
-from deploy.native.supervisor import Child, command, rotate
+from deploy.native.supervisor import command
 from deploy.plan import Layout, plan_stack
 from deploy.stack import Stack
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 
@@ -74,34 +74,35 @@ def test_no_stack(tmp_path: Path) -> None:
         running_processes(tmp_path)
 
 
-def has_ended(child: Child) -> bool:
-    child.poll()
-    return not child.pid
-
-
 def test_a_process_that_cannot_be_run_is_tried_again(tmp_path: Path) -> None:
-    child = Child("worker-0")
-    child.start([str(tmp_path / "missing")], tmp_path / "log")
-    found = child.described(stopped=False)
-    assert (found.state, found.pid) == ("FAILED", None)
-    assert "No such file or directory" in found.trouble
+    child = Child("worker-0", tmp_path / "log")
+    child.start([str(tmp_path / "missing")], {})
+    assert not child.pid
+    assert "No such file or directory" in child.failure
     assert child.due > time.monotonic()
     wait_for(lambda: child.may_start(was_up=False), "the next try")
-    child.start(["true"], tmp_path / "log")
-    pid = child.pid
-    assert child.described(stopped=False) == RunningProcess("worker-0", "RUNNING", pid)
-    wait_for(lambda: has_ended(child), "its end")
-    assert child.described(stopped=False) == RunningProcess("worker-0", "EXITED", exit_status=0)
-    assert child.restarts == 1
+    child.start(["echo", "hello"], {})
+    child.poll(WAIT_S)
+    assert (child.pid, child.exit_status, child.failure, child.starts) == (0, 0, "", 2)
+    assert child.log.read_text() == "hello\n"
 
 
 def test_a_process_that_cannot_start_is_left_alone_until_the_stack_was_up(tmp_path: Path) -> None:
-    child = Child("worker-0")
-    child.start(["sh", "-c", "exit 2"], tmp_path / "log")
-    wait_for(lambda: has_ended(child), "its end")
-    assert child.described(stopped=False).exit_status == 2
+    child = Child("worker-0", tmp_path / "log")
+    child.start(["sh", "-c", "exit 2"], {})
+    child.poll(WAIT_S)
+    assert child.exit_status == 2
     wait_for(lambda: child.may_start(was_up=True), "the next try")
     assert not child.may_start(was_up=False)
+
+
+@pytest.mark.parametrize(("command", "status"), [("cat", -15), ("trap '' TERM; read x", -9)])
+def test_a_process_that_does_not_end_is_killed(tmp_path: Path, command: str, status: int) -> None:
+    child = Child("worker-0", tmp_path / "log")
+    child.start(["sh", "-c", f"echo; {command} <>{tmp_path / 'pipe'}"], {})
+    wait_for(lambda: child.log.exists() and child.log.read_text(), "it to run")
+    child.stop(0.1 if status == -9 else WAIT_S)
+    assert (child.pid, child.exit_status) == (0, status)
 
 
 def test_a_log_does_not_grow_without_end(tmp_path: Path) -> None:
