@@ -64,21 +64,6 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
     assert given == {PREFIX + name: value for name, value in variables.items()}
 
 
-def test_no_variable_of_the_makefile_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.native.commands.up", lambda environment, layout: 0)
-    listed = subprocess.run(
-        ["make", "--no-print-directory", "--eval", "list: ; @echo $(STACK)", "list"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert "KV_DTYPE" in listed
-    values = {"ENGINES": "1", "FRONTENDS": "1", "RUNTIME": "native", "METRICS": "0"}
-    _, *words = last_command("up", *(f"{name}={values.get(name, 'x')}" for name in listed))
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-
-
 def test_help_says_what_a_setting_may_be() -> None:
     shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "200"}).stdout
     assert "auto|none|int8|int4|fp8" in shown
