@@ -102,6 +102,5 @@ def test_a_directory_that_others_may_have_made_is_refused(tmp_path: Path) -> Non
 def test_without_ray(launcher: Launcher) -> None:
     (launcher.directory / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
     path = f"{launcher.directory}:{launcher.environment['PYTHONPATH']}"
-    up = launcher("up", "--runtime", "ray", PYTHONPATH=path)
-    assert up.returncode == 1
-    assert up.stderr == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"
+    said = launcher.fail("up", "--runtime", "ray", PYTHONPATH=path)
+    assert said == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"

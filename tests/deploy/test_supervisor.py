@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,36 +128,26 @@ def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
 
 
 @contextmanager
-def member(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a process that belongs to the stack in this directory."""
+def member(directory: Path, command: str = "echo; read x") -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a shell that belongs to the stack in this directory; yields once it has said a line."""
     environment = os.environ | {MARKER: str(directory)}
-    with subprocess.Popen(
-        ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
-    ) as process:
-        assert process.stdin
-        assert process.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", command], stdin=pipe, stdout=pipe, env=environment) as shell:
+        assert shell.stdout
+        shell.stdout.readline()
         try:
-            process.stdin.write(b"\n")
-            process.stdout.read(1)  # it runs: in the middle of exec it has no environment yet
-            yield process
+            yield shell
         finally:
-            process.kill()
+            shell.kill()
 
 
-def test_what_ignores_signals_is_killed_after_the_grace(tmp_path: Path) -> None:
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); signal.pause()"
-    with subprocess.Popen(
-        [sys.executable, "-c", deaf],
-        env=os.environ | {MARKER: str(tmp_path)},
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout
-        process.stdout.readline()
+def test_a_process_that_ignores_signals_is_killed_after_the_grace(tmp_path: Path) -> None:
+    with member(tmp_path, "trap '' TERM; echo; read x") as process:
         assert [member.pid for member in stack_members(tmp_path)] == [process.pid]
         assert not stack_members(tmp_path.parent)
         said: list[str] = []
         assert stop_stack(tmp_path, 0.1, said.append) == 1
-        assert process.wait() == -9
+        assert process.wait() == -signal.SIGKILL
     assert "killing 1 processes" in said[0]
 
 
