@@ -108,7 +108,6 @@ def test_defaults() -> None:
         "NANO_SCHEDULER_ADDRESSES": "file:.run/50051/engines",
         "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
         "NANO_PROFILE_DIRECTORY": ".run/50051/profiles",
-        "NANO_EXIT_WITH_PARENT": "1",
         "NANO_METRICS_DIRECTORY": ".run/50051/metrics",
     }
 

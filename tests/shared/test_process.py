@@ -230,19 +230,19 @@ LEAPS = """
 from shared.process.fork import Fork
 
 leaps = 0
-monotonic, look = time.monotonic, Fork.look
+monotonic, check = time.monotonic, Fork.check
 
 def leap(*_):
     global leaps
     leaps += 1
 
-def look_and_say(self, may_kill):
-    look(self, may_kill)
-    say_pid("look")
+def check_and_say(self, may_kill):
+    check(self, may_kill)
+    say_pid("check")
 
 time.monotonic = lambda: monotonic() + 3600 * leaps
 signal.signal(signal.SIGUSR1, leap)
-Fork.look = look_and_say
+Fork.check = check_and_say
 
 async def leaping(heartbeat):
     say = heartbeat.beat
@@ -258,7 +258,7 @@ def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
     body = "asyncio.run(leaping(heartbeat))"
     with running_parent(tmp_path / "starts", body, LEAPS, hang_timeout_s=600.0) as parent:
         fork = parent.next_fork()
-        parent.next_pid("look")
+        parent.next_pid("check")
         for _ in range(BEATS + 2):
             for each in (parent.process, fork):
                 each.suspend()
@@ -266,7 +266,7 @@ def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
             for each in (fork, parent.process):
                 each.resume()
             assert parent.next_pid("beat") == fork.pid
-            assert parent.next_pid("look") == parent.process.pid
+            assert parent.next_pid("check") == parent.process.pid
         assert parent.process.children() == [fork]
 
 
