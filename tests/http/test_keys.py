@@ -42,7 +42,7 @@ class Secure:
         return {
             "url": f"{self.url}/v1/completions",
             "json": {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True} | options,
-            "headers": {"authorization": f"Bearer {token}"},
+            "headers": {"authorization": f"Bearer {token}".rstrip()},
             "verify": ssl.create_default_context(cafile=self.authority.ca),
             "timeout": 100,
         }
