@@ -64,7 +64,8 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
 def test_the_page_from_up_to_down(launcher: Launcher, port: int) -> None:
     ui_port = free_port()
     url = f"http://127.0.0.1:{ui_port}"
-    assert f"Its page is {url}." in launcher.succeed("up", "--port", port, "--ui-port", ui_port)
+    up = launcher.succeed("up", "--port", port, "--ui-port", ui_port)
+    assert f"Its page is {url}." in up
     with urlopen(f"{url}/events") as events:
         state = next(line for line in events if line.startswith(b"data: "))
     assert json.loads(state.removeprefix(b"data: "))["faults"] == []
