@@ -39,7 +39,7 @@ $(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
-	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines
+	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines check-house
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -152,7 +152,7 @@ chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how m
 abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
-check: check-style check-types check-imports check-protos check-stubs check-lines  ## linter, formatter, types, import rule, protos, and whether the stubs and README are up to date
+check: check-style check-types check-imports check-protos check-stubs check-lines check-house  ## linter, formatter, types, import rules, protos, stubs, README's table, and the limits of size
 
 # Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
@@ -177,6 +177,9 @@ check-stubs: $(STAMP)
 
 check-lines: $(STAMP)
 	$(BIN)/python -m tools.readme_lines --check
+
+check-house: $(STAMP)
+	$(BIN)/python -m tools.house
 
 protos: $(STAMP)  ## regenerate nano_vllm_grpc/pb and shared/pb from protos/
 	$(call protoc,.)

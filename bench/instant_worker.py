@@ -16,7 +16,7 @@ import numpy as np
 
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from shared.process.parent import end_with_parent
+from shared.process.death_signal import end_with_parent
 
 VOCAB_SIZE = 32_000
 

@@ -38,7 +38,7 @@ def this_machine() -> Machine:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """CPU time of a service: of the fork that serves (`keeper`) and of its parent."""
+    """CPU time of a service: of its parent process and of the fork that serves."""
     times = [each.cpu_times() for each in (process, *process.children())]
     return float(sum(each.user + each.system for each in times))
 

@@ -14,13 +14,14 @@ from typer.core import TyperGroup
 
 from cli.errors import CommandError
 from cli.variables import takes_variables
-from deploy import commands, compose
+from deploy import compose
 from deploy.engines import DRAIN_S
 from deploy.errors import LaunchError
 from deploy.logs import follow
+from deploy.native import commands
+from deploy.native.restart import restart as restart_processes
+from deploy.native.scale import scale as scale_stack
 from deploy.plan import Environment, Layout, read_settings
-from deploy.restart import restart as restart_processes
-from deploy.scale import scale as scale_stack
 from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
 from deploy.top import top as show_load
 from nano_vllm_grpc import SamplingParams

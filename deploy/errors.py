@@ -2,8 +2,7 @@
 
 LaunchError        a stack cannot be started or reached
 ├── StartError             one of its processes cannot start; names the log that says more
-└── SupervisorGoneError    its supervisord does not answer
-    └── SupervisorSilentError    though it is there
+└── SupervisorGoneError    it has no supervisor
 """
 
 from __future__ import annotations
@@ -24,8 +23,4 @@ class StartError(LaunchError):
 
 
 class SupervisorGoneError(LaunchError):
-    """The stack's supervisord does not answer: not yet, or no longer."""
-
-
-class SupervisorSilentError(SupervisorGoneError):
-    """The stack's supervisord is there and does not answer in time."""
+    """The stack has no supervisor: not yet, or no longer."""

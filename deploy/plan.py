@@ -105,20 +105,41 @@ def plan_stack(
     settings = read_settings(environment)
     if unknown := set(layout.services) - set(SERVICES):
         raise LaunchError(f"SERVICES: {', '.join(sorted(unknown))}; known: {' '.join(SERVICES)}")
+    if settings.metrics_port:
+        raise LaunchError("NANO_METRICS_PORT: is one process's; a stack's have free ports")
+    stack = _plan_processes(settings, layout, directory, port)
+    check_engines(stack)
+    _check_internal_tls(settings, stack)
+    variables = _shared_variables(settings, layout, stack)
+    if settings.tp > 1:
+        master_port = _master_port(settings, stack)
+        variables["MASTER_PORT"] = str(master_port)
+        ports = extra_master_ports(stack, stack.engines, taken=master_port)
+        stack = replace(stack, master_ports=ports)
+    shared = environment | {PREFIX + name: value for name, value in variables.items()}
+    worker = stack_settings(shared, first_rank=stack.first_rank)["workers"]
+    assert isinstance(worker, WorkerSettings)
+    if "worker" in stack.services and worker.tp > 1 and stack.first_rank == 0:
+        # Ranks would otherwise wait until it is free.
+        host, port = worker.master_addr, worker.master_port
+        if port in (stack.port, stack.http_port, stack.ui_port) or not is_free(host, port):
+            raise LaunchError(f"NANO_MASTER_PORT: {port} is in use on {host}, where ranks meet")
+    return stack, shared
+
+
+def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, port: int) -> Stack:
+    """The stack's processes, with an address for each."""
+    services = set(layout.services)
     ranks = _parse_ranks(layout.ranks, settings.tp)
     sockets = f"unix:{directory}"
-    serves_http = {"frontend", "gateway"} <= set(layout.services)
-    http_port = _http_port(settings, port) if serves_http else 0
+    http_port = _http_port(settings, port) if {"frontend", "gateway"} <= services else 0
     ui_port = 0
-    if {"frontend", "page"} <= set(layout.services):
+    if {"frontend", "page"} <= services:
         wanted, usual = settings.ui_port, _USUAL_UI_PORT
         ui_port = choose_port("UI_PORT", wanted, "127.0.0.1", port, usual, taken=http_port)
-    reads_model = bool({"worker", "frontend"} & set(layout.services))
-    model = resolve_model(settings.model) if reads_model else None
-    name = settings.served_model_name
-    if model and not name:
-        name = model_name(settings.model, model)
-    stack = Stack(
+    model = resolve_model(settings.model) if services & {"worker", "frontend"} else None
+    has_frontend = "frontend" in services
+    return Stack(
         directory=directory,
         host=settings.host,
         port=port,
@@ -130,58 +151,50 @@ def plan_stack(
         worker_addresses=settings.worker_addresses
         or tuple(f"{sockets}/worker-{rank}.sock" for rank in range(settings.tp)),
         drain_timeout_s=settings.drain_timeout_s,
-        public_tls=public_tls(settings) if "frontend" in layout.services else None,
+        public_tls=public_tls(settings) if has_frontend else None,
         internal_tls=settings.dialer.tls,
-        auth_tokens_file=_tokens_file(settings) if "frontend" in layout.services else "",
-        model=name,
+        auth_tokens_file=_tokens_file(settings) if has_frontend else "",
+        model=settings.served_model_name or (model_name(settings.model, model) if model else ""),
         http_port=http_port,
         ui_port=ui_port,
         engines=layout.engines,
         model_path=os.path.abspath(model) if model else "",
     )
-    check_engines(stack)
-    _check_internal_tls(settings, stack)
-    ours = {
-        "HOST": bracket_host(settings.host),
-        "PORT": str(port),
+
+
+def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> dict[str, str]:
+    """What all processes of the stack are told in their environment."""
+    variables = {
+        "HOST": bracket_host(stack.host),
+        "PORT": str(stack.port),
         "SCHEDULER_ADDRESS": stack.scheduler_address,
         "WORKER_ADDRESSES": ",".join(stack.worker_addresses),
-        "EXIT_WITH_PARENT": "1",
     }
-    if {"scheduler", "frontend"} <= set(layout.services) and not settings.scheduler_addresses:
-        ours["SCHEDULER_ADDRESSES"] = f"file:{stack.engines_file}"
+    if {"scheduler", "frontend"} <= set(stack.services) and not settings.scheduler_addresses:
+        variables["SCHEDULER_ADDRESSES"] = f"file:{stack.engines_file}"
     if stack.http_port:
-        ours["HTTP_PORT"] = str(stack.http_port)
-        ours["ENGINE_ADDRESSES"] = ",".join(
+        variables["HTTP_PORT"] = str(stack.http_port)
+        variables["ENGINE_ADDRESSES"] = ",".join(
             settings.engine_addresses
-            or (f"127.0.0.1:{free_port()}" for _ in range(layout.frontends))
+            or (f"127.0.0.1:{free_port()}" for _ in range(stack.frontends))
         )
     if stack.ui_port:
-        ours["UI_PORT"] = str(stack.ui_port)
-    if model:
-        ours |= {"MODEL": str(model), "SERVED_MODEL_NAME": name}
-    if settings.metrics_port:
-        raise LaunchError("NANO_METRICS_PORT: is one process's; a stack's have free ports")
+        variables["UI_PORT"] = str(stack.ui_port)
+    if stack.model_path:
+        variables |= {"MODEL": stack.model_path, "SERVED_MODEL_NAME": stack.model}
     if layout.metrics:
-        ours["METRICS_DIRECTORY"] = str(stack.metrics_directory)
-    if "worker" in layout.services:
-        ours["PROFILE_DIRECTORY"] = settings.profile_directory or str(directory / "profiles")
-    if settings.tp > 1:
-        if not settings.master_port and len(ranks) < settings.tp:
-            raise LaunchError("NANO_MASTER_PORT: must be set, as on the hosts of the other ranks")
-        master_port = settings.master_port or free_port()
-        ours["MASTER_PORT"] = str(master_port)
-        ports = extra_master_ports(stack, stack.engines, taken=master_port)
-        stack = replace(stack, master_ports=ports)
-    shared = environment | {PREFIX + name: value for name, value in ours.items()}
-    worker = stack_settings(shared, first_rank=ranks.start)["workers"]
-    assert isinstance(worker, WorkerSettings)
-    if "worker" in layout.services and worker.tp > 1 and ranks.start == 0:
-        # Ranks would otherwise wait until it is free.
-        host, port = worker.master_addr, worker.master_port
-        if port in (stack.port, stack.http_port, stack.ui_port) or not is_free(host, port):
-            raise LaunchError(f"NANO_MASTER_PORT: {port} is in use on {host}, where ranks meet")
-    return stack, shared
+        variables["METRICS_DIRECTORY"] = str(stack.metrics_directory)
+    if "worker" in stack.services:
+        profiles = settings.profile_directory or str(stack.directory / "profiles")
+        variables["PROFILE_DIRECTORY"] = profiles
+    return variables
+
+
+def _master_port(settings: StackSettings, stack: Stack) -> int:
+    """Where the ranks of engine 0 meet."""
+    if not settings.master_port and stack.num_ranks < settings.tp:
+        raise LaunchError("NANO_MASTER_PORT: must be set, as on the hosts of the other ranks")
+    return settings.master_port or free_port()
 
 
 def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, ServiceSettings]:

@@ -42,11 +42,6 @@ class Process:
     def name(self) -> str:
         return f"{self.service}-{self.index}"
 
-    @property
-    def group(self) -> str:
-        """The supervisor's group of it: processes that start, stop, come and go together."""
-        return f"engine-{self.engine}-{self.service}" if self.engine else self.service
-
 
 @dataclass(frozen=True)
 class Stack:

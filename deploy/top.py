@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.engines import ask_loads
+from deploy.native.processes import is_running
 from deploy.stack import Stack
-from deploy.supervisor import is_running
 from shared.pb.scheduler_pb2 import GetLoadResponse
 
 _REFRESH_S = 0.5

@@ -20,9 +20,9 @@ import psutil
 
 from deploy.errors import SupervisorGoneError
 from deploy.health import CHANNEL_OPTIONS, SERVING
+from deploy.native.processes import MARKER, running_processes, stack_members
+from deploy.native.status import format_status, stack_status
 from deploy.stack import Process, Stack
-from deploy.status import format_status, stack_status
-from deploy.supervisor import MARKER, stack_members, supervised_processes
 from nano_vllm_grpc.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
@@ -64,7 +64,7 @@ class RealStack:
 
     def pids(self) -> dict[tuple[str, int], int | None]:
         """The pids of all processes; None for one that is not running."""
-        by_name = {each.name: each.pid for each in supervised_processes(self.directory)}
+        by_name = {each.name: each.pid for each in running_processes(self.directory)}
         found = {(each.service, each.index): by_name[each.name] for each in self.processes()}
         return {key: pid if pid and _is_alive(pid) else None for key, pid in found.items()}
 

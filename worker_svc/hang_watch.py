@@ -5,7 +5,7 @@ counts its own looks instead of reading a clock: time in which the whole process
 no processor, is nobody's fault.
 
 It cannot notice that its own process is stopped, or that an extension holds Python's lock. Then the
-RPC loop does not turn either, which the keeper sees (`shared.process.keeper`).
+RPC loop does not turn either, which the parent sees (`shared.process.parent_process`).
 """
 
 from __future__ import annotations

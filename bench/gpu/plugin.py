@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.gpu.records import Report, append, read
-from shared.process.parent import end_with_parent
+from shared.process.death_signal import end_with_parent
 from worker_svc.errors import is_device_lost
 
 if TYPE_CHECKING:

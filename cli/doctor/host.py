@@ -13,9 +13,9 @@ import psutil
 
 from cli.doctor.check import Check
 from deploy.errors import LaunchError
+from deploy.native.processes import is_running, stack_members
 from deploy.ports import reserve_port
 from deploy.stack import run_directory
-from deploy.supervisor import is_running, stack_members
 
 _PYTHONS = ((3, 11), (3, 13))
 _MIN_DESCRIPTORS = 4096  # a client's connection takes one

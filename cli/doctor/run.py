@@ -15,9 +15,9 @@ from cli.doctor import host
 from cli.doctor.check import Check
 from deploy.errors import LaunchError
 from deploy.model import HUB
+from deploy.native.processes import is_running
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.stack import run_directory
-from deploy.supervisor import is_running
 from shared.config import PREFIX, SettingsError
 
 _COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}

@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.errors import SupervisorGoneError
 from deploy.health import CHANNEL_OPTIONS
+from deploy.native.processes import running_processes
+from deploy.native.status import ProcessStatus, stack_status, supervisor_status
 from deploy.page.faults import Faults
 from deploy.page.samples import Sample, Sampler
 from deploy.stack import Stack
-from deploy.status import ProcessStatus, stack_status
-from deploy.supervisor import supervised_processes
 from nano_vllm_grpc.channels import KEEPALIVE_S, open_channel
 from shared.channels import internal_options
 
@@ -110,7 +110,7 @@ class Observer:
         self._faults.set_serving(serving, time.monotonic())
         self._tell()
         with suppress(SupervisorGoneError):
-            found = await asyncio.to_thread(supervised_processes, self._stack.directory)
+            found = await asyncio.to_thread(running_processes, self._stack.directory)
             self._faults.look({each.name: each.pid for each in found}, time.monotonic())
             self._tell()
 
@@ -119,9 +119,13 @@ class Observer:
             await self._is_looked_at.wait()
             due = time.monotonic() + _INTERVAL_S
             with suppress(SupervisorGoneError):
-                self._statuses = await asyncio.to_thread(stack_status, self._stack.reloaded())
+                self._statuses = await asyncio.to_thread(_statuses, self._stack.reloaded())
                 pids = {each.process.name: each.pid for each in self._statuses}
                 self._faults.look(pids, time.monotonic())
             self._samples.append(await asyncio.to_thread(self._sampler.take))
             self._tell()
             await asyncio.sleep(max(due - time.monotonic(), 0))
+
+
+def _statuses(stack: Stack) -> list[ProcessStatus]:
+    return [supervisor_status(stack), *stack_status(stack)]

@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.errors import LaunchError
 from deploy.health import UNREACHABLE
+from deploy.native.status import ProcessStatus
 from deploy.ray.layout import Member, RayStack, service_resources
 from deploy.ray.process import CALLS, ProcessActor, Report
 from deploy.stack import ENGINE_SERVICES, Process
-from deploy.status import ProcessStatus
 
 _ANSWER_S = 5.0
 _POLL_S = 0.2

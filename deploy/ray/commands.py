@@ -11,6 +11,8 @@ from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT
 from deploy.health import SERVING
 from deploy.model import model_name, resolve_model
+from deploy.native.processes import is_running
+from deploy.native.status import format_status, status_json
 from deploy.plan import (
     Environment,
     Layout,
@@ -22,8 +24,6 @@ from deploy.ray.cluster import Cluster, connected
 from deploy.ray.layout import Member, RayStack
 from deploy.ray.process import Report
 from deploy.stack import SERVICES, bracket_host, run_directory
-from deploy.status import format_status, status_json
-from deploy.supervisor import is_running
 from nano_vllm_grpc.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
 from shared.process.fork import CANNOT_START

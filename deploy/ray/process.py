@@ -21,21 +21,21 @@ import psutil
 import ray
 
 from deploy.certificates import check_certificates
+from deploy.child import Child, rotate
 from deploy.errors import LaunchError
 from deploy.first_tokens import stream_completion
 from deploy.health import UNREACHABLE, check_health
 from deploy.logs import failure_reason
+from deploy.native.status import ProcessStatus
 from deploy.plan import Environment, public_tls
 from deploy.ports import free_port
-from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.ray.peers import Peers
 from deploy.stack import MODULES, Process, bracket_host, make_private
-from deploy.status import ProcessStatus
 from frontend.callers.tenants import read_clients
 from shared.config import PREFIX
 from shared.process.fork import CANNOT_START
-from shared.process.keeper_state import read_keeper_state
+from shared.process.parent_state import read_parent_state
 
 CALLS = 8  # that an actor answers at a time
 _LOOK_S = 0.5
@@ -75,11 +75,10 @@ class ProcessActor:
         self._stopping = threading.Event()
         directory = _directory(self._settings.port)
         self._schedulers = directory / f"{member.name}.schedulers"
-        self._child = Child(
-            [sys.executable, "-P", "-m", MODULES[member.service], *stack.arguments(member)],
-            directory / f"{member.name}.log",
-            self._settings.drain_timeout_s + _KILL_AFTER_S,
-        )
+        self._child = Child(member.name, directory / f"{member.name}.log")
+        module = MODULES[member.service]
+        self._command = [sys.executable, "-P", "-m", module, *stack.arguments(member)]
+        self._environment: Environment = {}  # that the process runs in
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         threading.Thread(target=self._follow_peers, daemon=True).start()
@@ -106,9 +105,9 @@ class ProcessActor:
 
     def report(self) -> Report:
         pid = self._child.pid
-        keeper = read_keeper_state(pid) if pid else None
-        serving = (keeper.pid or None) if keeper else pid
-        state, exit_status, trouble = "RUNNING", None, keeper.trouble if keeper else ""
+        parent = read_parent_state(pid) if pid else None
+        serving = (parent.pid or None) if parent else pid
+        state, exit_status, trouble = "RUNNING", None, parent.trouble if parent else ""
         if not pid:
             state, exit_status, trouble = self._idle()
         member = self._member
@@ -120,7 +119,7 @@ class ProcessActor:
 
     def failure(self) -> str:
         """Why the process ended, in its own words."""
-        return self._obstacle or failure_reason(self._child.log)
+        return self._obstacle or self._child.failure or failure_reason(self._child.log)
 
     def read_log(self, offset: int) -> tuple[str, int]:
         """The lines of the log from `offset` on, or its last -`offset` bytes, and the offset of
@@ -149,12 +148,9 @@ class ProcessActor:
         """State, exit status and trouble of a process that does not run."""
         if self._obstacle:
             return "EXITED", CANNOT_START, f"starts again soon: {self._obstacle}"
-        if self._child.exit_status is None:
-            return (
-                "WAITING",
-                None,
-                f"for {', '.join(self._stack.peers(self._member)) or 'its turn'}",
-            )
+        if not self._child.starts:
+            awaited = ", ".join(self._stack.peers(self._member)) or "its turn"
+            return "WAITING", None, f"for {awaited}"
         return "EXITED", self._child.exit_status, f"starts again soon: {self.failure()}"
 
     def _health(self, pid: int) -> str:
@@ -168,7 +164,7 @@ class ProcessActor:
         with _dying():
             while not self._stopping.wait(_LOOK_S):
                 self._keep()
-            self._child.stop()
+            self._child.stop(self._settings.drain_timeout_s + _KILL_AFTER_S)
 
     def _follow_peers(self) -> None:
         with _dying():
@@ -184,8 +180,17 @@ class ProcessActor:
             _write(self._schedulers, sorted(each.address for each in peers.values()))
         if not self._child.pid:
             self._obstacle = self._check_certificates()
-        if not self._obstacle:
-            self._child.keep(_node_environment() | settings)
+        if self._obstacle:
+            return
+        rotate(self._child.log)
+        self._child.poll()
+        environment = _node_environment() | settings
+        if self._child.pid and environment != self._environment:
+            self._child.stop(0.0)  # it calls where nobody is any more: nothing of its work is lost
+            self._child.due = 0.0
+        if self._child.may_start():
+            self._environment = environment
+            self._child.start(self._command, environment)
 
     def _check_certificates(self) -> str:
         """The reason why nobody would trust this node's certificates, or nothing."""

@@ -170,7 +170,7 @@ def _tell(report: socket.socket, word: str, value: str) -> None:
 def main(args: list[str]) -> None:
     """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST STATE` runs a host on a link whose
     descriptors it inherits, and ends with its parent."""
-    from shared.process.parent import end_with_parent
+    from shared.process.death_signal import end_with_parent
 
     end_with_parent()
     model, *descriptors = args

@@ -23,7 +23,7 @@ from scheduler_svc.grammar.host_link import (
 
 log = structlog.get_logger(__name__)
 
-# Without an answer for this long, a host is killed; its keeper starts another. A fork takes some
+# Without an answer for this long, a host is killed; its parent starts another. A fork takes some
 # 20 ms, loading some 4 s.
 _ANSWER_S = 10.0
 _LOAD_S = 120.0

@@ -1,4 +1,4 @@
-"""A function that a keeper (`shared.process.keeper`) runs in one fork after another."""
+"""A function that a parent process runs in one fork after another (`parent_process`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 import structlog
 
 from shared.backoff import Backoff
-from shared.process.heartbeat import BEAT, BEATS, READY, Heartbeat, heard, say
-from shared.process.keeper_state import KeeperState
+from shared.process.heartbeat import BEAT, BEATS, READY, Heartbeat, received, send
+from shared.process.parent_state import ParentState
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +24,7 @@ Serve = Callable[[Heartbeat], object]
 
 
 class Fork:
-    """A function that runs in one fork after another, as the keeper sees it."""
+    """A function that runs in one fork after another, as the parent sees it."""
 
     def __init__(self, function: Serve, hang_timeout_s: float, serves: bool = True) -> None:
         self.function = function
@@ -42,8 +42,8 @@ class Fork:
         self._begin()
 
     def _begin(self) -> None:
-        self._ready = self._stopped = self._beats = self._heard = self._killed = False
-        self._silent = 0  # looks
+        self._ready = self._stopped = self._beats = self._received = self._killed = False
+        self._silent = 0  # checks in a row
         self._failure = ""  # in its own words
 
     @property
@@ -51,8 +51,8 @@ class Fork:
         return not self.pid and self.due is None
 
     @property
-    def state(self) -> KeeperState:
-        return KeeperState(self.pid, "" if self._ready else self.reason, self.due or 0.0)
+    def state(self) -> ParentState:
+        return ParentState(self.pid, "" if self._ready else self.reason, self.due or 0.0)
 
     def fork(self) -> socket.socket | None:
         """Returns the child's socket in the child, None in this process, even if it cannot fork."""
@@ -78,11 +78,11 @@ class Fork:
             self._peer.close()
             self._peer = None
 
-    def listen(self) -> None:
-        """Reads what the child has said."""
-        for message in heard(self._peer) if self._peer else ():
+    def receive(self) -> None:
+        """Reads what the child has sent."""
+        for message in received(self._peer) if self._peer else ():
             if message == BEAT:
-                self._beats = self._heard = True
+                self._beats = self._received = True
             elif message == READY:
                 self._ready = self.was_ready = True
             else:
@@ -97,7 +97,7 @@ class Fork:
             if os.WIFSTOPPED(wait_status) or os.WIFCONTINUED(wait_status):
                 self._stopped = os.WIFSTOPPED(wait_status)
                 continue
-            self.listen()
+            self.receive()
             self.close()
             self.status = os.waitstatus_to_exitcode(wait_status)
             self.reason = self._failure or _describe(self.status)
@@ -105,13 +105,13 @@ class Fork:
                 self.reason = f"it did not answer for {self._hang_timeout_s:g} s"
             self._last_pid, self.pid = self.pid, 0
 
-    def look(self, may_kill: bool) -> None:
-        """Kills the child if it has been silent, or stopped, for several looks."""
+    def check(self, may_kill: bool) -> None:
+        """Kills the child if it has been silent, or stopped, for several checks."""
         if self._peer is None or self._killed:
             return
-        say(self._peer, BEAT)
-        hangs = not self._heard if self._beats else self._stopped
-        self._heard = False
+        send(self._peer, BEAT)
+        hangs = not self._received if self._beats else self._stopped
+        self._received = False
         self._silent = self._silent + 1 if hangs else 0
         self._ready |= not self._serves and not hangs
         if self._silent >= BEATS and may_kill:

@@ -1,5 +1,5 @@
-"""A fork's connection to its keeper (`keeper`): says that it is ready, why it cannot start, and,
-again and again, that it is alive."""
+"""A fork's connection to its parent process (`parent_process`): it sends that it is ready, why it
+cannot start and, again and again, that it is alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY, BEAT, FAILURE = b"+", b".", b"!"
 _MAX_REASON_BYTES = 1000
 
 
-def heard(peer: socket.socket) -> list[bytes]:
+def received(peer: socket.socket) -> list[bytes]:
     """Returns the messages that have arrived, without waiting for any."""
     messages = []
     with suppress(OSError):  # there is nothing more, or the other side is gone
@@ -28,7 +28,7 @@ def heard(peer: socket.socket) -> list[bytes]:
     return messages
 
 
-def say(peer: socket.socket, message: bytes) -> None:
+def send(peer: socket.socket, message: bytes) -> None:
     """Sends a message, unless the other side is gone or has too many to read."""
     with suppress(OSError):
         peer.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -38,38 +38,38 @@ class Heartbeat:
     """The fork's side.
 
     Args:
-        keeper: the keeper's process id.
+        parent: the parent's process id.
         hang_timeout_s: a side that the other does not hear for this long is killed.
-        restarts: how many forks of this keeper died before this one.
+        restarts: how many forks of this parent process died before this one.
     """
 
     def __init__(
-        self, peer: socket.socket, keeper: int, hang_timeout_s: float, restarts: int = 0
+        self, peer: socket.socket, parent: int, hang_timeout_s: float, restarts: int = 0
     ) -> None:
         self.restarts = restarts
         self.interval_s = hang_timeout_s / BEATS
         self._peer = peer
-        self._keeper = keeper
+        self._parent = parent
         self._is_ready = False
 
     def ready(self) -> None:
         """Says that this fork serves: from now on, whatever ends it, another takes its place."""
         self._is_ready = True
-        say(self._peer, READY)
+        send(self._peer, READY)
 
     def beat(self) -> None:
-        """Says that this fork is alive. Once it has, the keeper kills it if it falls silent."""
-        say(self._peer, BEAT)
+        """Says that this fork is alive. Once it has, the parent kills it if it falls silent."""
+        send(self._peer, BEAT)
 
     def fail(self, reason: str) -> None:
         """Says why this fork cannot start."""
-        say(self._peer, FAILURE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
+        send(self._peer, FAILURE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
 
     async def exchange(self) -> None:
-        """Beats for ever, once the fork is ready, and kills a keeper that falls silent: with it
-        this process ends, and whoever watches the keeper starts both.
+        """Beats for ever, once the fork is ready, and kills a parent that falls silent: with it
+        this process ends, and whoever watches the parent starts both.
 
-        Like the keeper, it counts its own turns instead of reading a clock: time in which all
+        Like the parent, it counts its own turns instead of reading a clock: time in which all
         processes were stopped, or this one got no processor, is nobody's fault.
         """
         silent = 0
@@ -77,11 +77,11 @@ class Heartbeat:
             await asyncio.sleep(self.interval_s)
             if self._is_ready:
                 self.beat()
-            silent = 0 if heard(self._peer) else silent + 1
-            if silent == BEATS and os.getppid() == self._keeper:
-                log.error("kills its keeper, which does not answer", pid=self._keeper)
+            silent = 0 if received(self._peer) else silent + 1
+            if silent == BEATS and os.getppid() == self._parent:
+                log.error("kills its parent, which does not answer", pid=self._parent)
                 with suppress(ProcessLookupError):
-                    os.kill(self._keeper, signal.SIGKILL)
+                    os.kill(self._parent, signal.SIGKILL)
                     # The first process of a container cannot be killed from within; one that was
                     # only stopped goes on.
-                    os.kill(self._keeper, signal.SIGCONT)
+                    os.kill(self._parent, signal.SIGCONT)

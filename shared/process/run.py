@@ -1,4 +1,4 @@
-"""Runs a service as a process: its log, its limits, its event loop, in a fork of a keeper.
+"""Runs a service as a process: its log, its limits, its event loop, in a fork of a parent process.
 
 Before large imports a service disables the garbage collector, which would walk over the imported
 objects again and again, a tenth of the time, and find nothing. Forks enable it, with these objects
@@ -13,17 +13,17 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import structlog
 
 from shared.config import ServiceSettings
+from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START
 from shared.process.heartbeat import Heartbeat
-from shared.process.keeper import Keeper
-from shared.process.parent import end_with_parent
+from shared.process.parent_process import ParentProcess
 from shared.process.ports import held_ports
 from shared.telemetry.logging import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
@@ -70,14 +70,13 @@ def run_service(
         alone, together: where `serve` listens with SO_REUSEPORT, see `held_ports`.
 
     Returns:
-        The exit status, see `Keeper.run`.
+        The exit status, see `ParentProcess.run`.
     """
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()
     preload(settings.otlp_endpoint)
     if settings.exit_with_parent:
         end_with_parent()
-    expected: tuple[type[Exception], ...] = (OSError, *start_errors)
     held = ExitStack()
     try:
         # Before there are forks, so that all of them have the same addresses.
@@ -90,12 +89,9 @@ def run_service(
     def run(heartbeat: Heartbeat) -> None:
         if endpoint:
             endpoint.serve(heartbeat.restarts)
-        try:
-            with asyncio.Runner(loop_factory=loop_factory) as runner:
-                runner.run(_serve_and_beat(serve, settings, heartbeat))
-        except expected as error:
-            heartbeat.fail(str(error))
-            sys.exit(CANNOT_START)
+        expected = _reported(heartbeat, (OSError, *start_errors))
+        with expected, asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve_and_beat(serve, settings, heartbeat))
 
     def accompany(heartbeat: Heartbeat) -> None:
         if endpoint:
@@ -104,7 +100,17 @@ def run_service(
         companion(heartbeat.beat)
 
     with held:
-        return Keeper(run, settings.hang_timeout_s, accompany if companion else None).run()
+        return ParentProcess(run, settings.hang_timeout_s, accompany if companion else None).run()
+
+
+@contextmanager
+def _reported(heartbeat: Heartbeat, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Ends this fork at one of these errors, which tells its parent process why it cannot start."""
+    try:
+        yield
+    except errors as error:
+        heartbeat.fail(str(error))
+        sys.exit(CANNOT_START)
 
 
 async def _serve_and_beat(

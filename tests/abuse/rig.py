@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.health import SERVING, check_health
+from deploy.native.processes import MARKER
 from deploy.ports import free_port
-from deploy.supervisor import MARKER
 from tests.abuse.attack import Door
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures

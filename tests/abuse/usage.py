@@ -11,7 +11,7 @@ from typing import Self
 
 import psutil
 
-from deploy.supervisor import stack_members
+from deploy.native.processes import stack_members
 
 _EVERY_S = 0.25
 _MB = 1e6

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from deploy.supervisor import stack_members
+from deploy.native.processes import stack_members
 from tests.chaos.client import Client
 from tests.chaos.faults import FAULTS, Target, draw_faults
 from tests.chaos.load import Load

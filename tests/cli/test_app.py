@@ -48,7 +48,7 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
         given.update({k: v for k, v in environment.items() if k.startswith(PREFIX)}, layout=layout)
         return 0
 
-    monkeypatch.setattr("deploy.commands.up", up)
+    monkeypatch.setattr("deploy.native.commands.up", up)
     monkeypatch.delenv("NANO_THREADS", raising=False)
     variables = {
         "MAX_NUM_SEQS": "4",
@@ -62,21 +62,6 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
     assert CliRunner().invoke(app, words).exit_code == 0
     assert given.pop("layout") == Layout(2, ("worker", "frontend"), "0-1", engines=3)
     assert given == {PREFIX + name: value for name, value in variables.items()}
-
-
-def test_no_variable_of_the_makefile_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.commands.up", lambda environment, layout: 0)
-    listed = subprocess.run(
-        ["make", "--no-print-directory", "--eval", "list: ; @echo $(STACK)", "list"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert "KV_DTYPE" in listed
-    values = {"ENGINES": "1", "FRONTENDS": "1", "RUNTIME": "native", "METRICS": "0"}
-    _, *words = last_command("up", *(f"{name}={values.get(name, 'x')}" for name in listed))
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
 
 
 def test_help_says_what_a_setting_may_be() -> None:

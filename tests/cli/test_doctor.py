@@ -15,8 +15,8 @@ import pytest
 
 from cli.doctor import host
 from cli.doctor.engine import checks
+from deploy.native.processes import MARKER
 from deploy.ports import free_port
-from deploy.supervisor import MARKER
 from tests.stack import DEMO_MODEL
 from worker_svc.settings import WorkerSettings
 

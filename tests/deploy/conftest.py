@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from deploy.native.processes import stack_members
+from deploy.plan import Layout, plan_stack
 from deploy.ports import free_port
-from deploy.stack import run_directory
-from deploy.supervisor import stack_members
-from tests.stack import kill_all
+from deploy.stack import ENGINE_SERVICES, Stack, run_directory
+from tests.stack import DEMO_MODEL, ROOT, kill_all
 from tests.waiting import WAIT_S
 
-ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
+DEMO = str(DEMO_MODEL)
+DIRECTORY = Path(".run/50051")
+
+
+def plan(
+    layout: Layout | None = None, port: int = 50051, directory: Path = DIRECTORY, **variables: str
+) -> tuple[Stack, dict[str, str]]:
+    """The plan of a stack with these variables of `make up`, by default of an engine alone."""
+    environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
+    return plan_stack(environment, layout or Layout(services=ENGINE_SERVICES), directory, port)
 
 
 class Launcher:
@@ -33,7 +45,7 @@ class Launcher:
         self.started: list[subprocess.Popen[str]] = []
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NANO_")} | {
             "PYTHONPATH": f"{STANDINS}:{ROOT}",
-            "NANO_MODEL": str(ROOT / "models" / "demo"),
+            "NANO_MODEL": DEMO,
             "NANO_HTTP_PORT": "0",  # stand-ins do not speak to a gateway
             "NANO_UI_PORT": "0",
         }
@@ -48,6 +60,18 @@ class Launcher:
             text=True,
             timeout=200,
         )
+
+    def succeed(self, *args: object, **environment: str) -> str:
+        """Runs a command that must succeed; returns its output."""
+        done = self(*args, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def fail(self, *args: object, **environment: str) -> str:
+        """Runs a command that must fail with status 1; returns what it wrote to stderr."""
+        done = self(*args, **environment)
+        assert done.returncode == 1, done.stdout
+        return done.stderr
 
     def start(self, *args: object, **environment: str) -> subprocess.Popen[str]:
         """Starts the launcher in the background, with pipes to and from it."""
@@ -74,6 +98,33 @@ class Launcher:
     def members(self, port: int) -> list[psutil.Process]:
         """The living processes of the stack on `port`."""
         return stack_members(self.directory / run_directory(port))
+
+    def rows(self, port: int) -> list[list[str]]:
+        """The table of `ps` without the supervisor; all processes must be serving."""
+        supervisor, *table = [
+            line.split() for line in self("ps", "--port", port).stdout.splitlines()[1:]
+        ]
+        assert (supervisor[0], supervisor[4]) == ("supervisor", "RUNNING")
+        assert all(row[4] == "RUNNING/SERVING" for row in table), table
+        return table
+
+    def pids(self, port: int) -> dict[str, int]:
+        """The pids by name and index; all processes must be serving."""
+        return {f"{row[0]}-{row[1]}": int(row[2]) for row in self.rows(port)}
+
+    def serving(self, port: int) -> int:
+        """The number of processes that serve."""
+        return self("ps", "--port", port).stdout.count("RUNNING/SERVING")
+
+    def listed(self, port: int) -> list[str]:
+        """The sockets of the engines that frontends are to use."""
+        lines = (self.directory / run_directory(port) / "engines").read_text().splitlines()
+        return [Path(line.removeprefix("unix:")).name for line in lines]
+
+    def events(self, port: int, process: str) -> list[dict[str, Any]]:
+        """What a process has logged."""
+        log = self.directory / run_directory(port) / f"{process}.log"
+        return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @contextmanager
@@ -103,11 +154,6 @@ def port() -> int:
     return free_port()
 
 
-@pytest.fixture
-def gone() -> Callable[[list[psutil.Process]], bool]:
-    """Checks whether all the given processes end, given some time."""
-
-    def check(processes: list[psutil.Process]) -> bool:
-        return not psutil.wait_procs(processes, timeout=WAIT_S)[1]
-
-    return check
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all these processes end, given some time."""
+    return not psutil.wait_procs(processes, timeout=WAIT_S)[1]

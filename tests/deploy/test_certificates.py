@@ -7,103 +7,89 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import LaunchError
-from deploy.plan import Layout, plan_stack
-from deploy.stack import Stack, make_directory
+from deploy.plan import Layout
+from deploy.stack import Stack
 from nano_vllm_grpc.tls import ClientTls
 from tests.certificates import Authority
 
-DEMO = str(Path(__file__).parents[2] / "models" / "demo")
-
-
-def plan(directory: Path, layout: Layout | None = None, **variables: str) -> Stack:
-    environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
-    return plan_stack(environment, layout or Layout(), directory, 50051)[0]
+from .conftest import plan
 
 
 def test_the_launcher_trusts_the_servers_own_certificate_under_its_name(
     authority: Authority, tmp_path: Path
 ) -> None:
     shown = authority.issue("server", "DNS:*.example.com", "DNS:other.example.org")
-    stack = plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY=shown.key, HOST="0.0.0.0")
+    files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key}
+    stack, _ = plan(directory=tmp_path, HOST="0.0.0.0", TP="2", **files)
     assert stack.tls("frontend") == ClientTls(shown.cert, server_name="any.example.com")
     assert stack.tls("worker") is None
     stack.save()
     assert Stack.load(tmp_path) == stack
 
 
-def test_clients_certificates(authority: Authority, certificates: Path, tmp_path: Path) -> None:
+def test_clients_certificates(authority: Authority, certificates: Path) -> None:
     theirs = Authority(certificates, "theirs")
     shown, client = authority.issue("server", "DNS:a"), theirs.issue("client", "DNS:b")
     files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key}
-    own = plan(tmp_path, **files, TLS_CLIENT_CA=authority.ca).tls("frontend")
+    own = plan(**files, TLS_CLIENT_CA=authority.ca)[0].tls("frontend")
     assert own == ClientTls(shown.cert, shown.cert, shown.key, "a")
     given = {"CLIENT_CERT": client.cert, "CLIENT_KEY": client.key}
-    tls = plan(tmp_path, **files, TLS_CLIENT_CA=theirs.ca, **given).tls("frontend")
+    tls = plan(**files, TLS_CLIENT_CA=theirs.ca, **given)[0].tls("frontend")
     assert tls == ClientTls(shown.cert, client.cert, client.key, "a")
     with pytest.raises(LaunchError, match="NANO_CLIENT_CERT and NANO_CLIENT_KEY"):
-        plan(tmp_path, **files, TLS_CLIENT_CA=theirs.ca)
+        plan(**files, TLS_CLIENT_CA=theirs.ca)
 
 
 def test_an_inner_certificate_must_name_what_is_dialled(
-    authority: Authority, certificates: Path, tmp_path: Path
+    authority: Authority, certificates: Path
 ) -> None:
     inner = authority.issue("inner", "DNS:gpu-a")
     files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}
     addresses = {"WORKER_ADDRESSES": "gpu-a:50053", "SCHEDULER_ADDRESS": "gpu-a:50052"}
-    stack = plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca, **addresses)
+    stack, _ = plan(**files, INTERNAL_TLS_CA=authority.ca, **addresses)
     assert stack.tls("worker") == ClientTls(authority.ca, inner.cert, inner.key)
     with pytest.raises(LaunchError, match=r"internal_tls_cert: .*'localhost'"):
-        plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca)
+        plan(**files, INTERNAL_TLS_CA=authority.ca)
     stranger = Authority(certificates, "stranger")
     with pytest.raises(LaunchError, match=r"internal_tls_cert: .*unable to get local issuer"):
-        plan(tmp_path, **files, INTERNAL_TLS_CA=stranger.ca, **addresses)
+        plan(**files, INTERNAL_TLS_CA=stranger.ca, **addresses)
 
 
-def test_clients_and_services_need_authorities_of_their_own(
-    authority: Authority, tmp_path: Path
-) -> None:
+def test_clients_and_services_need_authorities_of_their_own(authority: Authority) -> None:
     shown = authority.issue("both", "DNS:localhost", "IP:127.0.0.1")
     files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key, "TLS_CLIENT_CA": authority.ca}
     files |= {"INTERNAL_TLS_CERT": shown.cert, "INTERNAL_TLS_KEY": shown.key}
     with pytest.raises(LaunchError, match=r"tls_client_ca, internal_tls_ca: .*same certificate"):
-        plan(tmp_path, **files, INTERNAL_TLS_CA=authority.ca)
+        plan(**files, INTERNAL_TLS_CA=authority.ca)
 
 
-def test_an_inner_certificate_must_be_for_the_services_that_run_here(
-    authority: Authority, tmp_path: Path
-) -> None:
+def test_an_inner_certificate_must_be_for_the_services_that_run_here(authority: Authority) -> None:
     role = "URI:urn:nano-vllm-grpc:role:"
     inner = authority.issue("worker", f"{role}worker", "DNS:localhost", "DNS:gpu-a")
     files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}
     files |= {"INTERNAL_TLS_CA": authority.ca}
-    plan(tmp_path, Layout(services=("worker",)), **files)
-    plan(tmp_path, Layout(services=("worker",)), **files, INTERNAL_TLS_ROLES="required")
+    plan(Layout(services=("worker",)), **files)
+    plan(Layout(services=("worker",)), **files, INTERNAL_TLS_ROLES="required")
     lacks = rf"internal_tls_cert: .*is for worker.*scheduler.*needs {role}scheduler"
     with pytest.raises(LaunchError, match=lacks):
-        plan(tmp_path, **files)
+        plan(**files)
     plain = authority.issue("plain", "DNS:localhost")
     files |= {"INTERNAL_TLS_CERT": plain.cert, "INTERNAL_TLS_KEY": plain.key}
-    plan(tmp_path, **files)
+    plan(**files)
     with pytest.raises(LaunchError, match=r"internal_tls_cert: .*is for no role"):
-        plan(tmp_path, **files, INTERNAL_TLS_ROLES="required")
+        plan(**files, INTERNAL_TLS_ROLES="required")
     # A public certificate's first name may be one, and is not what the launcher expects.
     shown = authority.issue("shown", f"{role}frontend", "DNS:llm.example.com")
-    stack = plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY=shown.key)
+    stack, _ = plan(TLS_CERT=shown.cert, TLS_KEY=shown.key)
     assert stack.tls("frontend") == ClientTls(shown.cert, server_name="llm.example.com")
 
 
-def test_unusable_files(authority: Authority, tmp_path: Path) -> None:
+def test_unusable_files(authority: Authority) -> None:
     shown = authority.issue("server", "DNS:a")
     with pytest.raises(LaunchError, match=r"tls_key: .*nowhere"):
-        plan(tmp_path, TLS_CERT=shown.cert, TLS_KEY="/nowhere.pem")
+        plan(TLS_CERT=shown.cert, TLS_KEY="/nowhere.pem")
     with pytest.raises(LaunchError, match=r"auth_tokens_file: cannot read /nowhere"):
-        plan(tmp_path, AUTH_TOKENS_FILE="/nowhere")
+        plan(AUTH_TOKENS_FILE="/nowhere")
     # Hosts without frontends need not have them.
     layout = Layout(services=("worker",))
-    plan(tmp_path, layout, TLS_CERT="/nowhere", TLS_KEY="/nowhere", AUTH_TOKENS_FILE="/nowhere")
-
-
-def test_a_stacks_directory_is_its_users(tmp_path: Path) -> None:
-    directory = tmp_path / ".run" / "50051"
-    make_directory(directory)
-    assert directory.stat().st_mode & 0o777 == 0o700
+    plan(layout, TLS_CERT="/nowhere", TLS_KEY="/nowhere", AUTH_TOKENS_FILE="/nowhere")

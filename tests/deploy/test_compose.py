@@ -66,50 +66,43 @@ def install_fake(launcher: Launcher, program: str) -> str:
 @pytest.mark.system
 def test_what_docker_and_podman_are_asked_to_do(launcher: Launcher, port: int) -> None:
     # A process stands in for the container that answers the first request.
-    assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
+    launcher.succeed("up", "--port", port, "--services", "frontend")
     for program, command, wait in (
         ("docker", "compose ", " --wait"),
         ("podman-compose", "", ""),
     ):
         path = install_fake(launcher, program)
-        up = launcher(
+        up = launcher.succeed(
             *("up", "--runtime", "docker", "--port", port, "--tp", 2, "--max-num-seqs", 7),
             PATH=path,
             DOCKER_STATUS="0",
         )
-        assert up.returncode == 0, up.stderr
         ranks = f".run/{port}/compose.ranks.json"
         assert (
             f"{command}--project-name nano-vllm-{port} --file {DOCKER}/compose.yaml "
             f"--file {ranks} --profile cpu up --build --detach{wait}\n"
-        ) in up.stdout
-        assert f"model={ROOT}/models/demo ports={port} seqs=7" in up.stdout
-        assert "Once upon a time, there was a fox" in up.stdout
+        ) in up
+        assert f"model={ROOT}/models/demo ports={port} seqs=7" in up
+        assert "Once upon a time, there was a fox" in up
 
-        down = launcher("down", "--runtime", "docker", "--port", port, PATH=path, DOCKER_STATUS="3")
-        assert down.returncode == 1
-        assert "ended with status 3" in down.stderr
+        down = "down", "--runtime", "docker", "--port", port
+        assert "ended with status 3" in launcher.fail(*down, PATH=path, DOCKER_STATUS="3")
 
 
-def test_http_is_a_profile(launcher: Launcher, port: int) -> None:
-    path = install_fake(launcher, "docker")
+@pytest.mark.parametrize(
+    ("program", "flags", "said"),
+    [
+        ("docker", ("--http-port", 8123), "--profile cpu --profile http up "),
+        ("podman-compose", ("--frontends", 2), "FRONTENDS: 1 with podman"),
+        ("neither", (), "or podman-compose"),
+    ],
+)
+def test_http_is_a_profile_and_what_cannot_be_done_is_refused(
+    launcher: Launcher, port: int, program: str, flags: tuple[object, ...], said: str
+) -> None:
+    path = install_fake(launcher, program)
     up = launcher(
-        *("up", "--runtime", "docker", "--port", port, "--http-port", 8123),
-        PATH=path,
-        DOCKER_STATUS="3",
+        *("up", "--runtime", "docker", "--port", port, *flags), PATH=path, DOCKER_STATUS="3"
     )
     assert up.returncode == 1
-    assert "--profile cpu --profile http up " in up.stdout
-
-
-def test_replicas_under_podman_are_refused(launcher: Launcher, port: int) -> None:
-    path = install_fake(launcher, "podman-compose")
-    up = launcher("up", "--runtime", "docker", "--port", port, "--frontends", 2, PATH=path)
-    assert up.returncode == 1
-    assert "FRONTENDS: 1 with podman" in up.stderr
-
-
-def test_neither_docker_nor_podman(launcher: Launcher, port: int) -> None:
-    up = launcher("up", "--runtime", "docker", "--port", port, PATH="/nowhere")
-    assert up.returncode == 1
-    assert "or podman-compose" in up.stderr
+    assert said in up.stdout + up.stderr

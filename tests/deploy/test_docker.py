@@ -8,7 +8,6 @@ shipped in the PyPI package check-jsonschema 0.39.0.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -93,21 +92,11 @@ def test_what_is_copied_exists_and_reaches_the_builder(image: str) -> None:
 
 
 @pytest.mark.parametrize(("image", "package"), IMAGES.items())
-def test_what_is_started_exists_and_is_in_the_image(image: str, package: str) -> None:
-    entrypoint = json.loads(dict(instructions(image))["ENTRYPOINT"])
-    assert entrypoint == ["python", "-m", package]
-    started = importlib.util.find_spec(package)
-    assert started
-    if started.submodule_search_locations:
-        assert importlib.util.find_spec(f"{package}.__main__")
-    source = "deploy/gateway.py" if image == "gateway" else package
-    assert {source, "shared", "deploy/__init__.py", "deploy/health.py"} <= set(copied(image))
-
-
-@pytest.mark.parametrize(("image", "package"), IMAGES.items())
-def test_all_that_is_imported_is_in_the_image(image: str, package: str) -> None:
-    """Of this project; a build imports it, too."""
-    program = "import runpy, sys; runpy.run_module(sys.argv[1]); print(*sys.modules)"
+def test_what_is_started_exists_and_all_that_it_imports_is_in_the_image(
+    image: str, package: str
+) -> None:
+    assert json.loads(dict(instructions(image))["ENTRYPOINT"]) == ["python", "-m", package]
+    program = "import runpy, sys, deploy.health\nrunpy.run_module(sys.argv[1])\nprint(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", program, package], cwd=ROOT, check=True, stdout=PIPE, text=True
     )
@@ -175,22 +164,16 @@ def test_compose_files_fit_the_schema(name: str) -> None:
     jsonschema.validate(load(name), SCHEMA)
 
 
-def test_generated_ranks_fit_the_schema_and_extend_what_exists() -> None:
-    ranks: Any = {"services": rank_services(3, 1, "gpu")}
-    jsonschema.validate(ranks, SCHEMA)
-    assert list(ranks["services"]) == ["worker-1", "worker-2"]
-    for service in ranks["services"].values():
-        assert Path(service["extends"]["file"]) == DOCKER / "worker.yaml"
-        assert service["extends"]["service"] in load("worker.yaml")["services"]
-    assert ranks["services"]["worker-2"]["command"] == ["--rank", "2"]
-
-
-def test_engines_are_services_whose_flags_are_known() -> None:
-    composed: Any = {"services": rank_services(2, 2, "cpu")}
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_ranks_and_engines_are_services_whose_flags_are_known(kind: str) -> None:
+    composed: Any = {"services": rank_services(2, 2, kind)}
     jsonschema.validate(composed, SCHEMA)
     services = composed["services"]
     assert list(services) == ["worker-1", "worker-2", "worker-3", "scheduler-1"]
-    assert services["scheduler-1"]["extends"]["service"] in load("compose.yaml")["services"]
+    for service in services.values():
+        extended = Path(service["extends"]["file"])
+        assert extended.parent == DOCKER
+        assert service["extends"]["service"] in load(extended.name)["services"]
     environment = {"NANO_ALLOW_PLAINTEXT": "1", "NANO_TP": "2"}
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment.items():
@@ -240,21 +223,17 @@ def test_health_is_probed_by_a_command_in_the_image(name: str) -> None:
     kind, *command = services()[name]["healthcheck"]["test"]
     words = shlex.split(command[0]) if kind == "CMD-SHELL" else command
     assert words[:3] == ["python", "-m", "deploy.health"]
-    assert importlib.util.find_spec("deploy.health")
 
 
 def test_only_what_clients_call_is_published_and_on_loopback() -> None:
-    for name, service in load("compose.yaml")["services"].items():
-        assert ("ports" in service) == (name in ("frontend", "http"))
-        for ports in service.get("ports", ()):
-            assert ports.startswith("${HOST:-127.0.0.1}:")
-
-
-def test_only_published_services_leave_the_internal_network() -> None:
     composed = load("compose.yaml")
     assert composed["networks"] == {"default": {"internal": True}, "published": {}}
     for name, service in composed["services"].items():
-        assert ("published" in service.get("networks", ())) == (name in ("frontend", "http"))
+        is_called = name in ("frontend", "http")
+        assert ("ports" in service) == is_called
+        assert ("published" in service.get("networks", ())) == is_called
+        for ports in service.get("ports", ()):
+            assert ports.startswith("${HOST:-127.0.0.1}:")
 
 
 def test_the_gateway_finds_its_frontend_in_its_own_network() -> None:

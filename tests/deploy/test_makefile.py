@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -113,19 +112,6 @@ def test_targets_pass_options_that_their_commands_have(
     assert len(options) >= len(variables) - 2
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
     assert {*options} <= {*re.findall(r"--[a-z0-9-]+", shown)}
-
-
-def test_tests_use_all_processors_unless_they_are_named(pytestconfig: pytest.Config) -> None:
-    def workers(*args: str, keyword: str = "") -> int:
-        config = SimpleNamespace(args=args, option=SimpleNamespace(keyword=keyword))
-        found: int = pytestconfig.hook.pytest_xdist_auto_num_workers(config=config)
-        return found
-
-    folder = str(ROOT / "tests")
-    assert workers(folder) == workers(folder, folder) == len(os.sched_getaffinity(0))
-    for named in ([__file__], [f"{__file__}::test_x"], [folder, __file__]):
-        assert workers(*named) == 0
-    assert workers(folder, keyword="x") == 0
 
 
 def test_every_test_is_run_by_one_of_two_targets() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from deploy.errors import LaunchError
 from deploy.plan import Layout, plan_stack
-from deploy.stack import ENGINE_SERVICES, Process, Stack
+from deploy.stack import ENGINE_SERVICES, Process
 from frontend.text.model_files import read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from shared.config import SettingsError
@@ -20,47 +17,52 @@ from tests.certificates import Authority
 from worker_svc.config import load_model_config
 from worker_svc.weights.fingerprint import ModelFiles
 
-DEMO = str(Path(__file__).parents[2] / "models" / "demo")
-DIRECTORY = Path(".run/50051")
-
-
-def plan(
-    layout: Layout | None = None, port: int = 50051, **variables: str
-) -> tuple[Stack, dict[str, str]]:
-    environment = {"NANO_MODEL": DEMO} | {f"NANO_{k}": v for k, v in variables.items()}
-    return plan_stack(environment, layout or Layout(services=ENGINE_SERVICES), DIRECTORY, port)
-
+from .conftest import DEMO, DIRECTORY, plan
 
 WITH_HTTP = (*ENGINE_SERVICES, "gateway")
 
 
-@contextmanager
-def taken(port: int) -> Iterator[None]:
-    """Keeps a port busy, if it is not anyway."""
-    with socket.socket() as other:
-        with suppress(OSError):
-            other.bind(("127.0.0.1", port))
-            other.listen()
-        yield
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The ports that other programs have."""
+    ports: set[int] = set()
+    for module in ("ports", "plan"):
+        monkeypatch.setattr(f"deploy.{module}.is_free", lambda _, port: port not in ports)
+    return ports
 
 
-def test_http_has_the_usual_port_or_else_any() -> None:
-    stack, environment = plan(Layout(frontends=2, services=WITH_HTTP))
-    assert stack.http_port
-    assert environment["NANO_HTTP_PORT"] == str(stack.http_port)
-    assert len(set(environment["NANO_ENGINE_ADDRESSES"].split(","))) == 2
-    assert [each.address for each in stack.processes()][-1] == f"http://127.0.0.1:{stack.http_port}"
-    with taken(8000):
-        assert plan(Layout(services=WITH_HTTP))[0].http_port not in (0, 8000)
-    assert plan(Layout(services=WITH_HTTP), port=50052)[0].http_port not in (0, 8000)
-    assert plan(Layout(services=WITH_HTTP), port=50052, HTTP_PORT="23456")[0].http_port == 23456
-    for layout in (Layout(services=("frontend",)), Layout(services=("worker", "gateway"))):
-        assert not plan(layout)[0].http_port
+@pytest.mark.parametrize(
+    ("name", "service", "usual"), [("HTTP_PORT", "gateway", 8000), ("UI_PORT", "page", 8080)]
+)
+def test_the_usual_port_is_the_usual_stacks(
+    busy: set[int], name: str, service: str, usual: int
+) -> None:
+    layout = Layout(services=(*ENGINE_SERVICES, service))
+
+    def port_of(port: int = 50051, **variables: str) -> int:
+        stack, environment = plan(layout, port, **variables)
+        chosen = environment[f"NANO_{name}"]
+        assert list(stack.processes())[-1] == Process(service, 0, f"http://127.0.0.1:{chosen}")
+        return int(chosen)
+
+    assert port_of(HOST="0.0.0.0", ALLOW_PUBLIC_PLAINTEXT="1") == usual
+    assert port_of(50061) not in (0, usual)
+    assert port_of(50061, **{name: str(usual)}) == usual
+    busy.add(usual)
+    assert port_of() not in (0, usual)
+    with pytest.raises(LaunchError, match=f"{name}: {usual} is in use; 0 does without"):
+        plan(layout, **{name: str(usual)})
+    assert not plan(layout, **{name: "0"})[0].count(service)
+    for services in (("frontend",), ("scheduler", service)):  # nobody to ask, nobody to serve
+        assert not plan(Layout(services=services))[0].count(service)
 
 
-def test_a_port_for_http_that_was_asked_for_must_be_free() -> None:
-    with taken(23457), pytest.raises(LaunchError, match="HTTP_PORT: 23457 is in use; 0 does"):
-        plan(Layout(services=WITH_HTTP), HTTP_PORT="23457")
+@pytest.mark.usefixtures("busy")
+def test_the_stack_itself_may_have_the_pages_port() -> None:
+    assert plan(Layout(), HTTP_PORT="8080")[0].ui_port not in (0, 8080)
+    for taken in ({"UI_PORT": "50051"}, {"UI_PORT": "7000", "HTTP_PORT": "7000"}):
+        with pytest.raises(LaunchError, match=f"UI_PORT: {taken['UI_PORT']} is in use"):
+            plan(Layout(), **taken)
 
 
 def test_where_clients_need_tokens_or_tls_there_is_http(
@@ -71,10 +73,11 @@ def test_where_clients_need_tokens_or_tls_there_is_http(
     shown = authority.issue("http", "IP:127.0.0.1")
     tls = {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}
     for settings, scheme in (({"AUTH_TOKENS_FILE": str(tokens)}, "http"), (tls, "https")):
-        stack, environment = plan(Layout(services=WITH_HTTP), **settings)
+        stack, environment = plan(Layout(frontends=2, services=WITH_HTTP), **settings)
         assert [e.address for e in stack.processes() if e.service == "gateway"] == [stack.url]
         assert stack.url == f"{scheme}://127.0.0.1:{stack.http_port}"
-        assert environment["NANO_ENGINE_ADDRESSES"].startswith("127.0.0.1:")
+        addresses = environment["NANO_ENGINE_ADDRESSES"].split(",")
+        assert [address.startswith("127.0.0.1:") for address in {*addresses}] == [True, True]
 
 
 def test_where_clients_need_certificates_there_is_no_http(authority: Authority) -> None:
@@ -105,7 +108,6 @@ def test_defaults() -> None:
         "NANO_SCHEDULER_ADDRESSES": "file:.run/50051/engines",
         "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
         "NANO_PROFILE_DIRECTORY": ".run/50051/profiles",
-        "NANO_EXIT_WITH_PARENT": "1",
         "NANO_METRICS_DIRECTORY": ".run/50051/metrics",
     }
 
@@ -117,18 +119,17 @@ def test_metrics_can_be_left_out_but_not_put_on_one_port() -> None:
         plan(METRICS_PORT="9464")
 
 
-def test_ranks_have_a_meeting_place_of_their_own() -> None:
+def test_ranks_have_a_meeting_place_of_their_own(busy: set[int]) -> None:
     _, first = plan(TP="2")
     _, second = plan(TP="2")
     assert first["NANO_WORKER_ADDRESSES"].count("worker-") == 2
     assert first["NANO_MASTER_PORT"] != second["NANO_MASTER_PORT"]
     _, fixed = plan(TP="2", MASTER_PORT="4321")
     assert fixed["NANO_MASTER_PORT"] == "4321"
-    refused = pytest.raises(LaunchError, match=r"NANO_MASTER_PORT: \d+ is in use on 127\.0")
-    with taken(23457), refused:
-        plan(TP="2", MASTER_PORT="23457")
-    with refused:
-        plan(TP="2", MASTER_PORT="50051")
+    busy.add(23457)
+    for port in ("23457", "50051"):
+        with pytest.raises(LaunchError, match=rf"NANO_MASTER_PORT: {port} is in use on 127\.0"):
+            plan(TP="2", MASTER_PORT=port)
 
 
 def test_a_meeting_place_of_the_cluster() -> None:
@@ -303,16 +304,6 @@ def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
         plan(SERVED_MODEL_NAME="two\nlines")
 
 
-def test_engines_have_names_and_addresses_of_their_own() -> None:
-    stack, _ = plan(Layout(services=ENGINE_SERVICES, engines=2), TP="2")
-    assert [(each.name, each.address, each.engine) for each in stack.processes()] == [
-        *((f"worker-{n}", f"unix:.run/50051/worker-{n}.sock", n // 2) for n in range(4)),
-        ("scheduler-0", "unix:.run/50051/scheduler.sock", 0),
-        ("scheduler-1", "unix:.run/50051/scheduler-1.sock", 1),
-        ("frontend-0", "127.0.0.1:50051", None),
-    ]
-
-
 @pytest.mark.parametrize(
     ("services", "variables", "named"),
     [
@@ -352,9 +343,3 @@ def test_frontends_find_schedulers_in_a_file_unless_they_are_told() -> None:
 def test_a_scheduler_alone_needs_no_model() -> None:
     _, environment = plan(Layout(services=("scheduler",)), MODEL="/not/on/this/host")
     assert environment["NANO_MODEL"] == "/not/on/this/host"
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    stack, _ = plan_stack({"NANO_MODEL": DEMO, "NANO_TP": "2"}, Layout(), tmp_path, 1234)
-    stack.save()
-    assert Stack.load(tmp_path) == stack

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from deploy.errors import LaunchError
-from deploy.logs import last_lines
 from deploy.plan import StackSettings
-from deploy.ray.child import Child
 from deploy.ray.layout import Endpoint, Member, RayStack
 from deploy.stack import make_private
-from tests.waiting import wait_for
 
 from .conftest import Launcher
 
@@ -104,58 +99,8 @@ def test_a_directory_that_others_may_have_made_is_refused(tmp_path: Path) -> Non
             make_private(private)
 
 
-@pytest.fixture
-def child(tmp_path: Path) -> Callable[[str], Child]:
-    def make(code: str) -> Child:
-        return Child([sys.executable, "-c", code], tmp_path / "log", grace_s=20)
-
-    return make
-
-
-def keep_until(child: Child, environment: dict[str, str], what: str, lines: int) -> list[str]:
-    """Keeps the child until it has logged so many lines."""
-
-    def logged() -> list[str] | None:
-        child.keep(environment)
-        found = last_lines(child.log, 100)
-        return found if len(found) >= lines else None
-
-    return wait_for(logged, what)
-
-
-def test_a_child_that_ends_is_started_again(child: Callable[[str], Child]) -> None:
-    ends = child("import os; print(os.environ['WHO']); raise SystemExit(3)")
-    assert keep_until(ends, {"WHO": "me"}, "three starts", 3) == ["me", "me", "me"]
-    wait_for(lambda: not ends.pid or ends.keep({"WHO": "me"}), "it to end")
-    assert ends.exit_status == 3
-
-
-def test_a_child_starts_again_where_its_peers_have_moved(child: Callable[[str], Child]) -> None:
-    stays = child("import os, time; print(os.environ['WHO'], flush=True); time.sleep(600)")
-    keep_until(stays, {"WHO": "me"}, "a start", 1)
-    first = stays.pid
-    stays.keep({"WHO": "me"})
-    assert stays.pid == first
-    assert keep_until(stays, {"WHO": "you"}, "another", 2) == ["me", "you"]
-    assert stays.pid != first
-    stays.stop()
-    assert stays.pid is None
-
-
-def test_a_child_may_end_in_order(child: Callable[[str], Child]) -> None:
-    orderly = child(
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: exit('done'))\n"
-        "print('ready', flush=True); time.sleep(600)"
-    )
-    keep_until(orderly, dict(os.environ), "a start", 1)
-    orderly.stop()
-    wait_for(lambda: last_lines(orderly.log, 9) == ["ready", "done"], "its last words")
-
-
 def test_without_ray(launcher: Launcher) -> None:
     (launcher.directory / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
     path = f"{launcher.directory}:{launcher.environment['PYTHONPATH']}"
-    up = launcher("up", "--runtime", "ray", PYTHONPATH=path)
-    assert up.returncode == 1
-    assert up.stderr == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"
+    said = launcher.fail("up", "--runtime", "ray", PYTHONPATH=path)
+    assert said == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"

@@ -1,84 +1,163 @@
-"""`restart`, with stand-ins for the services."""
+"""`restart` of services, engines and models, with stand-ins for the services."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import psutil
 import pytest
 
+from tests.stack import DEMO_MODEL
 from tests.waiting import wait_for
 
 from .conftest import Launcher
 
+BOTH = ["scheduler.sock", "scheduler-1.sock"]
 pytestmark = pytest.mark.system
 
 
-def pids(launcher: Launcher, port: int) -> dict[str, str]:
-    """The pids by name and index; all must be serving."""
-    rows = [line.split() for line in launcher("ps", "--port", port).stdout.splitlines()[1:]]
-    assert all(row[4] == "RUNNING/SERVING" for row in rows)
-    return {f"{row[0]}-{row[1]}": row[2] for row in rows}
-
-
-def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+def changed(before: dict[str, int], after: dict[str, int]) -> list[str]:
     assert before.keys() == after.keys()
     return [name for name in before if before[name] != after[name]]
 
 
-def test_restart_of_one_service_or_of_all(launcher: Launcher, port: int) -> None:
-    assert launcher("up", "--port", port, "--tp", 2, "--frontends", 2).returncode == 0
-    first = pids(launcher, port)
+def models(launcher: Launcher, port: int) -> set[Path]:
+    """The models that processes have been started with."""
+    commands = [psutil.Process(pid).cmdline() for pid in launcher.pids(port).values()]
+    given = [words[words.index("--model") + 1] for words in commands]
+    return {(launcher.directory / each).resolve() for each in given}
 
-    restart = launcher("restart", "--port", port, "--service", "worker_svc")
-    assert restart.returncode == 0, restart.stderr
-    assert "restarted 2 processes" in restart.stdout
-    assert "worker-1     RUNNING/SERVING" in restart.stdout
-    second = pids(launcher, port)
+
+def other_model(launcher: Launcher, name: str) -> Path:
+    model = launcher.directory / name
+    shutil.copytree(DEMO_MODEL, model)
+    return model
+
+
+def test_processes_of_one_engine_restart_one_after_another(launcher: Launcher, port: int) -> None:
+    launcher.succeed("up", "--port", port, "--tp", 2, "--frontends", 2)
+    first = launcher.pids(port)
+    said = launcher.succeed("restart", "--port", port, "--service", "worker_svc")
+    assert "restarted 2 processes" in said
+    assert "worker-1     RUNNING/SERVING" in said
+    second = launcher.pids(port)
     assert changed(first, second) == ["worker-0", "worker-1"]
 
-    assert launcher("restart", "--port", port).returncode == 0
-    assert changed(second, pids(launcher, port)) == list(first)
-    # One after another: each is stopped once the previous one has started.
-    log = launcher.directory / ".run" / str(port) / "supervisord.log"
-    events = [
-        line for line in log.read_text().splitlines() if "stopped:" in line or "spawned" in line
-    ]
-    kinds = ["stopped" if "stopped:" in line else "spawned" for line in events]
-    assert kinds == ["spawned"] * 6 + ["stopped", "spawned"] * 7  # including the watchdog
-
-
-def test_a_process_that_does_not_come_back_ends_the_restart(launcher: Launcher, port: int) -> None:
-    behaviour = launcher.directory / "behaviour"
-    up = launcher("up", "--port", port, STANDIN_FILE=str(behaviour))
-    assert up.returncode == 0, up.stderr
-    before = pids(launcher, port)
-    behaviour.write_text("refuse")
-    restart = launcher("restart", "--port", port)
-    assert restart.returncode == 1
-    assert "worker-0 cannot start: no weights in this model" in restart.stderr
-
-    # The rest was left alone. Once nothing is in its way, the process comes back by itself.
-    def states() -> str:
-        return launcher("ps", "--port", port).stdout
-
-    wait_for(lambda: "EXITED starts again soon: no weights in this model" in states(), "the reason")
-    behaviour.unlink()
-    wait_for(lambda: states().count("RUNNING/SERVING") == 3, "the worker to serve again")
-    assert changed(before, pids(launcher, port)) == ["worker-0"]
+    launcher.succeed("restart", "--port", port)
+    assert changed(second, launcher.pids(port)) == list(first)
+    # Each is stopped once the previous one has started.
+    kinds = [each["event"] for each in launcher.events(port, "supervisor")]
+    assert kinds == ["process started"] * 5 + ["process ended", "process started"] * 7
 
 
 def test_there_must_be_something_to_restart_or_scale(launcher: Launcher, port: int) -> None:
     restart = "restart", "--port", port, "--service", "worker"
     scale = "scale", "--port", port, "--engines", 2
     for command in (restart, scale):
-        refused = launcher(*command)
-        assert refused.returncode == 1
-        assert "no stack was started" in refused.stderr
+        assert "no stack was started" in launcher.fail(*command)
+    launcher.succeed("up", "--port", port, "--services", "frontend")
+    refused = launcher.fail(*restart)
+    assert "SERVICE: this host's part of the stack has no worker" in refused
+    assert "ENGINES: SERVICES has no worker and scheduler" in launcher.fail(*scale)
+    assert len(launcher.pids(port)) == 1
 
-    assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
-    for command, reason in (
-        (restart, "SERVICE: this host's part of the stack has no worker"),
-        (scale, "ENGINES: SERVICES has no worker and scheduler"),
+
+def test_engines_restart_one_after_another_when_their_frontends_have_left(
+    launcher: Launcher, port: int
+) -> None:
+    launcher.succeed("up", "--port", port, "--engines", 2)
+    first = launcher.pids(port)
+    assert "restarted 5 processes" in launcher.succeed("restart", "--port", port)
+    second = launcher.pids(port)
+    assert changed(first, second) == list(first)
+    assert launcher.listed(port) == BOTH
+    for scheduler in ("scheduler-0", "scheduler-1"):
+        gone = [each for each in launcher.events(port, scheduler) if each["event"] == "gone"]
+        assert [each["listed"] for each in gone] == [False]
+    starts = [each for each in launcher.events(port, "supervisor") if "started" in each["event"]]
+    assert [each["process"] for each in starts[5:]] == [
+        "worker-0",
+        "scheduler-0",
+        "worker-1",
+        "scheduler-1",
+        "frontend-0",
+    ]
+
+    # One engine, then a service of each.
+    launcher.succeed("restart", "--port", port, "--engine", 1)
+    third = launcher.pids(port)
+    assert changed(second, third) == ["worker-1", "scheduler-1"]
+    launcher.succeed("restart", "--port", port, "--service", "worker")
+    fourth = launcher.pids(port)
+    assert changed(third, fourth) == ["worker-0", "worker-1"]
+    for words, named in (
+        (("--engine", 2), "ENGINE: 2 is none of the 2"),
+        (("--engine", 1, "--service", "frontend"), "SERVICE: an engine has no frontend"),
+        (("--engine", 1, "--model", DEMO_MODEL), "MODEL: is all engines' and frontends'"),
+        (("--model", "no/where"), "MODEL: no/where is no directory"),
     ):
-        refused = launcher(*command)
-        assert refused.returncode == 1
-        assert reason in refused.stderr
-    assert len(pids(launcher, port)) == 1
+        assert named in launcher.fail("restart", "--port", port, *words)
+    assert launcher.pids(port) == fourth
+
+
+def test_a_model_takes_the_place_of_another_unless_it_cannot_be_loaded(
+    launcher: Launcher, port: int
+) -> None:
+    launcher.succeed("up", "--port", port, "--engines", 2)
+    first = launcher.pids(port)
+    model = other_model(launcher, "broken")
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    refused = launcher.fail("restart", "--port", port, "--model", model)
+    assert "MODEL: worker-0 cannot start: no weights in this model" in refused
+    assert f"Engine 0 serves {DEMO_MODEL} again" in refused
+    second = launcher.pids(port)
+    assert changed(first, second) == ["worker-0", "scheduler-0"]
+    assert models(launcher, port) == {DEMO_MODEL}
+    assert launcher.listed(port) == BOTH
+
+    model = other_model(launcher, "better; model % #2")
+    launcher.succeed("restart", "--port", port, "--model", model)
+    assert changed(second, launcher.pids(port)) == list(first)
+    assert models(launcher, port) == {model}
+    # It is the stack's from now on.
+    launcher.succeed("scale", "--port", port, "--engines", 3)
+    assert len(launcher.rows(port)) == 7
+    assert models(launcher, port) == {model}
+
+
+def test_a_restart_that_failed_or_was_killed_can_be_repeated(launcher: Launcher, port: int) -> None:
+    """A worker that does not come back ends the restart, and the supervisor keeps starting it: also
+    that of an engine which the stack has not begun with."""
+    behaviour = launcher.directory / "behaviour"
+    launcher.succeed("up", "--port", port, STANDIN_FILE=str(behaviour))
+
+    def fail(worker: str, *options: object) -> list[str]:
+        """The processes that a restart has replaced, although it failed."""
+        before = launcher.pids(port)
+        behaviour.write_text("refuse")
+        refused = launcher.fail("restart", "--port", port, *options)
+        assert f"{worker} cannot start: no weights in this model" in refused
+        said = "EXITED starts again soon: no weights in this model"
+        wait_for(lambda: said in launcher("ps", "--port", port).stdout, "the reason")
+        behaviour.unlink()
+        wait_for(lambda: launcher.serving(port) == len(before), "the worker to serve again")
+        return changed(before, launcher.pids(port))
+
+    assert fail("worker-0") == ["worker-0"]
+    launcher.succeed("scale", "--port", port, "--engines", 2)
+    assert fail("worker-1", "--engine", 1) == ["worker-1", "scheduler-1"]
+    assert launcher.listed(port) == BOTH
+
+    before = launcher.pids(port)
+    behaviour.write_text("silent")
+    killed = launcher.start("restart", "--port", port)
+    assert killed.stdout
+    assert any("worker-0" in line and "SILENT" in line for line in killed.stdout)
+    assert launcher.listed(port) == BOTH[1:]
+    killed.kill()
+    behaviour.unlink()
+    launcher.succeed("restart", "--port", port)
+    assert changed(before, launcher.pids(port)) == list(before)
+    assert launcher.listed(port) == BOTH

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import pytest
 
@@ -14,72 +15,65 @@ from .conftest import Launcher
 pytestmark = pytest.mark.system
 
 
-class Terminal:
-    """Runs `top` on a terminal and reads its output. `top` is in another session: a terminal
-    that hangs up sends it no signal."""
-
-    def __init__(self, launcher: Launcher, port: int) -> None:
-        self._side, other = os.openpty()
-        self._open = True
-        self.shown = b""
-        self.top = subprocess.Popen(
+@contextmanager
+def top_on_terminal(
+    launcher: Launcher, port: int
+) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO]]:
+    """Yields `top` on a terminal, and that terminal. `top` is in another session: a terminal that
+    hangs up sends it no signal."""
+    ours, theirs = os.openpty()
+    with (
+        open(ours, "rb", buffering=0) as terminal,
+        subprocess.Popen(
             launcher.command("top", "--port", port),
             cwd=launcher.directory,
             env=launcher.environment | {"TERM": "xterm"},
-            stdin=other,
-            stdout=other,
-            stderr=other,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
             start_new_session=True,
-        )
-        os.close(other)
-
-    def wait_for(self, text: bytes, times: int = 1) -> None:
-        """Returns once `text` has been shown this often."""
-        while self.shown.count(text) < times:
-            self.shown += os.read(self._side, 4096)
-
-    def hang_up(self) -> None:
-        if self._open:
-            self._open = False
-            os.close(self._side)
+        ) as top,
+    ):
+        os.close(theirs)
+        try:
+            yield top, terminal
+        finally:
+            top.kill()
 
 
-@contextmanager
-def shown_on_terminal(launcher: Launcher, port: int) -> Iterator[Terminal]:
-    terminal = Terminal(launcher, port)
-    try:
-        yield terminal
-    finally:
-        terminal.top.kill()
-        terminal.top.wait()
-        terminal.hang_up()
+def read_until(terminal: BinaryIO, text: bytes, times: int = 1) -> None:
+    """Returns once `text` has been shown this often."""
+    shown = b""
+    while shown.count(text) < times:
+        shown += terminal.read(4096)
 
 
 def test_top_has_a_line_for_each_engine_and_ends_with_its_terminal(
     launcher: Launcher, port: int
 ) -> None:
-    assert launcher("up", "--port", port, "--engines", 2).returncode == 0
-    top = launcher("top", "--port", port)
-    assert top.returncode == 0, top.stderr
-    lines = [line.split() for line in top.stdout.splitlines()]
+    launcher.succeed("up", "--port", port, "--engines", 2)
+    lines = [line.split() for line in launcher.succeed("top", "--port", port).splitlines()]
     # Engine, frontends, running, as the stand-ins say.
     assert ["0", "1", "3"] in [line[:3] for line in lines]
     assert ["1", "1", "3"] in [line[:3] for line in lines]
     assert ["all", "6"] in [line[:2] for line in lines]
-    assert launcher("scale", "--port", port, "--engines", 1).returncode == 0
-    assert "all" not in launcher("top", "--port", port).stdout.split()
+    launcher.succeed("scale", "--port", port, "--engines", 1)
+    one = launcher.succeed("top", "--port", port)
+    assert "all" not in one.split()
+    assert "1 frontends connected" in one
+    assert "of 64" in one
 
     # On a terminal, it ends with that.
-    with shown_on_terminal(launcher, port) as terminal:
-        terminal.wait_for(b"nano-vllm-grpc")
-        terminal.hang_up()
-        terminal.top.wait()
+    with top_on_terminal(launcher, port) as (top, terminal):
+        read_until(terminal, b"nano-vllm-grpc")
+        terminal.close()
+        top.wait()
 
 
 def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, port: int) -> None:
-    assert launcher("up", "--port", port, "--services", "worker frontend").returncode == 0
-    with shown_on_terminal(launcher, port) as terminal:
-        terminal.wait_for(b"the scheduler does not answer", times=3)
-        assert launcher("down", "--port", port).returncode == 0
-        terminal.wait_for(b"no stack runs on port %d any more" % port)
-        assert terminal.top.wait() == 0
+    launcher.succeed("up", "--port", port, "--services", "worker frontend")
+    with top_on_terminal(launcher, port) as (top, terminal):
+        read_until(terminal, b"the scheduler does not answer", times=3)
+        launcher.succeed("down", "--port", port)
+        read_until(terminal, b"no stack runs on port %d any more" % port)
+        assert top.wait() == 0

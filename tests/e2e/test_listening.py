@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from deploy.health import SERVING, check_health
+from deploy.native.processes import running_processes, stack_members
 from deploy.ports import free_port
-from deploy.supervisor import stack_members, supervised_processes
 from nano_vllm_grpc.channels import open_blocking_channel
 from nano_vllm_grpc.tls import ClientTls
 from shared.pb.scheduler_pb2 import GetLoadRequest
@@ -106,8 +106,8 @@ def listening(opened: Open) -> set[tuple[str, str]]:
 
 
 def _program(opened: Open, process: psutil.Process) -> str:
-    """The name of the process that supervisord started, by itself or through its children."""
-    names = {each.pid: each.name for each in supervised_processes(opened.stack.directory)}
+    """The name of the process that the supervisor started, by itself or through its children."""
+    names = {each.pid: each.name for each in running_processes(opened.stack.directory)}
     tops = {}
     for pid, name in names.items():
         lineage = [psutil.Process(pid), *psutil.Process(pid).parents()]
@@ -116,11 +116,11 @@ def _program(opened: Open, process: psutil.Process) -> str:
     for each in (process, *process.parents()):
         if each.pid in tops:
             return tops[each.pid]
-    return "supervisord" if _rules(process) else str(process)
+    return "supervisor" if _rules(process) else str(process)
 
 
 def _rules(process: psutil.Process) -> bool:
-    return "deploy.supervise" in process.cmdline()
+    return "deploy.native.supervisor" in process.cmdline()
 
 
 def _internet(process: psutil.Process) -> Iterator[str]:
@@ -144,8 +144,7 @@ def _unix(process: psutil.Process) -> Iterator[str]:
         except OSError:  # closed meanwhile
             continue
         if target in found:
-            # supervisord binds a name with its pid, which it then renames.
-            yield f"Unix {re.sub(r'(?<=[.]sock)[.][0-9]+$', '', found[target])}"
+            yield f"Unix {found[target]}"
 
 
 def test_nothing_listens_but_what_is_documented(opened: Open) -> None:
@@ -185,11 +184,11 @@ def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) ->
     }
     assert {stack.stack.port, stack.stack.ui_port} < ports
     assert len(ports) == (6 if stack.stack.http_port else 4)  # each frontend's metrics, its door
-    keepers = [psutil.Process(pid).parent() for pid in pids]
+    parents = [psutil.Process(pid).parent() for pid in pids]
     with ExitStack() as resumed:
-        for keeper in filter(None, keepers):
-            keeper.suspend()
-            resumed.callback(keeper.resume)
+        for parent in filter(None, parents):
+            parent.suspend()
+            resumed.callback(parent.resume)
         for pid in pids:
             fork = psutil.Process(pid)
             fork.kill()

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from deploy.native.processes import stack_members
 from deploy.stack import run_directory
-from deploy.supervisor import stack_members
 from tests.faults.network import missing
 from tests.others import others_python
 from tests.stack import ROOT, kill_all

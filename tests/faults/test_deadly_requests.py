@@ -33,10 +33,10 @@ class Engine:
     """A scheduler in a process of its own, with a worker that computes nothing, and the scheduler
     clients of frontends."""
 
-    def __init__(self, keeper: psutil.Process, worker: FakeWorker, deaths: Path) -> None:
+    def __init__(self, parent: psutil.Process, worker: FakeWorker, deaths: Path) -> None:
         self.worker = worker
         self.clients: list[SchedulerClient] = []
-        self._keeper = keeper
+        self._parent = parent
         self._deaths = deaths
         self._ready: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -72,7 +72,7 @@ class Engine:
         """Kills the scheduler once it has sent a step."""
         await asyncio.wait_for(self.worker.step_arrived.wait(), WAIT_S)
         self.worker.step_arrived.clear()
-        for fork in self._keeper.children():
+        for fork in self._parent.children():
             fork.kill()
 
     async def close(self) -> None:

@@ -53,7 +53,7 @@ class StackInTime:
         wait_for(replaced, f"a successor in {module}")
 
     def processes(self, module: str) -> list[psutil.Process]:
-        """The processes of `module`, oldest first: that is the one supervisord started."""
+        """The processes of `module`, oldest first: that is the one that the supervisor started."""
         running = [p for p in self.launcher.members(self.port) if module in _command(p)]
         return sorted(running, key=lambda process: process.create_time())
 
@@ -97,7 +97,7 @@ async def test_serving_goes_on_while_the_clock_jumps(stack: StackInTime) -> None
 
 
 async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -> None:
-    """Every write to a file fails, as on a full disk, for services and supervisord alike."""
+    """Every write to a file fails, as on a full disk, for services and supervisor alike."""
     members = stack.launcher.members(stack.port)
     async with steady_load(stack.address, count=8):
         for process in members:
@@ -106,10 +106,10 @@ async def test_serving_goes_on_when_no_file_can_be_written(stack: StackInTime) -
         for module in ("scheduler_svc", "worker_svc", "frontend"):
             await asyncio.to_thread(stack.kill, module)
             await stream_all(stack.address, make_requests(2))
-        supervisor = named(stack.launcher.members(stack.port), "deploy.supervise")
+        supervisor = named(stack.launcher.members(stack.port), "deploy.native.supervisor")
         assert supervisor in members
 
-        log = stack.launcher.directory / ".run" / str(stack.port) / "supervisord.log"
+        log = stack.launcher.directory / ".run" / str(stack.port) / "supervisor.log"
         unchanged = log.read_text()
         for process in stack.launcher.members(stack.port):
             process.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))

@@ -22,9 +22,9 @@ def worker_pids(victim: Victim) -> list[int]:
 
 def of_grammars(stack: RealStack) -> list[psutil.Process]:
     """The processes that have mapped xgrammar: first the host, then those of the grammars."""
-    keeper = psutil.Process(stack.pid("scheduler")).parent()
-    assert keeper is not None
-    found = [each for each in keeper.children(recursive=True) if maps(each.pid, "xgrammar")]
+    parent = psutil.Process(stack.pid("scheduler")).parent()
+    assert parent is not None
+    found = [each for each in parent.children(recursive=True) if maps(each.pid, "xgrammar")]
     return sorted(found, key=lambda each: len(each.parents()))
 
 

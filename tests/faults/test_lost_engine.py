@@ -14,9 +14,9 @@ import grpc
 import psutil
 import pytest
 
+from deploy.native.processes import start_processes, stop_processes, stopped_processes
 from deploy.ports import free_port
 from deploy.stack import Process
-from deploy.supervisor import start_process, stop_process, supervised_processes
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.streams import (
     REQUESTS,
@@ -77,32 +77,25 @@ def _lost_engine(stack: RealStack, number: int, streams: OpenStreams) -> Iterato
             with suppress(psutil.NoSuchProcess):
                 each.resume()
         streams.require_open(*_LONG)
+    names = {each.name for each in processes}
     with ThreadPoolExecutor() as threads:
-        stops = [threads.submit(stop_process, stack.directory, each) for each in processes]
-        wait_for(lambda: _are_stopping(stack, processes), "the engine's processes to stop")
+        stop = threads.submit(stop_processes, stack.stack, names)
+        wait_for(lambda: names <= stopped_processes(stack.directory), "the processes to be stopped")
         for each in all_of_it:
-            with suppress(psutil.NoSuchProcess):  # it has ended with its keeper
+            with suppress(psutil.NoSuchProcess):  # it has ended with its parent
                 each.kill()
-    for stop in stops:
-        stop.result()
+    stop.result()
     try:
         yield
     finally:
-        for process in processes:
-            start_process(stack.directory, process)
-
-
-def _are_stopping(stack: RealStack, processes: list[Process]) -> bool:
-    """Whether supervisord would not start any of them again that ends now."""
-    states = {each.name: each.state for each in supervised_processes(stack.directory)}
-    return all(states[process.name] == "STOPPING" for process in processes)
+        start_processes(stack.stack, names)
 
 
 def _family(stack: RealStack, process: Process) -> list[psutil.Process]:
-    """A service's keeper and its forks."""
-    keeper = psutil.Process(stack.pid(process.service, process.index)).parent()
-    assert keeper is not None
-    return [keeper, *keeper.children(recursive=True)]
+    """A service's parent and its forks."""
+    parent = psutil.Process(stack.pid(process.service, process.index)).parent()
+    assert parent is not None
+    return [parent, *parent.children(recursive=True)]
 
 
 def _generate(stack: RealStack) -> list[int]:

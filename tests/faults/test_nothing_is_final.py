@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from deploy.health import SERVING
-from deploy.status import format_status, stack_status
-from deploy.supervisor import supervised_processes
+from deploy.native.processes import find_supervisor, replace_supervisor, running_processes
+from deploy.native.status import format_status, stack_status, supervisor_status
 from nano_vllm_grpc import LLM, TLS, SamplingParams
 from tests.certificates import Authority, Issued
 from tests.stack import RealStack, UnmetPreconditionError, running_stack
@@ -36,18 +36,18 @@ class Victim:
 
     def fork(self, name: str) -> psutil.Process:
         """The fork that serves."""
-        pids = {each.name: each.pid for each in supervised_processes(self.stack.directory)}
+        pids = {each.name: each.pid for each in running_processes(self.stack.directory)}
         return psutil.Process(pids[name])
 
-    def keeper(self, name: str) -> psutil.Process:
+    def parent(self, name: str) -> psutil.Process:
         parent = self.fork(name).parent()
         assert parent is not None
         return parent
 
-    def supervisord(self) -> psutil.Process:
-        parent = self.keeper("scheduler-0").parent()
-        assert parent is not None
-        return parent
+    def supervisor(self) -> psutil.Process:
+        found = find_supervisor(self.stack.directory)
+        assert found is not None
+        return psutil.Process(found.pid)
 
     def trouble(self, service: str) -> str:
         """The line of `make ps` for the service."""
@@ -104,21 +104,21 @@ def missing_tokens(victim: Victim) -> Iterator[str]:
 
 @contextmanager
 def no_descriptors(victim: Victim) -> Iterator[str]:
-    keeper = victim.keeper("frontend-0")
-    _, hard = keeper.rlimit(psutil.RLIMIT_NOFILE)
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
+    parent = victim.parent("frontend-0")
+    _, hard = parent.rlimit(psutil.RLIMIT_NOFILE)
+    parent.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
     yield "Too many open files"
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+    parent.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager
 def few_descriptors(victim: Victim) -> Iterator[str]:
     """Enough to fork, too few to serve."""
-    keeper = victim.keeper("frontend-0")
-    _, hard = keeper.rlimit(psutil.RLIMIT_NOFILE)
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (keeper.num_fds() + 3, hard))
+    parent = victim.parent("frontend-0")
+    _, hard = parent.rlimit(psutil.RLIMIT_NOFILE)
+    parent.rlimit(psutil.RLIMIT_NOFILE, (parent.num_fds() + 3, hard))
     yield "starts again in"
-    keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
+    parent.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager
@@ -144,27 +144,27 @@ def test_what_keeps_a_successor_from_starting_is_said_and_not_final(
     victim: Victim, fault: object, service: str
 ) -> None:
     assert callable(fault)
-    keeper = victim.keeper(f"{service}-0")
+    parent = victim.parent(f"{service}-0")
     with fault(victim) as reason:
         victim.fork(f"{service}-0").kill()
         wait_for(lambda: reason in victim.trouble(service), f"ps to say {reason}")
         assert victim.health(service) != SERVING
     victim.stack.wait_serving()
     assert victim.generate()
-    assert victim.keeper(f"{service}-0") == keeper
+    assert victim.parent(f"{service}-0") == parent
     assert "starts again" not in victim.trouble(service)
 
 
-def test_a_keeper_whose_successor_cannot_start_is_not_final(victim: Victim) -> None:
+def test_a_parent_whose_successor_cannot_start_is_not_final(victim: Victim) -> None:
     with missing_tokens(victim) as reason:
-        victim.keeper("frontend-0").kill()
-        wait_for(lambda: f"soon: {reason}" in victim.trouble("frontend"), "supervisord to give up")
+        victim.parent("frontend-0").kill()
+        wait_for(lambda: f"soon: {reason}" in victim.trouble("frontend"), "ps to say so")
     victim.stack.wait_serving()
     assert victim.generate()
 
 
 @pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
-@pytest.mark.parametrize("role", ["fork", "keeper"])
+@pytest.mark.parametrize("role", ["fork", "parent"])
 def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
     victim: Victim, service: str, role: str
 ) -> None:
@@ -185,23 +185,27 @@ def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
     victim.stack.wait_serving()
 
 
-@pytest.mark.parametrize("role", ["fork", "keeper"])
-def test_the_watchdog_is_watched_like_the_others(victim: Victim, role: str) -> None:
-    stopped = getattr(victim, role)("watchdog-0")
-    stopped.suspend()
-    assert not psutil.wait_procs([stopped], timeout=WAIT_S)[1]
-
-    def another() -> bool:
-        pids = {each.name: each.pid for each in supervised_processes(victim.stack.directory)}
-        pid = pids["watchdog-0"]
-        return pid not in (None, stopped.pid) and psutil.pid_exists(pid)
-
-    wait_for(another, "another")
-
-
-def test_a_stopped_supervisord_is_continued(victim: Victim) -> None:
-    supervisord = victim.supervisord()
-    supervisord.send_signal(signal.SIGSTOP)
-    wait_for(lambda: supervisord.status() != psutil.STATUS_STOPPED, "it to go on")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
+    victim: Victim, number: signal.Signals
+) -> None:
+    expected = victim.generate()
+    found: list[str] = []
+    stream = threading.Thread(target=lambda: found.append(victim.generate()))
+    before = victim.stack.load().sampled_tokens
+    stream.start()
+    victim.stack.wait_load(lambda load: load.sampled_tokens > before + 5)
+    pids = victim.stack.pids()
+    victim.supervisor().send_signal(number)
+    stream.join()
+    assert found == [expected]
+    state = "GONE" if number is signal.SIGKILL else "SILENT"
+    directory = victim.stack.directory
+    wait_for(lambda: supervisor_status(victim.stack.stack).state == state, "its state")
+    supervisor = replace_supervisor(directory)
+    assert supervisor
+    wait_for(lambda: supervisor_status(victim.stack.stack).state == "RUNNING", "another")
+    assert victim.stack.pids() == pids
+    victim.parent("frontend-0").kill()
     victim.stack.wait_serving()
-    assert victim.supervisord() == supervisord
+    assert victim.generate() == expected

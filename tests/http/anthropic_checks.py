@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-from anthropic import Anthropic, AsyncAnthropic
+from anthropic import Anthropic
 from checks import refusal_of
 
 MESSAGES: Any = [{"role": "user", "content": "Where does Anna live?"}]
@@ -46,12 +46,6 @@ def check_stream(given: Any) -> None:
     assert len(texts) > 3
     assert "".join(texts) == given["answer"] == final.content[0].text
     assert final.stop_reason == "end_turn"
-
-
-async def check_async(given: Any) -> None:
-    async with AsyncAnthropic(base_url=given["url"], api_key="none") as user:
-        message = await user.messages.create(**ASKED)
-    assert message.content[0].text == given["answer"]
 
 
 def check_stop_sequences(given: Any) -> None:

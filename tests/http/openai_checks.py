@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 from checks import refusal_of
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 MESSAGES: Any = [{"role": "user", "content": "Where does Anna live?"}]
 WEATHER: Any = {
@@ -87,14 +87,6 @@ def check_streamed_chat(given: Any) -> None:
     usage = chunks[-1].usage
     assert usage.completion_tokens == chat(given, max_tokens=None).usage.completion_tokens
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-
-
-async def check_async(given: Any) -> None:
-    async with AsyncOpenAI(base_url=given["url"] + "/v1", api_key="none") as user:
-        create: Any = user.chat.completions.create
-        stream = await create(model="demo", messages=MESSAGES, temperature=0, stream=True)
-        texts = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices]
-    assert "".join(filter(None, texts)) == given["answer"]
 
 
 def check_seed_and_n(given: Any) -> None:
@@ -230,7 +222,3 @@ def check_refusals(given: Any) -> None:
         refusal = refusal_of(openai.BadRequestError, partial(chat, given, **options))
         assert named in refusal
         assert "Traceback" not in refusal
-
-
-def check_unknown_model(given: Any) -> None:
-    assert "other" in refusal_of(openai.NotFoundError, partial(chat, given, model="other"))

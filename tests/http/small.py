@@ -43,10 +43,10 @@ def changed_gateway(door: str, change: str) -> Iterator[tuple[subprocess.Popen[b
         process.wait()
 
 
-def half_sent(address: str, host: str = "localhost") -> socket.socket:
-    """The connection of a request whose body never comes."""
+def half_sent(address: str, host: str = "localhost", length: int = 1000) -> socket.socket:
+    """The connection of a request of which only the first byte of the body comes."""
     name, _, port = address.partition(":")
     connection = socket.create_connection((name, int(port)), timeout=100)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: 1000\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {length}\r\n"
     connection.sendall(f"{head}content-type: application/json\r\n\r\n{{".encode())
     return connection

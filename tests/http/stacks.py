@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import grpc
+import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.health import SERVING, check_health, http_health
@@ -92,22 +92,19 @@ class Gateway:
 
     def complete(self, prompt: str) -> None:
         asked = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        headers = {"content-type": "application/json"}
-        request = Request(f"{self.url}/v1/completions", json.dumps(asked).encode(), headers)
-        with urlopen(request, timeout=60) as response:
-            assert json.load(response)["usage"]["completion_tokens"] == 1
+        response = httpx2.post(f"{self.url}/v1/completions", json=asked, timeout=60)
+        assert response.raise_for_status().json()["usage"]["completion_tokens"] == 1
 
     def knows(self, address: str, name: str, **labels: str) -> float:
         """A metric of the worker at `address`; 0 if there is none."""
         labels["worker"] = f"grpc://{address}"
-        with urlopen(self._metrics, timeout=60) as response:
-            families = text_string_to_metric_families(response.read().decode())
-            return sum(
-                sample.value
-                for family in families
-                for sample in family.samples
-                if sample.name == f"smg_kv_{name}" and labels.items() <= sample.labels.items()
-            )
+        text = httpx2.get(self._metrics, timeout=60).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"smg_kv_{name}" and labels.items() <= sample.labels.items()
+        )
 
     def snapshots(self, address: str) -> float:
         return self.knows(address, "event_batches_total", disposition="snapshot")

@@ -53,8 +53,7 @@ def ends_of(module: str, given: str) -> dict[str, str]:
 def names_of(module: str) -> list[str]:
     """The checks of a module, which cannot be imported here."""
     tree = ast.parse((HERE / f"{module}.py").read_text())
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = [node.name for node in tree.body if isinstance(node, kinds)]
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if name.startswith("check_")]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import select
 import socket
@@ -10,15 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
+import httpx2
 import pytest
 
 from deploy.gateway import Admission, GatewaySettings
+from deploy.native.processes import stop_processes
 from deploy.ports import free_port
-from deploy.supervisor import stop_process
 from tests.http.small import changed_gateway, half_sent, small_gateway
 from tests.stack import WAIT_S, RealStack, running_stack
 from tests.waiting import wait_for
@@ -62,73 +59,48 @@ def test_what_crosses_of_budgets(tmp_path: Path) -> None:
     assert (tenant["tenant_key"], tenant["tokens_per_minute"]) == ("auth:both", 12)
 
 
-@contextmanager
-def streaming(stack: RealStack, **options: Any) -> Iterator[http.client.HTTPResponse]:
-    """A streamed completion, from its first line on."""
-    url = urlsplit(stack.stack.url)
-    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=100)
-    connection.request("POST", "/v1/completions", body(stream=True, **options), HEADERS)
-    response = connection.getresponse()
-    try:
-        assert response.status == 200
-        yield response
-    finally:
-        response.close()
-        connection.close()
-
-
-HEADERS = {"content-type": "application/json"}
-
-
-def body(**options: Any) -> str:
+def completion(**options: Any) -> dict[str, Any]:
     asked = {"model": NAME, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
-    return json.dumps(asked | {"ignore_eos": True} | options)
+    return asked | {"ignore_eos": True} | options
+
+
+@contextmanager
+def streaming(url: str, **options: Any) -> Iterator[Iterator[str]]:
+    """Yields the lines of a streamed completion of the gateway at `url`."""
+    asked = completion(stream=True, **options)
+    with httpx2.stream("POST", f"{url}/v1/completions", json=asked, timeout=100) as response:
+        assert response.status_code == 200
+        yield response.iter_lines()
+
+
+def ask(stack: RealStack, method: str, path: str, value: object = None) -> httpx2.Response:
+    return httpx2.request(method, stack.stack.url + path, json=value, timeout=100)
 
 
 def complete(stack: RealStack, **options: Any) -> str:
     """A whole completion."""
-    request = Request(f"{stack.stack.url}/v1/completions", body(**options).encode(), HEADERS)
-    with urlopen(request, timeout=100) as response:
-        text: str = json.load(response)["choices"][0]["text"]
-    return text
+    response = ask(stack, "POST", "/v1/completions", completion(**options))
+    return str(response.raise_for_status().json()["choices"][0]["text"])
 
 
-def post(stack: RealStack, path: str, value: object) -> dict[str, Any]:
-    request = Request(stack.stack.url + path, json.dumps(value).encode(), HEADERS)
-    with urlopen(request, timeout=100) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer
-
-
-def status(stack: RealStack, method: str, path: str, data: str | None = None) -> int:
-    encoded = data.encode() if data else None
-    request = Request(stack.stack.url + path, encoded, HEADERS, method=method)
-    try:
-        with urlopen(request, timeout=100) as response:
-            code: int = response.status
-            return code
-    except HTTPError as error:
-        return error.code
-
-
-def texts(lines: list[bytes]) -> str:
+def texts(lines: list[str]) -> str:
     """The text in server-sent events, up to where they end or break off."""
     found = ""
     for line in lines:
-        if line.startswith(b"data: {"):
+        if line.startswith("data: {"):
             event = json.loads(line[6:])
             found += "".join(choice.get("text", "") for choice in event.get("choices", ()))
     return found
 
 
-def read_some(response: http.client.HTTPResponse) -> list[bytes]:
-    lines: list[bytes] = []
-    while sum(line.startswith(b"data: {") for line in lines) < 3:
-        lines.append(response.readline())
+def read_some(stream: Iterator[str]) -> list[str]:
+    lines: list[str] = []
+    while sum(line.startswith("data: {") for line in lines) < 3:
+        lines.append(next(stream))
     return lines
 
 
-def assert_broken_off(lines: list[bytes], expected: str) -> None:
+def assert_broken_off(lines: list[str], expected: str) -> None:
     text = texts(lines)
     assert len(text) < len(expected)
     assert expected.startswith(text)
@@ -143,35 +115,35 @@ def expected(stack: RealStack) -> str:
 def test_to_lose_a_part_of_the_engine_is_a_pause(
     stack: RealStack, expected: str, service: str
 ) -> None:
-    with streaming(stack) as response:
-        lines = read_some(response)
+    with streaming(stack.stack.url) as stream:
+        lines = read_some(stream)
         stack.kill(service)
-        lines += response.readlines()
+        lines += stream
     assert texts(lines) == expected
-    assert lines[-2].strip() == b"data: [DONE]"
+    assert lines[-2] == "data: [DONE]"
     stack.wait_serving()
 
 
 def test_a_lost_frontend_breaks_streams_off_and_the_next_request_works(
     stack: RealStack, expected: str
 ) -> None:
-    with streaming(stack) as response:
-        lines = read_some(response)
+    with streaming(stack.stack.url) as stream:
+        lines = read_some(stream)
         stack.kill("frontend", while_true=lambda: stack.load().running)
-        lines += response.readlines()
+        lines += stream
     assert_broken_off(lines, expected)
-    assert b'"error"' in b"".join(lines)  # told in the stream, whose status was sent long ago
+    assert '"error"' in "".join(lines)  # told in the stream, whose status was sent long ago
     assert complete(stack) == expected  # the gateway tries again until a frontend is there
     stack.wait_serving()
 
 
 def test_a_lost_gateway_breaks_connections_and_is_back(stack: RealStack, expected: str) -> None:
     old = stack.pid("gateway")
-    with streaming(stack) as response:
-        lines = read_some(response)
+    with streaming(stack.stack.url) as stream:
+        lines = read_some(stream)
         stack.kill("gateway", while_true=lambda: stack.load().running)
-        with suppress(ConnectionError):
-            lines += response.readlines()
+        with suppress(httpx2.TransportError):
+            lines += stream
     assert_broken_off(lines, expected)
     stack.wait_replaced("gateway", 0, old)
     stack.wait_serving()
@@ -181,12 +153,12 @@ def test_a_lost_gateway_breaks_connections_and_is_back(stack: RealStack, expecte
 
 
 def test_a_client_that_goes_away_is_dropped_by_the_engine(stack: RealStack) -> None:
-    with streaming(stack, n=4) as response:
-        read_some(response)
+    with streaming(stack.stack.url, n=4) as stream:
+        read_some(stream)
     before = stack.wait_idle()
     assert before.sampled_tokens
-    with streaming(stack, n=4) as response:
-        read_some(response)
+    with streaming(stack.stack.url, n=4) as stream:
+        read_some(stream)
     after = stack.wait_idle()
     assert after.sampled_tokens - before.sampled_tokens < 4 * NUM_TOKENS
 
@@ -211,23 +183,24 @@ def test_a_stopped_gateway_is_replaced(stack: RealStack) -> None:
     ],
 )
 def test_nobody_controls_the_gateway_over_http(stack: RealStack, method: str, path: str) -> None:
-    assert status(stack, method, path, "{}" if method == "POST" else None) == 401
+    assert ask(stack, method, path, {} if method == "POST" else None).status_code == 401
 
 
 def test_the_gateway_keeps_nothing_that_callers_send(stack: RealStack) -> None:
-    conversation = f"/v1/conversations/{post(stack, '/v1/conversations', {})['id']}"
+    conversation = ask(stack, "POST", "/v1/conversations", {}).json()["id"]
     items = {"items": [{"type": "message", "role": "user", "content": "Hello!"}]}
-    assert status(stack, "POST", f"{conversation}/items", json.dumps(items)) == 404
+    path = f"/v1/conversations/{conversation}/items"
+    assert ask(stack, "POST", path, items).status_code == 404
     asked = {"model": NAME, "input": "Hello!", "max_output_tokens": 3, "store": True}
-    response = post(stack, "/v1/responses", asked)["id"]
-    assert status(stack, "GET", f"/v1/responses/{response}") == 404
-    follows = json.dumps(asked | {"previous_response_id": response})
-    assert status(stack, "POST", "/v1/responses", follows) == 400
+    response = ask(stack, "POST", "/v1/responses", asked).json()["id"]
+    assert ask(stack, "GET", f"/v1/responses/{response}").status_code == 404
+    follows = asked | {"previous_response_id": response}
+    assert ask(stack, "POST", "/v1/responses", follows).status_code == 400
 
 
 def test_no_work_outlives_its_connection(stack: RealStack) -> None:
     asked = {"model": NAME, "input": "Hello!", "max_output_tokens": 3, "background": True}
-    answer = post(stack, "/v1/responses", asked)
+    answer = ask(stack, "POST", "/v1/responses", asked).json()
     assert not answer["background"]
     assert answer["output"]
 
@@ -246,34 +219,22 @@ def test_what_cannot_be_done_is_refused_at_once(
     stack: RealStack, options: dict[str, Any], code: int
 ) -> None:
     for stream in (False, True):
-        assert status(stack, "POST", "/v1/completions", body(stream=stream, **options)) == code
+        asked = completion(stream=stream, **options)
+        assert ask(stack, "POST", "/v1/completions", asked).status_code == code
 
 
 def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
-    url = urlsplit(stack.stack.url)
-    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=100)
-    connection.putrequest("POST", "/v1/completions")
-    for name, value in (HEADERS | {"content-length": str(5 << 20)}).items():
-        connection.putheader(name, value)
-    connection.endheaders()
-    assert connection.getresponse().status == 413
-    connection.close()
+    address = stack.stack.url.removeprefix("http://")
+    with half_sent(address, length=5 << 20) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-@pytest.fixture
-def brief_gateway(stack: RealStack, door: str) -> Iterator[str]:
-    """Gives a body a second."""
-    with small_gateway(door, body_s=1) as address:
-        yield address
-
-
-def test_bodies_that_never_come_lose_their_places(brief_gateway: str) -> None:
-    with ExitStack() as connections:
-        stalled = [connections.enter_context(half_sent(brief_gateway)) for _ in range(4)]
-        data = body(max_tokens=1).encode()
-        request = Request(f"http://{brief_gateway}/v1/completions", data, HEADERS)
-        with urlopen(request, timeout=100) as response:
-            assert response.status == 200
+def test_bodies_that_never_come_lose_their_places(stack: RealStack, door: str) -> None:
+    with small_gateway(door, body_s=1) as address, ExitStack() as connections:
+        stalled = [connections.enter_context(half_sent(address)) for _ in range(4)]
+        url = f"http://{address}/v1/completions"
+        response = httpx2.post(url, json=completion(max_tokens=1), timeout=100)
+        assert response.status_code == 200
         for connection in stalled:
             assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
@@ -290,25 +251,20 @@ def test_a_gateway_that_is_told_to_stop_ends_with_the_last_connection(
 ) -> None:
     """Without waiting for smg."""
     with changed_gateway(door, _NEVER_ENDS) as (process, address):
-        url = urlsplit(f"http://{address}")
-        connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=100)
-        connection.request("POST", "/v1/completions", body(stream=True, max_tokens=300), HEADERS)
-        response = connection.getresponse()
-        process.terminate()
-        lines = response.readlines()
-        assert lines[-2].strip() == b"data: [DONE]"
-        response.close()
-        connection.close()
+        with streaming(f"http://{address}", max_tokens=300) as stream:
+            process.terminate()
+            assert [*stream][-2] == "data: [DONE]"
         assert process.wait(WAIT_S) == 0
 
 
 def test_a_full_queue_is_429_and_no_engine_503() -> None:
     limits = {"max_num_seqs": 1, "max_waiting": 1}
     with running_stack(http_port="auto", served_model_name=NAME, **limits) as stack:
-        with streaming(stack, n=16):  # one after another, beyond all of the gateway's retries
-            assert status(stack, "POST", "/v1/completions", body()) == 429
-        stop_process(stack.directory, next(p for p in stack.processes() if p.name == "scheduler-0"))
-        assert status(stack, "POST", "/v1/completions", body()) == 503
+        url = stack.stack.url
+        with streaming(url, n=16):  # one after another, beyond all of the gateway's retries
+            assert ask(stack, "POST", "/v1/completions", completion()).status_code == 429
+        stop_processes(stack.stack, ["scheduler-0"])
+        assert ask(stack, "POST", "/v1/completions", completion()).status_code == 503
 
 
 def test_no_more_than_a_hundred_wait_for_a_place(stack: RealStack, door: str) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import httpx2
 import pytest
 
 from tests.certificates import Authority
@@ -38,28 +37,21 @@ class Secure:
         unfinished.write_text("\n".join(lines) + "\n")
         unfinished.replace(self.tokens)
 
-    def open(self, token: str, **options: Any) -> Any:
-        """The answer to a completion with these options, to be read.
-
-        Raises:
-            HTTPError: the gateway refuses.
-            OSError: nobody is there.
-        """
-        asked = {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True}
-        headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
-        body = json.dumps(asked | options).encode()
-        request = Request(f"{self.url}/v1/completions", body, headers)
-        trusting = ssl.create_default_context(cafile=self.authority.ca)
-        return urlopen(request, timeout=100, context=trusting)
+    def asked(self, token: str, **options: Any) -> dict[str, Any]:
+        """What to ask for a completion with these options, on a connection of its own."""
+        return {
+            "url": f"{self.url}/v1/completions",
+            "json": {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True} | options,
+            "headers": {"authorization": f"Bearer {token}".rstrip()},
+            "verify": ssl.create_default_context(cafile=self.authority.ca),
+            "timeout": 100,
+        }
 
     def status(self, token: str) -> int:
         """0: nobody is there, since the gateway starts anew."""
         try:
-            with self.open(token, max_tokens=4) as response:
-                return int(response.status)
-        except HTTPError as error:
-            return error.code
-        except OSError:
+            return httpx2.post(**self.asked(token, max_tokens=4)).status_code
+        except httpx2.TransportError:
             return 0
 
 
@@ -92,8 +84,7 @@ def test_a_tenant_over_its_budget_is_told_so_and_others_go_on(secure: Secure) ->
 def test_to_the_engine_all_callers_are_one_client(secure: Secure) -> None:
     """Whose cache they share, but cannot see into; callers by gRPC have their own."""
     for _ in range(2):
-        with secure.open(ACME, max_tokens=1) as response:
-            usage = json.load(response)["usage"]
+        usage = httpx2.post(**secure.asked(ACME, max_tokens=1)).json()["usage"]
     assert not (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     frontends = [secure.stack.stack.log(f"frontend-{index}") for index in range(2)]
     lines = [line for log in frontends for line in log.read_text().splitlines()]
@@ -106,9 +97,10 @@ def test_a_new_token_counts_soon_and_an_old_one_not_any_more(secure: Secure) -> 
     begun = Event()
 
     def stream() -> None:
-        with secure.open(ACME, max_tokens=1500, stream=True) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
+        asked = secure.asked(ACME, max_tokens=1500, stream=True)
+        with httpx2.stream("POST", **asked) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
                     begun.set()
                     streamed.append(len(json.loads(line[6:])["choices"]))
 

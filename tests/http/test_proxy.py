@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
 import shutil
@@ -13,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx2
 import pytest
 
 from deploy.ports import free_port
@@ -23,7 +22,7 @@ from tests.waiting import wait_for
 
 HOST = "llm.example"
 PATIENCE_S = 300  # of the gateway, with bodies: longer than requests wait for a place
-BODY = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 1})
+ASKED = {"model": "demo", "prompt": "Once", "max_tokens": 1}
 
 pytestmark = pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
 
@@ -63,12 +62,8 @@ def proxy(gateway: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 def status(address: str, **headers: str) -> int:
-    connection = http.client.HTTPConnection(address, timeout=100)
-    given = {"content-type": "application/json"} | headers
-    connection.request("POST", "/v1/completions", BODY, given)
-    code = connection.getresponse().status
-    connection.close()
-    return code
+    url = f"http://{address}/v1/completions"
+    return httpx2.post(url, json=ASKED, headers=headers, timeout=100).status_code
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,13 @@ import pytest
 
 from shared.process import run as process
 from shared.process.heartbeat import BEATS
-from shared.process.keeper_state import read_keeper_state
 from tests.waiting import wait_for
 
 _PROGRAM = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 import structlog
-from shared.process.keeper import Keeper
+from shared.process.parent_process import ParentProcess
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
@@ -47,7 +46,7 @@ async def beat(heartbeat):
 
 companion = None
 {prelude}
-sys.exit(Keeper(serve, {hang_timeout_s}, companion).run())
+sys.exit(ParentProcess(serve, {hang_timeout_s}, companion).run())
 """
 
 
@@ -83,64 +82,11 @@ def test_forks_follow_one_that_served(tmp_path: Path, body: str, status: int, fo
     assert len(starts.read_text()) == forks
 
 
-def ends_on(sign: signal.Signals) -> str:
-    return (
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{sign.name}]); ready()\n"
-        f"    print('ready', flush=True); signal.sigwait([signal.{sign.name}]); os._exit(9)"
-    )
-
-
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_passed_on(tmp_path: Path, sign: signal.Signals) -> None:
-    command = program(tmp_path / "starts", ends_on(sign))
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(sign)
-        try:
-            assert process.wait(60) == 9
-        finally:
-            process.kill()
-
-
-def test_a_signal_that_interrupts_no_system_call_is_passed_on(tmp_path: Path) -> None:
-    """A signal interrupts none if it arrives just before the wait, or on another thread."""
-    prelude = """
-import threading
-
-def signal_yourself():
-    sys.stdin.readline()
-    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-
-threading.Thread(target=signal_yourself, daemon=True).start()
-"""
-    command = program(tmp_path / "starts", ends_on(signal.SIGTERM), prelude)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        try:
-            assert process.wait(60) == 9
-        finally:
-            process.kill()
-
-
-def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
-    body = "ready(); print(os.getpid(), flush=True); time.sleep(60)"
-    with subprocess.Popen(program(tmp_path / "starts", body), stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        fork = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-        assert not psutil.wait_procs([fork], timeout=60)[1]
-
-
-class Kept:
-    """A running keeper whose forks print their pids."""
+class RunningParent:
+    """A running parent process whose forks print their pids."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.keeper = psutil.Process(process.pid)
+        self.process = psutil.Process(process.pid)
         self._output = process.stdout
         self._found: list[tuple[str, int]] = []  # not asked for yet
 
@@ -157,25 +103,20 @@ class Kept:
         self._found.remove((role, found[role]))
         return found[role]
 
-    def trouble(self) -> str:
-        state = read_keeper_state(self.keeper.pid)
-        return state.trouble if state else ""
-
 
 @contextmanager
-def kept(
+def running_parent(
     starts: Path, body: str, prelude: str = "", hang_timeout_s: float = 60.0
-) -> Iterator[Kept]:
+) -> Iterator[RunningParent]:
     command = program(starts, body, prelude, hang_timeout_s)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield Kept(process)
+            yield RunningParent(process)
         finally:
             process.kill()
 
 
 LASTS = "time.sleep(600)"
-BEATING = "asyncio.run(beat(heartbeat))"
 COMPANION = """
 def companion(heartbeat):
     say_pid("companion")
@@ -183,49 +124,59 @@ def companion(heartbeat):
 """
 
 
+def ends_on(sign: signal.Signals) -> str:
+    blocked = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{sign.name}])"
+    return f"{blocked}; ready(); say_pid(); signal.sigwait([signal.{sign.name}]); os._exit(9)"
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(tmp_path: Path, sign: signal.Signals) -> None:
+    with running_parent(tmp_path / "starts", ends_on(sign)) as parent:
+        parent.next_fork()
+        parent.process.send_signal(sign)
+        assert parent.process.wait(60) == 9
+
+
+def test_a_signal_that_interrupts_no_system_call_is_passed_on(tmp_path: Path) -> None:
+    """A signal interrupts none if it arrives just before the wait, or on another thread."""
+    prelude = """
+import threading
+
+def signal_yourself():
+    while not starts.with_name("signal").exists():
+        time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=signal_yourself, daemon=True).start()
+"""
+    with running_parent(tmp_path / "starts", ends_on(signal.SIGTERM), prelude) as parent:
+        parent.next_fork()
+        (tmp_path / "signal").touch()
+        assert parent.process.wait(60) == 9
+
+
+def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
+    with running_parent(tmp_path / "starts", f"ready(); say_pid(); {LASTS}") as parent:
+        fork = parent.next_fork()
+        parent.process.kill()
+        assert not psutil.wait_procs([fork], timeout=60)[1]
+
+
 def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path) -> None:
     body = f"ready(); say_pid(); {LASTS}"
-    with kept(tmp_path / "starts", body, COMPANION.format(body=LASTS)) as process:
-        companion = psutil.Process(process.next_pid("companion"))
-        service = process.next_fork()
+    with running_parent(tmp_path / "starts", body, COMPANION.format(body=LASTS)) as parent:
+        companion = psutil.Process(parent.next_pid("companion"))
+        service = parent.next_fork()
         service.kill()
-        successor = process.next_fork()
+        successor = parent.next_fork()
         assert companion.is_running()
         companion.kill()
-        assert process.next_pid("companion") != companion.pid
+        assert parent.next_pid("companion") != companion.pid
         assert successor.is_running()
-        forks = process.keeper.children()
+        forks = parent.process.children()
         assert len(forks) == 2
-        process.keeper.kill()
+        parent.process.kill()
         assert not psutil.wait_procs(forks, timeout=60)[1]
-
-
-def test_a_keeper_says_what_keeps_a_successor_from_starting(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    body = f"""
-    if count and not Path({str(missing)!r}).exists():
-        heartbeat.fail("tokens_file: it is missing")
-        sys.exit(2)
-    {BEATING}"""
-    with kept(tmp_path / "starts", body, hang_timeout_s=6.0) as process:
-        first = process.next_fork()
-        wait_for(lambda: process.trouble() == "", "it to be ready")
-        first.kill()
-        wait_for(lambda: process.trouble().endswith(": tokens_file: it is missing"), "the reason")
-        missing.touch()
-        assert process.next_fork().is_running()
-        wait_for(lambda: process.trouble() == "", "it to be ready")
-
-
-def test_a_keeper_without_descriptors_goes_on_once_there_are_some(tmp_path: Path) -> None:
-    with kept(tmp_path / "starts", BEATING) as process:
-        first = process.next_fork()
-        _, hard = process.keeper.rlimit(psutil.RLIMIT_NOFILE)
-        process.keeper.rlimit(psutil.RLIMIT_NOFILE, (3, hard))
-        first.kill()
-        wait_for(lambda: "cannot fork: " in process.trouble(), "forks to fail")
-        process.keeper.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
-        assert process.next_fork().is_running()
 
 
 # What is to hang does so by itself, and what is not never beats: on a busy machine, anything else
@@ -247,9 +198,9 @@ def wait_gone(pid: int) -> None:
     ids=["stopped", "stuck", "stopped before it was ready"],
 )
 def test_a_fork_that_hangs_is_replaced(tmp_path: Path, body: str) -> None:
-    with kept(tmp_path / "starts", body, hang_timeout_s=0.3) as process:
-        first = process.next_pid()
-        assert process.next_pid() != first
+    with running_parent(tmp_path / "starts", body, hang_timeout_s=0.3) as parent:
+        first = parent.next_pid()
+        assert parent.next_pid() != first
         wait_gone(first)
 
 
@@ -257,39 +208,41 @@ def test_a_fork_that_hangs_is_replaced(tmp_path: Path, body: str) -> None:
 def test_a_companion_that_is_stopped_is_replaced(tmp_path: Path, beat: str) -> None:
     first_only = "first = starts.with_name('first'); first.exists() and time.sleep(600)"
     prelude = COMPANION.format(body=f"{first_only}; first.touch(); {beat}; {STOPS}")
-    with kept(tmp_path / "starts", f"ready(); {LASTS}", prelude, hang_timeout_s=0.3) as process:
-        first = process.next_pid("companion")
-        assert process.next_pid("companion") != first
+    with running_parent(
+        tmp_path / "starts", f"ready(); {LASTS}", prelude, hang_timeout_s=0.3
+    ) as parent:
+        first = parent.next_pid("companion")
+        assert parent.next_pid("companion") != first
         wait_gone(first)
 
 
-def test_a_fork_ends_a_keeper_that_is_stopped(tmp_path: Path) -> None:
+def test_a_fork_ends_a_parent_that_is_stopped(tmp_path: Path) -> None:
     body = "ready(); os.kill(os.getppid(), signal.SIGSTOP); asyncio.run(beat(heartbeat))"
-    with kept(tmp_path / "starts", body, hang_timeout_s=0.3) as process:
-        fork = process.next_pid()
-        process.keeper.wait(60)
+    with running_parent(tmp_path / "starts", body, hang_timeout_s=0.3) as parent:
+        fork = parent.next_pid()
+        parent.process.wait(60)
         wait_gone(fork)
 
 
-# Keeper and fork say what they do, and their clock leaps by an hour at SIGUSR1, as if they had been
+# Parent and fork say what they do, and their clock leaps by an hour at SIGUSR1, as if they had been
 # stopped for so long.
 LEAPS = """
 from shared.process.fork import Fork
 
 leaps = 0
-monotonic, look = time.monotonic, Fork.look
+monotonic, check = time.monotonic, Fork.check
 
 def leap(*_):
     global leaps
     leaps += 1
 
-def look_and_say(self, may_kill):
-    look(self, may_kill)
-    say_pid("look")
+def check_and_say(self, may_kill):
+    check(self, may_kill)
+    say_pid("check")
 
 time.monotonic = lambda: monotonic() + 3600 * leaps
 signal.signal(signal.SIGUSR1, leap)
-Fork.look = look_and_say
+Fork.check = check_and_say
 
 async def leaping(heartbeat):
     say = heartbeat.beat
@@ -303,18 +256,18 @@ async def leaping(heartbeat):
 
 def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
     body = "asyncio.run(leaping(heartbeat))"
-    with kept(tmp_path / "starts", body, LEAPS, hang_timeout_s=600.0) as process:
-        fork = process.next_fork()
-        process.next_pid("look")
+    with running_parent(tmp_path / "starts", body, LEAPS, hang_timeout_s=600.0) as parent:
+        fork = parent.next_fork()
+        parent.next_pid("check")
         for _ in range(BEATS + 2):
-            for each in (process.keeper, fork):
+            for each in (parent.process, fork):
                 each.suspend()
                 each.send_signal(signal.SIGUSR1)
-            for each in (fork, process.keeper):
+            for each in (fork, parent.process):
                 each.resume()
-            assert process.next_pid("beat") == fork.pid
-            assert process.next_pid("look") == process.keeper.pid
-        assert process.keeper.children() == [fork]
+            assert parent.next_pid("beat") == fork.pid
+            assert parent.next_pid("check") == parent.process.pid
+        assert parent.process.children() == [fork]
 
 
 def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:

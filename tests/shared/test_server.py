@@ -193,7 +193,7 @@ async def test_an_address_in_use_is_an_os_error() -> None:
 
 async def test_a_process_ends_with_its_parent() -> None:
     child = (
-        "import os, time; from shared.process.parent import end_with_parent\n"
+        "import os, time; from shared.process.death_signal import end_with_parent\n"
         "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (

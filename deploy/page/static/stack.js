@@ -4,7 +4,7 @@ export function showProcesses(body, processes) {
   body.replaceChildren(...processes.map((process) => {
     const { name, pid, restarts, trouble } = process;
     const health = process.state.split("/").at(-1).toLowerCase().replace("_", " ");
-    const state = cell(health, health === "serving" ? "good" : "bad");
+    const state = cell(health, ["serving", "running"].includes(health) ? "good" : "bad");
     if (trouble) state.appendChild(document.createElement("small")).textContent = trouble;
     return row(cell(name), state, cell(pid ?? "–", "number"), cell(restarts, "number"));
   }));

@@ -1,4 +1,4 @@
-"""Holds manifests against the services' own settings: what containers are started with must load,
+"""Compares manifests with the services' own settings: what containers are started with must load,
 and whatever names a port, a file or another process must name what the settings make of it."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from deploy.gateway import GatewaySettings
 from nano_vllm_grpc.tls import ClientTls
 from shared.config import PREFIX
-from tests.deploy.kubernetes.addresses import gateway_of, listens, probed_addresses, tls_of
 from tests.deploy.kubernetes.network import wrong_network
 from tests.deploy.kubernetes.pods import Impossible, Process, named, processes
 from tests.deploy.kubernetes.rendering import Manifest
@@ -47,7 +47,7 @@ def _wrong_process(process: Process) -> Iterator[str]:
         yield f"{process}: not settings of {process.image}: {', '.join(sorted(unknown))}"
     yield from _wrong_files(process)
     ports = {each["containerPort"] for each in process.container.get("ports", ())}
-    if ports != (heard := set(listens(process))):
+    if ports != (heard := set(process.ports)):
         yield f"{process}: its ports are {sorted(ports)}, but it listens on {sorted(heard)}"
     yield from _wrong_probe(process)
 
@@ -55,16 +55,11 @@ def _wrong_process(process: Process) -> Iterator[str]:
 def _wrong_files(process: Process) -> Iterator[str]:
     """Files that no volume holds."""
     paths = {name: getattr(process.settings, name, "") for name in _FILES}
-    tls = _probe_tls(process)
-    if tls:
+    if tls := ClientTls.from_environment(process.environment):
         paths |= {"tls_ca": tls.ca, "client_cert": tls.cert, "client_key": tls.key}
     for name, path in paths.items():
         if path and not any(PurePosixPath(path).is_relative_to(at) for at in process.mounts):
             yield f"{process}: {name}: no volume has {path}"
-
-
-def _probe_tls(process: Process) -> ClientTls | None:
-    return ClientTls.from_environment(process.environment)
 
 
 def _wrong_probe(process: Process) -> Iterator[str]:
@@ -72,10 +67,10 @@ def _wrong_probe(process: Process) -> Iterator[str]:
     if "livenessProbe" in container or "startupProbe" in container:
         yield f"{process}: would be killed for waiting for others"
     probe = container.get("readinessProbe", {})
-    if gateway_of(process):
+    if process.service is GatewaySettings:
         names = {each["name"]: each["containerPort"] for each in container["ports"]}
         get = probe.get("httpGet", {})
-        expected = ("HTTPS" if tls_of(process) else "HTTP", "/readiness")
+        expected = ("HTTPS" if process.tls else "HTTP", "/readiness")
         if (get.get("scheme"), get.get("path")) != expected or get.get("port") not in names:
             yield f"{process}: is not asked for its readiness: {probe}"
         return
@@ -83,9 +78,11 @@ def _wrong_probe(process: Process) -> Iterator[str]:
     if command[:-1] != _PROBE or not importlib.util.find_spec(_PROBE[-1]):
         yield f"{process}: is not asked for its health: {probe}"
         return
-    if command[-1] not in (right := probed_addresses(process)):
-        yield f"{process}: health is asked at {command[-1]}, but served at {right[0]}"
-    server, client = tls_of(process), _probe_tls(process)
+    address = process.served[0]
+    local = address.replace("0.0.0.0", "localhost"), address.replace("0.0.0.0", "127.0.0.1")
+    if command[-1] not in local:
+        yield f"{process}: health is asked at {command[-1]}, but served at {local[0]}"
+    server, client = process.tls, ClientTls.from_environment(process.environment)
     if client and not server:
         yield f"{process}: the probe uses TLS, and the service does not"
     elif server and not (client and client.ca):

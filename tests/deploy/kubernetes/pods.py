@@ -15,8 +15,10 @@ from unittest.mock import patch
 
 from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
+from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import ServiceSettings, load_settings
+from shared.tls import ServerTls
 from tests.deploy.kubernetes.rendering import Manifest
 from worker_svc.settings import WorkerSettings
 
@@ -146,6 +148,42 @@ class Process:
     def mounts(self) -> dict[str, str]:
         """Volumes by the paths at which they are."""
         return {each["mountPath"]: each["name"] for each in self.container.get("volumeMounts", ())}
+
+    @property
+    def served(self) -> list[str]:
+        """The addresses that it serves at, without that of its metrics; health is at the first."""
+        match settings := self.settings:
+            case GatewaySettings():
+                return [f"{settings.host}:{settings.http_port}"]
+            case FrontendSettings():
+                engine = [settings.engine_address] if settings.engine_address else []
+                return [f"{settings.host}:{settings.port}", *engine]
+            case SchedulerSettings():
+                return [settings.scheduler_address]
+            case WorkerSettings():
+                return [settings.worker_addresses[settings.rank]]
+        raise TypeError(settings)
+
+    @property
+    def ports(self) -> list[int]:
+        """The ports that other pods can reach: of its service first, of its metrics last."""
+        metrics = f"{self.settings.metrics_host}:{self.settings.metrics_port}"
+        addresses = [*self.served, metrics]
+        return [int(each.rpartition(":")[2]) for each in addresses if not stays_on_host(each)]
+
+    @property
+    def tls(self) -> ServerTls | None:
+        """The TLS that it serves with."""
+        tls: ServerTls | None = self.settings.server_tls
+        return tls
+
+    def secret(self, path: str) -> str:
+        """The name of the Secret that holds this file."""
+        volumes = {each["name"]: each for each in self.pod.spec["volumes"]}
+        for at, name in self.mounts.items():
+            if path.startswith(f"{at}/") and "secret" in volumes[name]:
+                return str(volumes[name]["secret"]["secretName"])
+        raise Impossible(f"{self}: no Secret holds {path}")
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

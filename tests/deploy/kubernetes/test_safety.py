@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from deploy.gateway import GatewaySettings
+from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import stays_on_host
-from tests.deploy.kubernetes.addresses import (
-    frontend_of,
-    gateway_of,
-    scheduler_of,
-    served,
-    tls_of,
-)
+from scheduler_svc.settings import SchedulerSettings
 from tests.deploy.kubernetes.pods import named, pods, processes
 from tests.deploy.kubernetes.rendering import (
     COMBINATIONS,
@@ -82,9 +78,9 @@ def test_whatever_leaves_a_pod_is_encrypted(
 ) -> None:
     encrypted = "encrypted-network" in combination[1]
     for process in processes(manifests):
-        if not all(map(stays_on_host, served(process))):
-            assert (tls_of(process) is None) is encrypted
-        if not gateway_of(process):
+        if not all(map(stays_on_host, process.served)):
+            assert (process.tls is None) is encrypted
+        if process.service is not GatewaySettings:
             assert process.settings.allow_plaintext is encrypted
             expected = "optional" if encrypted else "required"
             assert process.settings.internal_tls_roles == expected
@@ -92,9 +88,9 @@ def test_whatever_leaves_a_pod_is_encrypted(
 
 def test_clients_need_a_token(manifests: list[Manifest]) -> None:
     for process in processes(manifests):
-        if frontend_of(process) or gateway_of(process):
+        if process.service in (FrontendSettings, GatewaySettings):
             assert process.settings.callers_need_tokens
-        if gateway_of(process):
+        if process.service is GatewaySettings:
             assert all(map(stays_on_host, process.settings.engine_addresses))
 
 
@@ -107,7 +103,9 @@ def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> N
 
 def test_ranks_end_after_their_scheduler(manifests: list[Manifest]) -> None:
     """As sidecars do."""
-    for process in filter(scheduler_of, processes(manifests)):
+    for process in processes(manifests):
+        if process.service is not SchedulerSettings:
+            continue
         ranks = [each for each in process.pod.containers if each["name"].startswith("worker")]
         assert ranks
         assert all(rank["restartPolicy"] == "Always" for rank in ranks)

@@ -29,11 +29,6 @@ def manifests() -> list[Manifest]:
     return render_combination("tp", ALL)
 
 
-@pytest.fixture(scope="module")
-def group() -> list[Manifest]:
-    return render_combination("tp-nodes", ("cert-manager",))
-
-
 @pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
 def test_manifests_fit_the_settings(overlay: str, components: tuple[str, ...]) -> None:
     assert complaints(render_combination(overlay, components)) == []
@@ -64,27 +59,33 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         '"NANO_DRAIN_TIMEOUT_S": "140"',
         "frontend-x: has",
     ),
+    "a Service's name": ('"engines.nano-vllm.svc"', '"engine.nano-vllm.svc"', "is called engines."),
+    "a probe's name": ('["frontend.nano-vllm.svc"', '["other"', "is called frontend.nano-vllm"),
+    "a role": ("role:frontend", "role:scheduler", "calls others as frontend"),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_what_does_not_fit_is_found(plant: str, manifests: list[Manifest]) -> None:
-    old, new, said = PLANTS[plant]
-    text = json.dumps(manifests)
-    assert old in text
-    assert said in "\n".join(complaints(json.loads(text.replace(old, new))))
-
-
+# What somebody may rename or forget where a group of pods is an engine.
 GROUP_PLANTS: dict[str, tuple[str, str, str]] = {
     "a rank's pod": ("$(NANO_ENGINE_NAME)-1.", "$(NANO_ENGINE_NAME)-2.", "calls rank 1 at"),
     "a variable of the controller": ("$(LWS_WORKER_INDEX)", "$(LWS_INDEX)", "$(LWS_INDEX)"),
+    "a rank's name": ('"*.engine.nano-vllm.svc"', '"engine.nano-vllm.svc"', "is called engine-0"),
 }
 
 
-@pytest.mark.parametrize("plant", GROUP_PLANTS)
-def test_what_does_not_fit_in_a_group_is_found(plant: str, group: list[Manifest]) -> None:
-    old, new, said = GROUP_PLANTS[plant]
-    text = json.dumps(group)
+@pytest.mark.parametrize(
+    ("overlay", "components", "plant"),
+    [
+        *(("tp", ALL, plant) for plant in PLANTS.values()),
+        *(("tp-nodes", ("cert-manager",), plant) for plant in GROUP_PLANTS.values()),
+    ],
+    ids=[*PLANTS, *GROUP_PLANTS],
+)
+def test_what_does_not_fit_is_found(
+    overlay: str, components: tuple[str, ...], plant: tuple[str, str, str]
+) -> None:
+    old, new, said = plant
+    text = json.dumps(render_combination(overlay, components))
     assert old in text
     assert said in "\n".join(complaints(json.loads(text.replace(old, new))))
 

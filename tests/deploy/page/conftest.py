@@ -6,35 +6,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.client import HTTPConnection, HTTPResponse
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import SERVICES, Stack
 from tests.client.fake_server import FakeServer, running_server
+from tests.deploy.conftest import plan
 from tests.stack import ROOT
 from tests.waiting import wait_for
 
 
 def stack_in(directory: Path, frontend_port: int = 1, **facts: Any) -> Stack:
-    return Stack(
-        directory=directory,
-        host="127.0.0.1",
-        port=frontend_port,
-        services=SERVICES,
-        first_rank=0,
-        num_ranks=1,
-        frontends=1,
-        scheduler_address=f"unix:{directory}/scheduler.sock",
-        worker_addresses=(f"unix:{directory}/worker-0.sock",),
-        drain_timeout_s=1.0,
-        **facts,
-    )
+    stack, _ = plan(directory=directory, port=frontend_port)
+    return replace(stack, services=SERVICES, **facts)
 
 
 class Page:
@@ -47,16 +38,11 @@ class Page:
     @contextmanager
     def ask(
         self, path: str, headers: dict[str, str] | None = None, body: bytes | None = None
-    ) -> Iterator[HTTPResponse]:
-        """The response to a request that has these headers and no others, besides Host."""
-        connection = HTTPConnection(self.host, timeout=60)
-        connection.putrequest("GET" if body is None else "POST", path, skip_host=True)
-        for name, value in ({"host": self.host} | (headers or {})).items():
-            connection.putheader(name, value)
-        if body is not None:
-            connection.putheader("content-length", str(len(body)))
-        connection.endheaders(body)
-        with closing(connection), connection.getresponse() as answer:
+    ) -> Iterator[httpx2.Response]:
+        """The response to a request with these headers, to be read."""
+        method = "GET" if body is None else "POST"
+        url = f"http://{self.host}{path}"
+        with httpx2.stream(method, url, headers=headers, content=body, timeout=60) as answer:
             yield answer
 
 
@@ -79,7 +65,7 @@ def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with running_page(tmp_path_factory.mktemp("page"), model="demo") as page:
+    with running_page(tmp_path_factory.mktemp("page")) as page:
         yield page
 
 
@@ -93,6 +79,6 @@ def page(shared_page: Page) -> Page:
 @pytest.fixture
 def stuck_page(tmp_path: Path) -> Iterator[Page]:
     """A page whose answers do not even begin."""
-    with running_page(tmp_path, model="demo") as page:
+    with running_page(tmp_path) as page:
         page.frontend.service.start_together = 99
         yield page

@@ -42,7 +42,7 @@ HELLO = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
 def test_only_the_page_itself_may_ask(page: Page, headers: dict[str, str], status: int) -> None:
     for path, body in (("/", None), ("/static/page.js", None), ("/chat", HELLO)):
         with page.ask(path, JSON | headers, body) as answer:
-            assert answer.status == status
+            assert answer.status_code == status
             answer.read()
     assert len(page.frontend.service.requests) == (status == 200)
 
@@ -76,7 +76,7 @@ def test_all_that_the_page_loads_comes_from_here(page: Page) -> None:
     unread, needed = ["/"], {"/"}
     while unread:
         with page.ask(unread.pop()) as answer:
-            assert answer.status == 200
+            assert answer.status_code == 200
             found = set(re.findall(r'(?:href=|src=|from )"([^"]*)"', answer.read().decode()))
         unread += found - needed
         needed |= found
@@ -128,7 +128,7 @@ def test_a_bad_request_is_refused_with_its_field(
     page: Page, headers: dict[str, str], body: bytes, status: int, message: str
 ) -> None:
     with page.ask("/chat", headers, body) as answer:
-        assert answer.status == status
+        assert answer.status_code == status
         assert answer.read().decode().startswith(message)
     assert not page.frontend.service.requests
 
@@ -140,12 +140,12 @@ def test_only_so_many_streams_are_open(stuck_page: Page, path: str, limit: int) 
         for _ in range(limit):
             streams.enter_context(stuck_page.ask(path, headers, body))
         refused = streams.enter_context(stuck_page.ask(path, headers, body))
-        assert refused.status == 503
+        assert refused.status_code == 503
         assert refused.read().decode().startswith(f"{limit} ")
 
     def accepted() -> bool:
         with stuck_page.ask(path, headers, body) as answer:
-            return answer.status == 200
+            return answer.status_code == 200
 
     wait_for(accepted, "a place")
 
@@ -155,11 +155,11 @@ def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
     tokens.write_text("k3J9sT0vX2mQp7Rz\n")
     with running_page(tmp_path, auth_tokens_file=str(tokens)) as page:
         with page.ask("/chat", JSON, HELLO) as answer:
-            assert answer.status == 403
+            assert answer.status_code == 403
             reason = answer.read().decode()
         assert "must have a token" in reason
         with page.ask("/events") as events:
-            state = json.loads(events.readline().removeprefix(b"data: "))
+            state = json.loads(next(events.iter_lines()).removeprefix("data: "))
         assert state["chat_obstacle"] == reason
         assert not page.frontend.service.requests
 
@@ -167,7 +167,7 @@ def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
 def test_a_request_that_breaks_off_is_logged_without_a_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with running_page(tmp_path, model="demo") as page:
+    with running_page(tmp_path) as page:
         host, _, port = page.host.partition(":")
         for path, begins in (("/readiness", b""), ("/events", b"data: ")):
             with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -193,7 +193,7 @@ def test_only_so_many_connections_are_open(page: Page) -> None:
     def status() -> int:
         with page.ask("/static/page.js") as answer:
             answer.read()
-            return answer.status
+            return answer.status_code
 
     with ExitStack() as connections:
         for _ in range(64):

@@ -3,71 +3,54 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
 
 from deploy.page.samples import Sampler
 
 from .conftest import stack_in
 
-METRICS = """\
-# TYPE nanovllm:time_to_first_token_seconds histogram
-nanovllm:time_to_first_token_seconds_bucket{{le="+Inf",model_name="demo"}} {count}
-nanovllm:time_to_first_token_seconds_count{{model_name="demo"}} {count}
-nanovllm:time_to_first_token_seconds_sum{{model_name="demo"}} {sum}
-"""
-
-
-class Frontend:
-    """The metrics of a frontend, at an address that a file names."""
-
-    def __init__(self, file: Path) -> None:
-        self.count, self.sum = 0, 0.0
-        frontend = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(METRICS.format(**vars(frontend)).encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, args=(0.01,)).start()
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps([{"targets": [f"127.0.0.1:{self._server.server_port}"]}]))
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
 
 @pytest.fixture
-def frontends(tmp_path: Path) -> Iterator[list[Frontend]]:
-    started = [Frontend(tmp_path / "metrics" / f"frontend-{i}.json") for i in range(2)]
-    yield started
-    for each in started:
-        each.stop()
+def frontends(tmp_path: Path) -> Iterator[list[Histogram]]:
+    """The first-token times of two frontends, at addresses that files name."""
+    (tmp_path / "metrics").mkdir()
+    times = []
+    with ExitStack() as servers:
+        for index in range(2):
+            registry = CollectorRegistry()
+            name = "nanovllm:time_to_first_token_seconds"
+            times.append(Histogram(name, "of a frontend", ["model_name"], registry=registry))
+            server, _ = start_http_server(0, "127.0.0.1", registry)
+            servers.callback(server.server_close)
+            servers.callback(server.shutdown)
+            targets = [{"targets": [f"127.0.0.1:{server.server_port}"]}]
+            file = tmp_path / "metrics" / f"frontend-{index}.json"
+            file.write_text(json.dumps(targets))
+        yield times
+
+
+def observe(times: Histogram, *values: float) -> None:
+    for value in values:
+        times.labels("demo").observe(value)
 
 
 def test_first_token_times_are_those_since_the_last_sample(
-    tmp_path: Path, frontends: list[Frontend]
+    tmp_path: Path, frontends: list[Histogram]
 ) -> None:
     sampler = Sampler(stack_in(tmp_path))
     one, other = frontends
-    one.count, one.sum = 100, 500.0
+    observe(one, 5.0, 5.0)
     assert sampler.take()["first_token_s"] is None  # who knows since when
     assert sampler.take()["first_token_s"] is None
-    one.count, one.sum = 101, 500.5
-    other.count, other.sum = 3, 1.5
+    observe(one, 0.5)
+    observe(other, 0.25, 0.5, 0.75)
     assert sampler.take()["first_token_s"] == 0.5
-    one.count, one.sum = 0, 0.0  # it died
-    other.count, other.sum = 4, 3.5
+    one.clear()  # it died
+    observe(other, 2.0)
     assert sampler.take()["first_token_s"] == 2.0
     assert "running" not in sampler.take()  # there is no scheduler

@@ -24,7 +24,7 @@ import structlog
 from nano_vllm_grpc.pb import frontend_pb2, frontend_pb2_grpc
 from shared.config import ServiceSettings, settings_or_exit
 from shared.pb import scheduler_pb2, scheduler_pb2_grpc
-from shared.process.parent import end_with_parent
+from shared.process.death_signal import end_with_parent
 from shared.rpc.server import Server
 from shared.telemetry.logging import configure_logging
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,18 @@ from deploy.engines import (
     wait_until_left,
 )
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
-from deploy.guards import ignore_signals, locked, signals_interrupt
-from deploy.progress import show_progress
+from deploy.native.guards import ignore_signals, locked, signals_interrupt
+from deploy.native.processes import (
+    parent_processes,
+    start_processes,
+    stop_processes,
+    stopped_processes,
+    wake_supervisor,
+)
+from deploy.native.progress import show_progress
+from deploy.native.startup import wait_until_serving
+from deploy.native.status import stack_status
 from deploy.stack import Stack
-from deploy.startup import wait_until_serving
-from deploy.status import stack_status
-from deploy.supervisor import supervised_processes
-from deploy.supervisor_config import write_config
-from deploy.supervisor_rpc import update_groups
 
 
 def scale(directory: Path, engines: int) -> int:
@@ -39,7 +44,7 @@ def scale(directory: Path, engines: int) -> int:
     Stack.load(directory)  # says so if there is none
     with locked(directory), signals_interrupt():
         stack = Stack.load(directory)
-        supervised_processes(directory)  # likewise if it does not run
+        wake_supervisor(directory)  # likewise if it does not run
         wanted = replace(stack, engines=engines, master_ports=extra_master_ports(stack, engines))
         check_engines(wanted)
         if engines >= stack.engines:
@@ -82,15 +87,15 @@ def apply(stack: Stack) -> None:
     """Makes the running stack what `stack` says, but for processes that it has already: they stay
     as they are."""
     stack.save()
-    write_config(stack)
     link_missing_models(stack)
-    update_groups(stack.directory)
-    _remove_leftovers(stack)
-
-
-def _remove_leftovers(stack: Stack) -> None:
-    """Removes what engines that are gone have left: Prometheus would miss them."""
     names = {process.name for process in stack.processes()}
+    stop_processes(stack, parent_processes(stack.directory).keys() - names)
+    _remove_leftovers(stack, names)
+    start_processes(stack, stopped_processes(stack.directory))
+
+
+def _remove_leftovers(stack: Stack, names: Collection[str]) -> None:
+    """Removes what engines that are gone have left: Prometheus would miss them."""
     for pattern in "metrics/worker-*.json", "metrics/scheduler-*.json":
         for file in stack.directory.glob(pattern):
             if file.stem not in names:

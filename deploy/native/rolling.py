@@ -14,12 +14,12 @@ from deploy.engines import (
     wait_until_left,
 )
 from deploy.errors import LaunchError, StartError
-from deploy.guards import uninterrupted
 from deploy.model import resolve_model
+from deploy.native.guards import uninterrupted
+from deploy.native.processes import start_processes, stop_processes
+from deploy.native.startup import Report, wait_until_serving
+from deploy.native.status import stack_status
 from deploy.stack import Process, Stack
-from deploy.startup import Report, wait_until_serving
-from deploy.status import stack_status
-from deploy.supervisor_rpc import replace_groups
 from frontend.text.model_files import ModelFilesError, read_model_facts
 
 
@@ -60,8 +60,10 @@ def replace_engine(
 
 
 def _replace(stack: Stack, processes: Sequence[Process], report: Report) -> None:
+    names = [each.name for each in processes]
     with uninterrupted():
-        replace_groups(stack.directory, list(dict.fromkeys(each.group for each in processes)))
+        stop_processes(stack, names)
+        start_processes(stack, names)
     wait_until_serving(stack, lambda: stack_status(stack), report)
 
 

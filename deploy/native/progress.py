@@ -13,9 +13,9 @@ from rich.text import Text
 
 from deploy.health import SERVING
 from deploy.logs import last_event
+from deploy.native.startup import Report
+from deploy.native.status import ProcessStatus
 from deploy.stack import Stack
-from deploy.startup import Report
-from deploy.status import ProcessStatus
 
 
 @contextmanager

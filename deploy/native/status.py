@@ -1,4 +1,4 @@
-"""The state of a stack's processes, according to supervisord and to the processes themselves."""
+"""The state of a stack's processes, according to its supervisor and to the processes themselves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import psutil
 
 from deploy.health import UNREACHABLE, check_health, http_health
 from deploy.logs import failure_reason
+from deploy.native.processes import RunningProcess, find_supervisor, running_processes
 from deploy.stack import ENGINE_SERVICES, Process, Stack
-from deploy.supervisor import SupervisedProcess, supervised_processes
 from shared.process.fork import CANNOT_START
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process, its state according to supervisord, and its health."""
+    """A process, its state according to the supervisor, and its health."""
 
     process: Process
     pid: int | None
@@ -30,7 +30,8 @@ class ProcessStatus:
     @property
     def summary(self) -> str:
         """`RUNNING/SERVING`, `EXITED`, ..."""
-        return f"{self.state}/{self.health}" if self.state == "RUNNING" else self.state
+        has_health = self.health and self.state == "RUNNING"
+        return f"{self.state}/{self.health}" if has_health else self.state
 
     @property
     def account(self) -> str:
@@ -39,32 +40,41 @@ class ProcessStatus:
 
 
 def stack_status(stack: Stack) -> list[ProcessStatus]:
-    """Asks supervisord and every process.
+    """Asks the supervisor and every process.
 
     Raises:
         SupervisorGoneError: the stack is not running.
     """
-    supervised = {each.name: each for each in supervised_processes(stack.directory)}
+    found = {each.name: each for each in running_processes(stack.directory)}
     pairs = [
-        (process, supervised.get(process.name) or SupervisedProcess(process.name))
+        (process, found.get(process.name) or RunningProcess(process.name))
         for process in stack.processes()
     ]
     with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda pair: _status(stack, *pair), pairs))
 
 
-def _status(stack: Stack, process: Process, supervised: SupervisedProcess) -> ProcessStatus:
+def supervisor_status(stack: Stack) -> ProcessStatus:
+    """The state of the supervisor: RUNNING, SILENT if it is stopped or hangs, or GONE."""
+    found = find_supervisor(stack.directory)
+    state = found.state if found else "GONE"
+    trouble = "" if state == "RUNNING" else "nothing that ends is restarted; make up replaces it"
+    process = Process("supervisor", 0, "-")
+    return ProcessStatus(process, found.pid if found else None, state, "", None, trouble)
+
+
+def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessStatus:
     health = UNREACHABLE
     # Frontends share an address: one that does not listen yet must not pass for its neighbour.
     shares = process.service == "frontend" and stack.frontends > 1
-    if supervised.pid and process.service not in ENGINE_SERVICES:
+    if found.pid and process.service not in ENGINE_SERVICES:
         health = http_health(process.address, tls=stack.public_tls)
-    elif supervised.pid and (not shares or _listens(supervised.pid, stack.port)):
+    elif found.pid and (not shares or _listens(found.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
-    status = supervised.exit_status
+    status = found.exit_status
     reason = failure_reason(stack.log(process.name)) if status == CANNOT_START else ""
-    trouble = f"starts again soon: {reason}" if reason else supervised.trouble
-    return ProcessStatus(process, supervised.pid, supervised.state, health, status, trouble)
+    trouble = f"starts again soon: {reason}" if reason else found.trouble
+    return ProcessStatus(process, found.pid, found.state, health, status, trouble)
 
 
 def _listens(pid: int, port: int) -> bool:

@@ -14,16 +14,22 @@ from pathlib import Path
 
 from deploy.errors import LaunchError, StartError
 from deploy.first_tokens import PROMPT, stream_completion
-from deploy.guards import STOP_SIGNALS, ignore_signals, locked, signals_interrupt
 from deploy.health import SERVING
+from deploy.native.guards import STOP_SIGNALS, ignore_signals, locked, signals_interrupt
+from deploy.native.processes import (
+    is_running,
+    replace_supervisor,
+    stack_grace_s,
+    stack_members,
+    start_supervisor,
+    stop_stack,
+)
+from deploy.native.progress import show_progress
+from deploy.native.startup import wait_until_ready
+from deploy.native.status import format_status, stack_status, status_json, supervisor_status
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.ports import reserve_port
-from deploy.progress import show_progress
 from deploy.stack import RUN, Stack, first_token, run_directory
-from deploy.startup import wait_until_ready
-from deploy.status import format_status, stack_status, status_json
-from deploy.supervisor import is_running, stack_members, start_supervisor, stop_stack
-from deploy.supervisor_config import stop_timeout_s
 from shared.config import PREFIX
 
 _WATCH_S = 0.5
@@ -33,6 +39,8 @@ def up(environment: Environment, layout: Layout) -> int:
     """Starts a stack in the background; returns 0 once it has answered a request."""
     port, directory = _named(environment)
     with locked(directory):
+        if supervisor := replace_supervisor(directory):
+            return _supervised_again(Stack.load(directory), supervisor)
         if is_running(directory):
             return _already_up(Stack.load(directory))
         _start(environment, layout, directory, port)
@@ -56,7 +64,7 @@ def serve(environment: Environment, layout: Layout) -> int:
         return 0
     finally:
         ignore_signals()
-        stop_stack(directory, _grace_s(directory), print)
+        stop_stack(directory, stack_grace_s(directory), print)
         logs.terminate()
 
 
@@ -73,7 +81,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Starts a stack, shows how it comes up, and what it answers to a first request. Returns its
     supervisor."""
-    stop_stack(directory, _grace_s(directory), print)  # left behind by a killed supervisor
+    stop_stack(directory, stack_grace_s(directory), print)  # left behind by a killed supervisor
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
@@ -88,7 +96,7 @@ def _start(
         except BaseException as error:
             ignore_signals()
             print("stopping the stack", file=sys.stderr)
-            stop_stack(directory, _grace_s(directory), print)
+            stop_stack(directory, stack_grace_s(directory), print)
             if isinstance(error, StartError):
                 raise LaunchError(f"{error} (log: {error.log})") from error
             raise
@@ -126,7 +134,7 @@ def run(environment: Environment, layout: Layout) -> int:
             except _StoppedError:
                 pass
             finally:
-                stop_stack(directory, _grace_s(directory), lambda _: None)
+                stop_stack(directory, stack_grace_s(directory), lambda _: None)
     return 0
 
 
@@ -134,7 +142,7 @@ def down(directory: Path) -> int:
     """Stops the stack in `directory`, if one is running, or whatever is left of one."""
     if stack_members(directory):
         print(f"stopping the stack on port {directory.name}", flush=True)
-    count = stop_stack(directory, _grace_s(directory), print)
+    count = stop_stack(directory, stack_grace_s(directory), print)
     _remove_if_empty(directory)
     print(f"stopped {count} processes" if count else f"nothing runs on port {directory.name}")
     return 0
@@ -146,7 +154,7 @@ def _remove_if_empty(directory: Path) -> None:
     if not directory.exists():
         return
     with suppress(LaunchError), locked(directory):
-        if all(path.is_dir() or path.name == "lock" for path in directory.rglob("*")):
+        if all(path.is_dir() or path.name.endswith("lock") for path in directory.rglob("*")):
             shutil.rmtree(directory)
 
 
@@ -163,7 +171,8 @@ def down_all() -> int:
 def ps(directory: Path, as_json: bool = False) -> int:
     """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
     try:
-        statuses = stack_status(Stack.load(directory))
+        stack = Stack.load(directory)
+        statuses = [supervisor_status(stack), *stack_status(stack)]
         print(status_json(statuses) if as_json else format_status(statuses))
     except LaunchError:
         if as_json:
@@ -178,6 +187,17 @@ def ps(directory: Path, as_json: bool = False) -> int:
 
 class _StoppedError(Exception):
     """`run` was told to stop while the stack was starting."""
+
+
+def _supervised_again(stack: Stack, supervisor: subprocess.Popen[bytes]) -> int:
+    try:
+        with show_progress(stack) as report:
+            wait_until_ready(stack, supervisor, report)
+    except StartError as error:
+        raise LaunchError(f"{error} (log: {error.log})") from error
+    stack.set_up(True)
+    print(f"the stack on port {stack.port} is up, and has a supervisor again")
+    return 0
 
 
 def _already_up(stack: Stack) -> int:
@@ -236,16 +256,6 @@ def _http_examples(stack: Stack) -> str:
 client = OpenAI(base_url="{stack.url}/v1", api_key="none")
 print(client.completions.create(model="{model}", prompt="{PROMPT}").choices[0].text)'
 """
-
-
-def _grace_s(directory: Path) -> float:
-    """Seconds that all groups of processes together may take to stop, one after another."""
-    try:
-        stack = Stack.load(directory)
-    except LaunchError:
-        return 0.0
-    groups = {process.group for process in stack.processes()}
-    return len(groups) * stop_timeout_s(stack) + 5.0
 
 
 def _wait_for_end_of_input(stop: threading.Event) -> None:

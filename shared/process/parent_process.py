@@ -1,10 +1,10 @@
 """Runs a service in a fork, and another in its place when that dies or hangs.
 
 Most of the startup time goes to imports: torch's alone take over a second. So the main process, the
-keeper, imports everything, leaves the rest to a fork of itself, and waits: if that dies, another
+parent, imports everything, leaves the rest to a fork of itself, and waits: if that dies, another
 takes milliseconds. It never runs gRPC or torch: threads and devices do not survive a fork.
 
-Keeper and fork tell each other that they are alive (`heartbeat`). Each counts its own turns instead
+Parent and fork tell each other that they are alive (`heartbeat`). Each counts its own turns instead
 of reading a clock, so that stopping the whole machine, or both, is no hang.
 """
 
@@ -18,17 +18,18 @@ import time
 
 import structlog
 
+from shared.process.board import Board
+from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START, Fork, Serve
 from shared.process.heartbeat import BEATS, Heartbeat
-from shared.process.keeper_state import StateBoard
-from shared.process.parent import end_with_parent
+from shared.process.parent_state import BOARD
 
 log = structlog.get_logger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Keeper:
+class ParentProcess:
     """Keeps `serve` running in a fork of this process, and beside it `companion`, if there is one.
 
     Once a fork that serves was ready, nothing is final: whatever ends it or keeps its successor
@@ -46,8 +47,8 @@ class Keeper:
 
     def __init__(self, serve: Serve, hang_timeout_s: float, companion: Serve | None = None) -> None:
         self._hang_timeout_s = hang_timeout_s
-        self._board = StateBoard()
-        self._told: list[int] = []  # signals to pass on
+        self._board = Board(BOARD)
+        self._signals: list[int] = []  # signals to pass on
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._ending = False  # told to
         self._service = Fork(serve, hang_timeout_s)
@@ -62,33 +63,33 @@ class Keeper:
         signal.set_wakeup_fd(self._waking)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only those with a handler
         for number in _SIGNALS:
-            signal.signal(number, lambda number, _: self._told.append(number))
-        next_look = 0.0
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        next_check = 0.0
         while True:
             for fork in self._forks:
-                fork.listen()
+                fork.receive()
                 fork.wait()
             self._pass_signals_on()
             if (status := self._final_status()) is not None:
                 return status
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + self._hang_timeout_s / BEATS
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + self._hang_timeout_s / BEATS
                 for fork in self._forks:
-                    fork.look(may_kill=not self._ending)
+                    fork.check(may_kill=not self._ending)
             for fork in self._forks:
                 if fork.has_ended:
                     fork.plan_next()
                 if fork.due is not None and fork.due <= time.monotonic():
                     self._start(fork)
-            self._board.show(self._service.state)
+            self._board.show(self._service.state.shown())
             self._sleep(
-                min([next_look, *(fork.due or 0.0 for fork in self._forks if not fork.pid)])
+                min([next_check, *(fork.due or 0.0 for fork in self._forks if not fork.pid)])
             )
 
     def _start(self, fork: Fork) -> None:
         """Forks; in the child, runs its function and ends."""
-        keeper = os.getpid()
-        # A signal that arrives here waits until the child no longer has the keeper's handlers.
+        parent = os.getpid()
+        # A signal that arrives here waits until the child no longer has the parent's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         theirs = fork.fork()
         if theirs is None:
@@ -100,14 +101,14 @@ class Keeper:
         if fork is not self._service:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that serves
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        end_with_parent(keeper)
+        end_with_parent(parent)
         for each in self._forks:
             each.close()
         self._board.close()
         os.close(self._woken)
         os.close(self._waking)
         gc.enable()
-        heartbeat = Heartbeat(theirs, keeper, self._hang_timeout_s, fork.restarts)
+        heartbeat = Heartbeat(theirs, parent, self._hang_timeout_s, fork.restarts)
         try:
             fork.function(heartbeat)
         except Exception as error:
@@ -116,8 +117,8 @@ class Keeper:
         raise SystemExit(0)
 
     def _pass_signals_on(self) -> None:
-        while self._told:
-            number = self._told.pop(0)
+        while self._signals:
+            number = self._signals.pop(0)
             self._ending = True
             if self._service.pid:
                 os.kill(self._service.pid, number)

@@ -11,14 +11,14 @@ import grpc
 from deploy.engines import link_model
 from deploy.errors import LaunchError, StartError
 from deploy.first_tokens import stream_completion
-from deploy.guards import locked, signals_interrupt, uninterrupted
-from deploy.progress import show_progress
-from deploy.rolling import find_model, replace_engine
-from deploy.scale import apply
+from deploy.native.guards import locked, signals_interrupt, uninterrupted
+from deploy.native.processes import start_processes, stop_processes, wake_supervisor
+from deploy.native.progress import show_progress
+from deploy.native.rolling import find_model, replace_engine
+from deploy.native.scale import apply
+from deploy.native.startup import Report, wait_until_serving
+from deploy.native.status import stack_status
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
-from deploy.startup import Report, wait_until_serving
-from deploy.status import stack_status
-from deploy.supervisor import start_process, stop_process
 
 
 def restart(
@@ -42,6 +42,7 @@ def restart(
     Stack.load(directory)  # says so if there is none
     with locked(directory), signals_interrupt():
         stack = Stack.load(directory)
+        wake_supervisor(directory)  # likewise if it does not run
         processes = _choose(stack, service, engine, bool(model))
         found = find_model(stack, model) if model else None
         in_turn = [each for each in processes if stack.engines == 1 and not found]
@@ -94,8 +95,8 @@ def _restart_each(stack: Stack, processes: Iterable[Process], report: Report) ->
 
 def _restart(stack: Stack, process: Process, report: Report) -> None:
     with uninterrupted():
-        stop_process(stack.directory, process)
-        start_process(stack.directory, process)
+        stop_processes(stack, [process.name])
+        start_processes(stack, [process.name])
     try:
         wait_until_serving(stack, lambda: stack_status(stack), report)
         # The engine may still be recovering. If it lost something again before it had computed

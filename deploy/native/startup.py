@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from deploy.errors import StartError, SupervisorGoneError
 from deploy.health import SERVING, check_health
 from deploy.logs import failure_reason
+from deploy.native.status import ProcessStatus, stack_status
 from deploy.stack import Stack
-from deploy.status import ProcessStatus, stack_status
 from shared.process.fork import CANNOT_START
 
 Report = Callable[[Sequence[ProcessStatus]], None]
 
 _POLL_S = 0.2
-_SUPERVISOR_POLL_S = 0.02  # until supervisord answers: the first question wakes it to its work
+_SUPERVISOR_POLL_S = 0.02
 _MAX_RESTARTS = 3
 
 
@@ -39,8 +39,8 @@ def wait_until_ready(
     def ask() -> Sequence[ProcessStatus]:
         check_stop()
         if supervisor.poll() is not None:
-            log = stack.log("supervise")
-            raise StartError(f"supervisord ended: {failure_reason(log)}", log)
+            log = stack.log("supervisor")
+            raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
         try:
             return stack_status(stack)
         except SupervisorGoneError:  # not there yet
@@ -81,8 +81,8 @@ def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
     log = stack.log(name)
     if status.state == "EXITED" and status.exit_status == CANNOT_START:
         raise StartError(f"{name} cannot start: {failure_reason(log)}", log)
-    if status.state in ("BACKOFF", "FATAL"):
-        raise StartError(f"{name} cannot be run", stack.log("supervisord"))
+    if status.state == "FAILED":
+        raise StartError(f"{name} {status.trouble}", stack.log("supervisor"))
     if status.pid is not None:
         pids.add(status.pid)
     if len(pids) > _MAX_RESTARTS:

@@ -1,0 +1,119 @@
+"""A process of a stack, from one start to the next, and its log."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+
+from shared.backoff import Backoff
+from shared.process.fork import CANNOT_START
+
+log = structlog.get_logger(__name__)
+
+# Between tries, doubled after each, until a process has run for a while.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 10.0
+_LASTING_S = 10.0
+_MAX_LOG_BYTES = 10 << 20
+
+
+class Child:
+    """A process that is started again when it has ended. Its output goes to `log`."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self.pid = 0  # 0: it does not run
+        self.pidfd = -1
+        self.exit_status: int | None = None  # of the last one; None: nobody knows
+        self.failure = ""  # why the last one could not be run
+        self.starts = 0
+        self.due = 0.0  # when it may be started again, by the monotonic clock
+        self._popen: subprocess.Popen[bytes] | None = None  # None also if it was adopted
+        self._started = 0.0
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
+
+    def adopt(self, pid: int) -> None:
+        """Takes over a process that is no child of this one."""
+        with suppress(ProcessLookupError):
+            self.pidfd = os.pidfd_open(pid)
+            self.pid, self.starts, self._started = pid, 1, time.monotonic()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Starts the process, or notes why that fails."""
+        self._started, self.failure, self.exit_status = time.monotonic(), "", None
+        self.starts += 1
+        try:
+            with _opened(self.log) as file:
+                self._popen = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    process_group=0,  # Ctrl-C in a terminal is not meant for it
+                )
+            self.pid = self._popen.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            log.info("process started", process=self.name, pid=self.pid)
+        except OSError as error:  # no memory, no descriptors
+            self.failure = str(error)
+            self._plan_next()
+
+    def may_start(self, was_up: bool = True) -> bool:
+        """Whether to start it now. Before a stack was up, a process that cannot start is left
+        alone: the launcher tells the user why."""
+        given_up = self.exit_status == CANNOT_START and not was_up
+        return not self.pid and not given_up and time.monotonic() >= self.due
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Notices that the process has ended, for which it waits at most so long."""
+        if not self.pid:
+            return
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            return
+        os.close(self.pidfd)
+        self.exit_status = self._popen.wait() if self._popen else None
+        log.info("process ended", process=self.name, pid=self.pid, exit_status=self.exit_status)
+        self.pid, self.pidfd, self._popen = 0, -1, None
+        self._plan_next()
+
+    def stop(self, grace_s: float) -> None:
+        """Lets the process end by itself, and kills it if it takes longer than `grace_s`."""
+        for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _LASTING_S)):
+            if self.pid:
+                signal.pidfd_send_signal(self.pidfd, number)
+                self.poll(limit_s)
+
+    def _plan_next(self) -> None:
+        lasted = time.monotonic() - self._started > _LASTING_S
+        if lasted:
+            self._backoff.reset()
+        self.due = time.monotonic() + (0.0 if lasted else self._backoff.next_s())
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except OSError:  # a full disk: the process runs without a log
+        return Path(os.devnull).open("ab")
+
+
+def rotate(log_file: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
+    """Copies a long log to the file beside it and empties it. Its process has the file open and
+    goes on writing: lines that it writes in this moment are lost."""
+    with suppress(OSError):
+        if log_file.stat().st_size > max_bytes:
+            shutil.copyfile(log_file, log_file.with_name(f"{log_file.name}.1"))
+            os.truncate(log_file, 0)

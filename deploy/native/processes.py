@@ -1,0 +1,391 @@
+"""The processes of a stack: finds, starts and stops them, and starts the supervisor
+(`deploy.native.supervisor`), which starts again those that end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from deploy.engines import link_missing_models, list_engines
+from deploy.errors import LaunchError, SupervisorGoneError
+from deploy.stack import SERVICES, Stack, make_directory, replace_file
+from shared.config import PREFIX
+from shared.process.board import read_board
+from shared.process.parent_state import read_parent_state
+
+if TYPE_CHECKING:
+    from deploy.plan import Environment
+
+# Set in the environment of each process of a stack: the stack's directory, and the process's name.
+# By these they are found, whatever became of the supervisor.
+MARKER = "NANOVLLM_STACK"
+NAME = "NANOVLLM_PROCESS"
+
+BOARD = "supervisor"  # that it shows its state on
+BEAT_S = 1.0  # between signs of life there, at most
+_SILENT_S = 5.0  # without one
+_LOCK = "hhqqi"  # struct flock: type, whence, start, length, process id
+_KILL_AFTER_S = 5.0  # beyond a service's own grace period
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class RunningProcess:
+    """A process of a stack as the supervisor knows it."""
+
+    name: str
+    state: str = "STOPPED"  # or RUNNING; EXITED: to be started again, FAILED: it cannot be run
+    pid: int | None = None  # of the fork that serves (`shared.process.parent_process`), or starts
+    exit_status: int | None = None  # of the last one; None: a signal killed it, or nobody knows
+    trouble: str = ""  # why there is no such fork, or why it was needed
+
+
+@dataclass(frozen=True)
+class SupervisorState:
+    """The supervisor of a stack. `state`: RUNNING, or SILENT if it is stopped or hangs."""
+
+    pid: int
+    state: str
+    processes: tuple[RunningProcess, ...]
+
+
+def start_supervisor(
+    stack: Stack, environment: Environment, *, tied: bool = False, temporary: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts the supervisor, which starts the services, in the background.
+
+    If `tied`, the stack ends when this process does, and removes its directory if that is
+    `temporary`. If not, only `stop_stack` ends it.
+    """
+    directory = stack.directory
+    make_directory(directory)
+    _clear(directory, "*.log*")
+    stack.set_up(False)
+    stack.save()
+    link_missing_models(stack)
+    if stack.count("scheduler"):
+        list_engines(stack, range(stack.engines))
+    environment = environment | {MARKER: str(directory.absolute())}
+    options = []
+    if tied:
+        environment |= {f"{PREFIX}EXIT_WITH_PARENT": "1"}
+        options = ["--tied-to", str(os.getpid()), *(["--remove"] if temporary else [])]
+    return _run_supervisor(directory, environment, options)
+
+
+def replace_supervisor(directory: Path) -> subprocess.Popen[bytes] | None:
+    """Starts another supervisor for a stack in the background that still has processes, but no
+    supervisor, or one that is silent. Returns None if nothing is to be done."""
+    supervisor = find_supervisor(directory)
+    if supervisor and supervisor.state == "RUNNING":
+        return None
+    others = [each for each in stack_members(directory) if not _is_supervisor(each)]
+    if not others or not (directory / "stack.json").exists():
+        return None
+    environment = others[0].environ()
+    if f"{PREFIX}EXIT_WITH_PARENT" in environment:  # these end with their supervisor
+        return None
+    if supervisor:
+        with suppress(psutil.NoSuchProcess):
+            silent = psutil.Process(supervisor.pid)
+            silent.kill()
+            wait_ended([silent], _KILL_AFTER_S)
+    environment.pop(NAME, None)
+    return _run_supervisor(directory, environment, [])
+
+
+def _run_supervisor(
+    directory: Path, environment: Environment, options: list[str]
+) -> subprocess.Popen[bytes]:
+    with (directory / "supervisor.log").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "deploy.native.supervisor", str(directory), *options],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C in this terminal is not meant for it
+        )
+
+
+def supervisor_lock(directory: Path) -> int | None:
+    """Takes the lock of a stack's supervisor, for as long as this process lives.
+
+    Returns:
+        None, or the process id of the supervisor that has it.
+    """
+    descriptor = os.open(_lock_file(directory), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return _lock_owner(descriptor)
+    return None
+
+
+def _lock_owner(descriptor: int) -> int | None:
+    asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, *_, pid = struct.unpack(_LOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else int(pid)
+
+
+def _lock_file(directory: Path) -> Path:
+    return directory / "supervisor.lock"
+
+
+def find_supervisor(directory: Path) -> SupervisorState | None:
+    """Returns the state of a stack's supervisor; None if there is none."""
+    try:
+        with _lock_file(directory).open("rb") as file:
+            pid = _lock_owner(file.fileno())
+    except FileNotFoundError:
+        return None
+    if pid is None:
+        return None
+    shown = read_board(pid, BOARD) or read_board(pid, BOARD)  # once more if it was writing
+    if shown is None:
+        return SupervisorState(pid, "STARTING", ())
+    silent = time.monotonic() - shown["beat"] > _SILENT_S
+    found = tuple(_with_fork(RunningProcess(**each)) for each in shown["processes"])
+    return SupervisorState(pid, "SILENT" if silent else "RUNNING", found)
+
+
+def _with_fork(process: RunningProcess) -> RunningProcess:
+    """The process with the fork that serves in place of its parent process."""
+    state = read_parent_state(process.pid) if process.pid else None
+    if state is None:
+        return process
+    return RunningProcess(process.name, process.state, state.pid or None, None, state.trouble)
+
+
+def running_processes(directory: Path) -> list[RunningProcess]:
+    """The processes of a stack, whether or not it has a supervisor.
+
+    Raises:
+        SupervisorGoneError: there is no supervisor, and no process.
+    """
+    supervisor = find_supervisor(directory)
+    if supervisor and supervisor.state == "RUNNING":
+        return list(supervisor.processes)
+    found = parent_processes(directory)
+    if not found and not supervisor:
+        raise SupervisorGoneError(f"no stack runs in {directory}")
+    return [_with_fork(RunningProcess(name, "RUNNING", each.pid)) for name, each in found.items()]
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a supervisor runs with processes to look after."""
+    supervisor = find_supervisor(directory)
+    return supervisor is not None and bool(supervisor.processes)
+
+
+def stop_timeout_s(stack: Stack) -> float:
+    """Seconds that a process has to end on its own before it is killed."""
+    return stack.drain_timeout_s + _KILL_AFTER_S
+
+
+def stack_grace_s(directory: Path) -> float:
+    """Seconds that all services together may take to stop, one after another."""
+    try:
+        return len(SERVICES) * stop_timeout_s(Stack.load(directory)) + _KILL_AFTER_S
+    except LaunchError:
+        return 0.0
+
+
+def stop_processes(stack: Stack, names: Collection[str]) -> None:
+    """Ends these processes, those that call others first, and returns once they have ended. The
+    supervisor leaves them alone until `start_processes`."""
+    _set_stopped(stack, stopped_processes(stack.directory) | set(names))
+    _end(parent_processes(stack.directory), names, stop_timeout_s(stack))
+
+
+def start_processes(stack: Stack, names: Collection[str]) -> None:
+    """Has the supervisor start these processes.
+
+    Raises:
+        SupervisorGoneError: there is none.
+    """
+    _set_stopped(stack, stopped_processes(stack.directory) - set(names))
+    wake_supervisor(stack.directory)
+
+
+def wake_supervisor(directory: Path) -> None:
+    """Has the supervisor read now what is to run.
+
+    Raises:
+        SupervisorGoneError: there is none.
+    """
+    supervisor = find_supervisor(directory)
+    if supervisor is None:
+        raise SupervisorGoneError(
+            f"no supervisor runs in {directory}; make up starts one for the stack"
+        )
+    # No other signal is harmless to a supervisor that does not handle it yet.
+    with suppress(ProcessLookupError):
+        os.kill(supervisor.pid, signal.SIGCONT)
+
+
+def stopped_processes(directory: Path) -> set[str]:
+    """The names of the processes that are to stay stopped."""
+    try:
+        return set((directory / "stopped").read_text(encoding="utf-8").split())
+    except FileNotFoundError:
+        return set()
+
+
+def _set_stopped(stack: Stack, names: set[str]) -> None:
+    replace_file(stack.directory / "stopped", " ".join(sorted(names)))
+
+
+def parent_processes(directory: Path) -> dict[str, psutil.Process]:
+    """The living processes of a stack that have a name, without their forks."""
+    named: dict[str, list[psutil.Process]] = {}
+    for process in stack_members(directory):
+        with suppress(psutil.Error, OSError):
+            if name := process.environ().get(NAME):
+                named.setdefault(name, []).append(process)
+    return {name: _oldest(processes) for name, processes in named.items()}
+
+
+def _oldest(processes: list[psutil.Process]) -> psutil.Process:
+    """The one that is no child of another."""
+    pids = {each.pid for each in processes}
+    return next((each for each in processes if _parent(each) not in pids), processes[0])
+
+
+def stack_members(directory: Path) -> list[psutil.Process]:
+    """All living processes of the stack: the services, and the supervisor if it is alive."""
+    marker = str(directory.absolute())
+    members = []
+    for process in _running():
+        try:
+            if process.environ().get(MARKER) == marker:
+                members.append(process)
+        except (psutil.Error, OSError):  # gone meanwhile, a zombie, or somebody else's
+            continue
+    return members
+
+
+def _is_supervisor(process: psutil.Process) -> bool:
+    try:
+        return "deploy.native.supervisor" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def stop_stack(
+    directory: Path, grace_s: float, report: Callable[[str], None], spared: int = 0
+) -> int:
+    """Ends every process of the stack, those that call others first. Those still there after
+    `grace_s` seconds are killed. Idempotent.
+
+    Args:
+        spared: the process id of a member that goes on.
+
+    Returns:
+        The number of processes there were.
+    """
+    members = _others(directory, spared)
+    told: set[psutil.Process] = set()
+    deadline = time.monotonic() + grace_s
+    with suppress(LaunchError):
+        stack = Stack.load(directory)
+        (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
+        _end(parent_processes(directory), None, stop_timeout_s(stack), deadline)
+    # A process that is ending no longer has an environment to be found by, but still its ports.
+    while alive := [process for process in members if _is_alive(process)]:
+        pids = {process.pid for process in alive}
+        for process in alive:
+            # The supervisor, or a process that has lost its parent.
+            if process not in told and _parent(process) not in pids:
+                _signal(process.terminate)
+                told.add(process)
+        if time.monotonic() > deadline:
+            report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
+            for process in alive:
+                _signal(process.kill)
+            deadline = float("inf")
+        time.sleep(_POLL_S)
+        members |= _others(directory, spared)
+    _clear(directory, "supervisor.lock", "stack.json", "up", "stopped")
+    return len(members)
+
+
+def _others(directory: Path, spared: int) -> set[psutil.Process]:
+    return {each for each in stack_members(directory) if each.pid != spared}
+
+
+def _end(
+    running: dict[str, psutil.Process],
+    names: Collection[str] | None,
+    limit_s: float,
+    deadline: float = float("inf"),
+) -> None:
+    """Ends the processes with these names, or all, a service at a time. Those that do not end
+    within `limit_s` seconds are killed, unless the `deadline` has passed."""
+    for service in reversed(SERVICES):
+        chosen = [
+            process
+            for name, process in running.items()
+            if name.rpartition("-")[0] == service and (names is None or name in names)
+        ]
+        for process in chosen:
+            _signal(process.terminate)
+        if not wait_ended(chosen, min(limit_s, deadline - time.monotonic())):
+            for process in chosen:
+                _signal(process.kill)
+            wait_ended(chosen, _KILL_AFTER_S)
+
+
+def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
+    """Waits at most `limit_s` seconds; returns whether all these processes have ended."""
+    deadline = time.monotonic() + limit_s
+    while any(map(_is_alive, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _clear(directory: Path, *patterns: str) -> None:
+    """Removes what is only of use to a stack that runs, and what fits the patterns."""
+    for pattern in (*patterns, "*.sock", "metrics/*", "models/*", "engines"):
+        for leftover in directory.glob(pattern):
+            leftover.unlink(missing_ok=True)
+
+
+def _running() -> Iterator[psutil.Process]:
+    """Yields all processes of this machine."""
+    # psutil remembers those of the last call, even if another has got the same pid since.
+    psutil.process_iter.cache_clear()
+    return psutil.process_iter()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return None
+
+
+def _signal(send: Callable[[], Any]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        send()

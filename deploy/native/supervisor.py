@@ -1,0 +1,221 @@
+"""Starts the processes of a stack, and starts again those that end:
+`python -m deploy.native.supervisor DIRECTORY [--tied-to PID] [--remove]`.
+
+`stack.json` in the stack's directory says which processes the stack has, and `stopped` which of
+them a command has stopped. The supervisor reads both whenever a process has ended. It never stops
+a process: commands do (`deploy.native.processes`). It adopts processes that run already, so nothing
+ends when the supervisor does, and `make up` starts another.
+
+With `--tied-to`, the stack belongs to the process PID: once that is gone, however it ended, the
+stack is stopped in order and, with `--remove`, its directory removed. Such a stack ends with its
+supervisor, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+import structlog
+from prometheus_client.metrics_core import Metric
+
+from deploy.child import Child, rotate
+from deploy.errors import LaunchError
+from deploy.native.processes import (
+    BEAT_S,
+    BOARD,
+    NAME,
+    RunningProcess,
+    parent_processes,
+    stack_grace_s,
+    stop_stack,
+    stopped_processes,
+    supervisor_lock,
+)
+from deploy.stack import MODULES, Process, Stack
+from shared.config import ServiceSettings, settings_or_exit
+from shared.process.board import Board
+from shared.process.death_signal import end_with_parent
+from shared.process.fork import CANNOT_START
+from shared.process.run import raise_descriptor_limit
+from shared.telemetry.logging import configure_logging
+from shared.telemetry.metrics import ServiceMetrics
+from shared.telemetry.metrics_endpoint import open_endpoint
+
+log = structlog.get_logger(__name__)
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class SupervisorSettings(ServiceSettings):
+    """The stack's settings that the supervisor reads."""
+
+    program: ClassVar[str] = "python -m deploy.native.supervisor"
+
+
+class Supervisor:
+    """Keeps the processes running that a stack's directory asks for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._board = Board(BOARD)
+        self._children: dict[str, Child] = {}
+        self._is_told_to_stop = False
+        self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._waking)
+        # A child's end wakes the loop through its pidfd, and commands do with SIGCONT. SIGHUP is
+        # handled rather than ignored: children would inherit that.
+        for number in (signal.SIGCONT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self._is_told_to_stop = True
+
+    def start(self) -> None:
+        """Adopts the processes that run, and starts the others."""
+        for name, parent in parent_processes(self._directory).items():
+            self._child(name).adopt(parent.pid)
+        self._turn()
+
+    def run(self) -> None:
+        """Supervises until SIGTERM or SIGINT."""
+        while not self._is_told_to_stop:
+            self._turn()
+            self._sleep()
+
+    def _turn(self) -> None:
+        for child in self._children.values():
+            child.poll()
+        stack, stopped = self._read()
+        wanted = {each.name: each for each in stack.processes()} if stack else {}
+        for name, process in wanted.items():
+            child = self._child(name)
+            if stack and name not in stopped and child.may_start(stack.was_up):
+                child.start(command(stack, process), os.environ | {NAME: name})
+        for name in [*self._children]:
+            if name not in wanted and not self._children[name].pid:
+                del self._children[name]
+        for log_file in self._directory.glob("*.log"):
+            rotate(log_file)
+        shown = [vars(_described(child, name in stopped)) for name, child in self._children.items()]
+        self._board.show({"beat": time.monotonic(), "processes": shown})
+
+    def restarts(self) -> dict[str, int]:
+        """How often each process has been started again, by name."""
+        return {name: max(child.starts - 1, 0) for name, child in [*self._children.items()]}
+
+    def _child(self, name: str) -> Child:
+        return self._children.setdefault(name, Child(name, self._directory / f"{name}.log"))
+
+    def _read(self) -> tuple[Stack | None, set[str]]:
+        """The stack as it is to be, None while it is being stopped, and what is to be stopped."""
+        try:
+            return Stack.load(self._directory), stopped_processes(self._directory)
+        except (LaunchError, OSError):
+            return None, set()
+
+    def _sleep(self) -> None:
+        """Returns when a process has ended, a signal has arrived, or something is due."""
+        due = [each.due for each in self._children.values() if not each.pid]
+        until = [each - time.monotonic() for each in due if each > time.monotonic()]
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        for child in self._children.values():
+            if child.pid:
+                poll.register(child.pidfd, select.POLLIN)
+        poll.poll(min([BEAT_S, *until]) * 1000 + 1)
+        with suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+
+
+def _described(child: Child, stopped: bool) -> RunningProcess:
+    if child.pid:
+        return RunningProcess(child.name, "RUNNING", child.pid)
+    if child.failure:
+        return RunningProcess(child.name, "FAILED", trouble=f"cannot be run: {child.failure}")
+    state = "STOPPED" if stopped or not child.starts else "EXITED"
+    return RunningProcess(child.name, state, exit_status=child.exit_status)
+
+
+def command(stack: Stack, process: Process) -> list[str]:
+    """The command line of a process. Settings that all share are in the environment, which has
+    those of engine 0; the command line has what sets the process apart."""
+    flags: dict[str, object] = {}
+    if process.engine:
+        flags["index"] = process.index
+        flags["engine-name"] = process.engine
+        flags["worker-addresses"] = ",".join(stack.worker_addresses_of(process.engine))
+        if process.service == "scheduler":
+            flags["scheduler-address"] = process.address
+        elif stack.master_ports:
+            flags["master-port"] = stack.master_ports[process.engine - 1]
+    if stack.model_path and process.service != "page":
+        flags["model"] = stack.model_link(process.engine)
+    if process.service == "worker":
+        if stack.engines > 1:
+            flags["engines-on-host"] = stack.engines
+        flags["rank"] = process.index % stack.tp
+    if process.service == "frontend":
+        flags["index"] = process.index
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    if process.service == "page":
+        words = [str(stack.directory)]
+    # -P: modules come from the installation, never from the user's current directory.
+    return [sys.executable, "-P", "-m", MODULES[process.service], *words]
+
+
+class SupervisorMetrics(ServiceMetrics):
+    """Prometheus' own `up` tells whether the supervisor runs and answers."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        super().__init__()
+        self._supervisor = supervisor
+
+    def families(self) -> Iterator[Metric]:
+        restarts = [((name,), count) for name, count in self._supervisor.restarts().items()]
+        help_text = "Times that the supervisor has started a process again."
+        yield self._counters("process_restarts", help_text, ("process",), restarts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=SupervisorSettings.program)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--tied-to", type=int, metavar="PID")
+    parser.add_argument("--remove", action="store_true", help="the directory, at the end")
+    args = parser.parse_args()
+    settings = settings_or_exit(SupervisorSettings, [])
+    configure_logging(settings, "supervisor")
+    if args.tied_to is not None:
+        end_with_parent(args.tied_to, signal.SIGTERM)
+    raise_descriptor_limit()
+    if (owner := supervisor_lock(args.directory)) is not None:
+        log.error("cannot start", reason=f"process {owner} supervises {args.directory} already")
+        return CANNOT_START
+    supervisor = Supervisor(args.directory)
+    supervisor.start()
+    try:
+        if endpoint := open_endpoint(settings, "supervisor", 0, SupervisorMetrics(supervisor)):
+            endpoint.serve(0)
+        supervisor.run()
+    finally:
+        if args.tied_to is not None:
+            grace_s = stack_grace_s(args.directory)
+            stop_stack(args.directory, grace_s, log.error, spared=os.getpid())
+        if args.remove:
+            shutil.rmtree(args.directory, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

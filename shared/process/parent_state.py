@@ -1,0 +1,39 @@
+"""The state of a parent process (`parent_process`), which it shows to other processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared.process.board import read_board
+
+BOARD = "parent"
+_MAX_REASON = 500  # characters
+
+
+@dataclass(frozen=True)
+class ParentState:
+    """A parent process's fork, or what it waits for."""
+
+    pid: int  # of the fork that serves, or will; 0: there is none now
+    reason: str = ""  # why the last one could not start or died, until another is ready
+    due: float = 0.0  # when the next is forked, by the monotonic clock
+
+    @property
+    def trouble(self) -> str:
+        """`starts again in 4.0 s: REASON`; empty if there is none."""
+        if not self.reason:
+            return ""
+        wait_s = self.due - time.monotonic()
+        when = f"starts again in {wait_s:.1f} s" if wait_s > 0 else "is starting again"
+        return f"{when}: {self.reason}"
+
+    def shown(self) -> dict[str, Any]:
+        return asdict(self) | {"reason": self.reason[:_MAX_REASON]}
+
+
+def read_parent_state(parent: int) -> ParentState | None:
+    """Returns the state of the parent process with this id; None if it shows none."""
+    shown = read_board(parent, BOARD)
+    return ParentState(**shown) if shown else None
