@@ -118,7 +118,7 @@ def test_a_stack_in_the_foreground_ends_with_its_command(
     assert any("stop it" in line for line in serving.stdout)  # the end of the greeting
     second = launcher("serve", model, "--port", port)
     assert second.returncode == 1
-    assert f"PORT: a stack runs on port {port} already" in second.stderr
+    assert f"PORT: a stack is already running on port {port}" in second.stderr
     assert launcher("ps", "--port", port).returncode == 0
     members = launcher.members(port)
     serving.send_signal(number)
@@ -143,7 +143,7 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     def shown() -> str:
         return launcher("ps", "--port", port).stdout
 
-    wait_for(lambda: f"{state} nothing that ends is restarted" in shown(), "ps to say so")
+    wait_for(lambda: f"{state} no process is restarted" in shown(), "ps to say so")
     assert shown().count("RUNNING/SERVING") == 2
     if number is not signal.SIGSTOP:
         restart = launcher("restart", "--port", port)
@@ -211,7 +211,7 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(launcher: Launcher, 
 def test_a_crash_loop_ends_up_with_the_last_error(launcher: Launcher, port: int) -> None:
     up = launcher("up", "--port", port, "--services", "worker", STANDIN="crash")
     assert up.returncode == 1
-    assert "worker-0 crashes again and again: RuntimeError: out of memory, say" in up.stderr
+    assert "worker-0 crashes repeatedly: RuntimeError: out of memory, say" in up.stderr
     assert not launcher.members(port)
 
 

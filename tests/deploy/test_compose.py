@@ -106,7 +106,7 @@ def test_replicas_under_podman_are_refused(launcher: Launcher, port: int) -> Non
     path = install_fake(launcher, "podman-compose")
     up = launcher("up", "--runtime", "docker", "--port", port, "--frontends", 2, PATH=path)
     assert up.returncode == 1
-    assert "FRONTENDS: 1 with podman" in up.stderr
+    assert "FRONTENDS: must be 1 with podman" in up.stderr
 
 
 def test_neither_docker_nor_podman(launcher: Launcher, port: int) -> None:

@@ -113,7 +113,7 @@ def test_an_engine_that_cannot_start_or_is_interrupted_leaves_the_stack_as_it_wa
     scale = scale_for_ever()
     second = launcher("scale", "--port", port, "--engines", 3)
     assert second.returncode == 1
-    assert "PORT: another make up, scale or restart works on its stack" in second.stderr
+    assert "PORT: another make up, scale or restart is changing its stack" in second.stderr
     scale.send_signal(signal.SIGINT)
     assert "stopping the new engines" in scale.communicate()[1]
     assert scale.returncode == 130

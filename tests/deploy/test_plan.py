@@ -59,7 +59,7 @@ def test_http_has_the_usual_port_or_else_any() -> None:
 
 
 def test_a_port_for_http_that_was_asked_for_must_be_free() -> None:
-    with taken(23457), pytest.raises(LaunchError, match="HTTP_PORT: 23457 is in use; 0 does"):
+    with taken(23457), pytest.raises(LaunchError, match="HTTP_PORT: 23457 is in use; use another"):
         plan(Layout(services=WITH_HTTP), HTTP_PORT="23457")
 
 
@@ -84,7 +84,7 @@ def test_where_clients_need_certificates_there_is_no_http(authority: Authority) 
     stack, environment = plan(Layout(services=WITH_HTTP), **settings)
     assert not stack.http_port
     assert "NANO_ENGINE_ADDRESSES" not in environment
-    with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, and the gateway asks"):
+    with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, but the gateway"):
         plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
 
 
@@ -231,14 +231,14 @@ def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no/such/directory", "no/such/directory is no directory$"),
-        ("Qwen/Qwen3-0.6B", "no directory; from the hub it is hub:Qwen/Qwen3-0.6B@REVISION"),
+        ("no/such/directory", "no/such/directory is not a directory$"),
+        ("Qwen/Qwen3-0.6B", "not a directory; for the hub, use hub:Qwen/Qwen3-0.6B@REVISION"),
         ("hub:Qwen/Qwen3-0.6B", "no revision: hub:Qwen/Qwen3-0.6B@REVISION, where .* 40 hex"),
         ("hub:Qwen/Qwen3-0.6B@", "names no revision"),
         ("hub:Qwen/Qwen3-0.6B@../..", "names no revision"),
         ("hub:Qwen3-0.6B@main", "is not hub:OWNER/NAME@REVISION"),
-        (".", "holds no config.json"),
-        (__file__, "is no directory"),
+        (".", "has no config.json"),
+        (__file__, "is not a directory"),
     ],
 )
 def test_an_impossible_model_is_named(model: str, message: str) -> None:
@@ -291,7 +291,7 @@ def test_a_branch_of_the_hub_says_which_commit_it_was(
 ) -> None:
     _, environment = plan(MODEL="hub:somebody/demo@main")
     assert environment["NANO_MODEL"] == str(cached)
-    assert f"MODEL=hub:somebody/demo@{COMMIT} keeps to it" in capsys.readouterr().err
+    assert f"MODEL=hub:somebody/demo@{COMMIT} pins it" in capsys.readouterr().err
 
 
 def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
@@ -318,8 +318,8 @@ def test_engines_have_names_and_addresses_of_their_own() -> None:
     [
         (ENGINE_SERVICES, {"SCHEDULER_ADDRESS": "127.0.0.1:5"}, "NANO_SCHEDULER_ADDRESS is that"),
         (ENGINE_SERVICES, {"WORKER_ADDRESSES": "127.0.0.1:5"}, "NANO_WORKER_ADDRESSES is that of"),
-        (("frontend",), {}, "SERVICES has no worker and scheduler"),
-        (("scheduler", "frontend"), {}, "SERVICES has no worker and scheduler"),
+        (("frontend",), {}, "several engines need worker and scheduler in SERVICES"),
+        (("scheduler", "frontend"), {}, "several engines need worker and scheduler in SERVICES"),
     ],
 )
 def test_engines_whose_addresses_are_given_are_refused(
@@ -332,7 +332,7 @@ def test_engines_whose_addresses_are_given_are_refused(
 
 def test_ranks_elsewhere_are_those_of_one_engine() -> None:
     layout = Layout(services=ENGINE_SERVICES, ranks="0", engines=2)
-    with pytest.raises(LaunchError, match="ENGINES: with RANKS"):
+    with pytest.raises(LaunchError, match="ENGINES: must be 1 with RANKS"):
         plan(layout, TP="2", MASTER_PORT="9")
 
 

@@ -70,8 +70,8 @@ def test_there_must_be_something_to_restart_or_scale(launcher: Launcher, port: i
 
     assert launcher("up", "--port", port, "--services", "frontend").returncode == 0
     for command, reason in (
-        (restart, "SERVICE: this host's part of the stack has no worker"),
-        (scale, "ENGINES: SERVICES has no worker and scheduler"),
+        (restart, "SERVICE: no worker of the stack runs on this host"),
+        (scale, "ENGINES: several engines need worker and scheduler"),
     ):
         refused = launcher(*command)
         assert refused.returncode == 1

@@ -70,10 +70,10 @@ def test_engines_restart_one_after_another_when_their_frontends_have_left(
     fourth = pids(rows(launcher, port))
     assert changed(third, fourth) == ["worker-0", "worker-1"]
     for words, named in (
-        (("--engine", 2), "ENGINE: 2 is none of the 2"),
+        (("--engine", 2), "ENGINE: 2 is not in [0, 1]"),
         (("--engine", 1, "--service", "frontend"), "SERVICE: an engine has no frontend"),
-        (("--engine", 1, "--model", DEMO_MODEL), "MODEL: is all engines' and frontends'"),
-        (("--model", "no/where"), "MODEL: no/where is no directory"),
+        (("--engine", 1, "--model", DEMO_MODEL), "MODEL: applies to the whole stack"),
+        (("--model", "no/where"), "MODEL: no/where is not a directory"),
     ):
         restart = launcher("restart", "--port", port, *words)
         assert restart.returncode == 1

@@ -81,5 +81,5 @@ def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, p
     with shown_on_terminal(launcher, port) as terminal:
         terminal.wait_for(b"the scheduler does not answer", times=3)
         assert launcher("down", "--port", port).returncode == 0
-        terminal.wait_for(b"no stack runs on port %d any more" % port)
+        terminal.wait_for(b"the stack on port %d has stopped" % port)
         assert terminal.top.wait() == 0

@@ -31,7 +31,7 @@ def test_the_page_from_up_to_down(launcher: Launcher) -> None:
     url = f"http://127.0.0.1:{ui_port}"
     up = launcher("up", "--port", port, "--ui-port", ui_port)
     assert up.returncode == 0, up.stderr
-    assert f"Its page is {url}." in up.stdout
+    assert f"Its dashboard is {url}." in up.stdout
     with urlopen(f"{url}/events") as events:
         state = next(line for line in events if line.startswith(b"data: "))
     assert json.loads(state.removeprefix(b"data: "))["faults"] == []
@@ -75,7 +75,7 @@ def test_the_usual_port_is_the_usual_stacks() -> None:
 def test_a_busy_port_is_only_a_mistake_if_it_was_asked_for(busy: set[int]) -> None:
     busy.add(8080)
     assert plan().ui_port not in (0, 8080)
-    with pytest.raises(LaunchError, match="UI_PORT: 8080 is in use; 0 does without"):
+    with pytest.raises(LaunchError, match="UI_PORT: 8080 is in use; use another port"):
         plan(UI_PORT="8080")
 
 
