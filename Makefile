@@ -112,7 +112,7 @@ generate: $(STAMP)  ## complete the prompts in IN, JSON lines, to OUT; run it ag
 	@$(CLI) generate $(if $(IN),$(call quote,$(IN))) $(if $(OUT),$(call quote,$(OUT))) \
 		--address $(call quote,$(ADDRESS)) $(ARGS)
 
-doctor: $(STAMP)  ## find what would keep make up, with the same variables, from starting a stack
+doctor: $(STAMP)  ## find problems that keep make up, with the same variables, from starting a stack
 	@$(CLI) doctor $(call flags,$(filter-out RUNTIME,$(STACK)))
 
 bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)

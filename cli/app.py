@@ -243,7 +243,7 @@ def config(environment: Environment, layout: Layout) -> int:
 @app.command()
 @takes_variables
 def doctor(environment: Environment, layout: Layout) -> int:
-    """Find what would keep a stack with these variables from starting, and suggest remedies."""
+    """Find problems that keep a stack with these variables from starting; suggest remedies."""
     from cli.doctor.run import examine
 
     return examine(environment, layout)

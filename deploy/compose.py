@@ -148,8 +148,8 @@ def _without_links(model: Path) -> Path:
 
 
 def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
-    """Returns what compose.yaml lacks: all ranks but the first, and the schedulers of further
-    engines. Ranks are numbered over all engines."""
+    """Returns the services that compose.yaml lacks: all ranks but the first, and the schedulers of
+    further engines. Ranks are numbered over all engines."""
     services: dict[str, object] = {}
     for index in range(1, engines * tp):
         engine, rank = divmod(index, tp)

@@ -45,7 +45,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stack:
-    """What commands must know of a running stack; stored in its directory as stack.json."""
+    """The facts of a running stack that commands need; stored in its directory as stack.json."""
 
     directory: Path
     host: str

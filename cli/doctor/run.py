@@ -1,4 +1,4 @@
-"""Finds what would keep a stack from starting, and suggests remedies."""
+"""Finds problems that keep a stack from starting, and suggests remedies."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def _already_up(stack: Stack) -> int:
 def _greet(stack: Stack) -> None:
     """Streams a completion and says how to send more."""
     token = first_token(stack.auth_tokens_file)
-    page = f"\nIts dashboard is {stack.page_url}." if stack.ui_port else ""
+    ui = f"\nIts dashboard is {stack.page_url}." if stack.ui_port else ""
     print(f"\n{PROMPT}", end="", flush=True)
     stream_completion(
         stack.address,
@@ -226,14 +226,14 @@ def _greet(stack: Stack) -> None:
         asked = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
         print(f"""
 
-The stack serves on {stack.address}{http}.{page} Clients need {" and ".join(filter(None, asked))}
+The stack serves on {stack.address}{http}.{ui} Clients need {" and ".join(filter(None, asked))}
 (docs/security.md); make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
 
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
         return
     print(f"""
 
-The stack serves on {stack.address}{http}.{page} Send more:
+The stack serves on {stack.address}{http}.{ui} Send more:
 
   make chat PORT={stack.port}
 {_http_examples(stack)}\

@@ -297,7 +297,7 @@ def stop_stack(
         The number of processes that ran.
     """
     members = _others(directory, spared)
-    told: set[psutil.Process] = set()
+    signalled: set[psutil.Process] = set()
     deadline = time.monotonic() + grace_s
     with suppress(LaunchError):
         stack = Stack.load(directory)
@@ -308,9 +308,9 @@ def stop_stack(
         pids = {process.pid for process in alive}
         for process in alive:
             # The supervisor, or a process that has lost its parent.
-            if process not in told and _parent(process) not in pids:
+            if process not in signalled and _parent(process) not in pids:
                 _signal(process.terminate)
-                told.add(process)
+                signalled.add(process)
         if time.monotonic() > deadline:
             report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
             for process in alive:

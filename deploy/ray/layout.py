@@ -1,4 +1,4 @@
-"""The processes of a stack on a Ray cluster, and what each must know of the others.
+"""The processes of a stack on a Ray cluster, and the facts that each needs of the others.
 
 There is no registry that could be lost. Every process chooses its address on the node where Ray has
 put it, and its actor tells the address to others that ask (`deploy.ray.process`).
@@ -47,7 +47,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class RayStack:
-    """What the processes of a stack must know of it, on any node."""
+    """The facts of a stack that its processes need, on any node."""
 
     settings: StackSettings
     environment: Environment  # the settings of all services, as NANO_<NAME>

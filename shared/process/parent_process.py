@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ParentProcess:
     """Keeps `serve` running in a fork of this process, and `companion`, if given, in another.
 
-    Once a service fork has been ready, the parent forks again for ever, whatever ends a fork or
+    Once a service fork has been ready, the parent always forks again, whatever ends a fork or
     keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it.
 
     Args:

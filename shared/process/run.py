@@ -60,7 +60,7 @@ def run_service(
     Args:
         name: the service's name; log lines contain it, and `bound`.
         serve: calls `ready` exactly once, when it serves.
-        start_errors: what `serve` raises, besides OSError, if it cannot start; logged as one line.
+        start_errors: exceptions of `serve`, besides OSError, if it cannot start; logged as a line.
         companion: runs in another fork, which starts before the first service fork, outlives it,
             and is replaced when it ends. Its argument is a function to call at least every
             `hang_timeout_s` / 6 seconds; after the first call, silence is a hang.
