@@ -58,7 +58,7 @@ def up(environment: Environment, layout: Layout) -> int:
     profiles = ["--profile", profile] + ["--profile", "http"] * bool(port)
     has_docker = bool(shutil.which("docker"))
     if layout.frontends > 1 and not has_docker:
-        raise LaunchError("FRONTENDS: must be 1 with podman, which gives replicas no host ports")
+        raise LaunchError("FRONTENDS: must be 1 with podman, which cannot give each replica a port")
     _write_ranks(settings, layout, profile)
     # podman can wait for healthy containers only where systemd runs their health checks.
     wait = ["--wait"] * has_docker

@@ -50,7 +50,7 @@ def check_engines(stack: Stack) -> None:
 
 
 def extra_master_ports(stack: Stack, engines: int, taken: int = 0) -> tuple[int, ...]:
-    """Returns where the ranks of all engines but the first meet: the present and new ports."""
+    """Returns the ports at which the ranks of engines but the first meet; adds missing ones."""
     ports = list(stack.master_ports)[: engines - 1]
     while stack.tp > 1 and len(ports) < engines - 1:
         if (port := free_port()) not in (taken, *ports):
@@ -122,7 +122,7 @@ def wait_until_left(stack: Stack, engine: int, limit_s: float) -> None:
 
 
 def wait_until_joined(stack: Stack, engine: int, frontends: int) -> None:
-    """Waits until so many frontends are connected to a listed engine, but at most `_JOIN_S`: some
+    """Waits, at most `_JOIN_S`, until this number of frontends has joined a listed engine: some
     may have died meanwhile, or get their engines from another source."""
     _wait(lambda: num_frontends(stack, engine) >= frontends, _JOIN_S)
 

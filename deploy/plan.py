@@ -193,7 +193,7 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
 def _master_port(settings: StackSettings, stack: Stack) -> int:
     """Returns the port at which the ranks of engine 0 meet."""
     if not settings.master_port and stack.num_ranks < settings.tp:
-        raise LaunchError("NANO_MASTER_PORT: must be set, to one port on the hosts of all ranks")
+        raise LaunchError("NANO_MASTER_PORT: must be set to the same port on all ranks' hosts")
     return settings.master_port or free_port()
 
 
