@@ -78,7 +78,7 @@ def test_an_inner_certificate_must_be_for_the_services_that_run_here(
     files |= {"INTERNAL_TLS_CA": authority.ca}
     plan(tmp_path, Layout(services=("worker",)), **files)
     plan(tmp_path, Layout(services=("worker",)), **files, INTERNAL_TLS_ROLES="required")
-    lacks = rf"internal_tls_cert: .*is for worker.*scheduler.*needs {role}scheduler"
+    lacks = rf"internal_tls_cert: .*is for worker.*scheduler.*add .*{role}scheduler"
     with pytest.raises(LaunchError, match=lacks):
         plan(tmp_path, **files)
     plain = authority.issue("plain", "DNS:localhost")

@@ -233,7 +233,7 @@ def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
     [
         ("no/such/directory", "no/such/directory is not a directory$"),
         ("Qwen/Qwen3-0.6B", "not a directory; for the hub, use hub:Qwen/Qwen3-0.6B@REVISION"),
-        ("hub:Qwen/Qwen3-0.6B", "no revision: hub:Qwen/Qwen3-0.6B@REVISION, where .* 40 hex"),
+        ("hub:Qwen/Qwen3-0.6B", "no revision; use hub:Qwen/Qwen3-0.6B@REVISION. .* 40 hex"),
         ("hub:Qwen/Qwen3-0.6B@", "names no revision"),
         ("hub:Qwen/Qwen3-0.6B@../..", "names no revision"),
         ("hub:Qwen3-0.6B@main", "is not hub:OWNER/NAME@REVISION"),
