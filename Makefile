@@ -30,8 +30,8 @@ $(error $(UNKNOWN): unknown variable$(addprefix ; did you mean ,$(shell $(PYTHON
 	print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))" $(firstword $(UNKNOWN)) $(KNOWN))))
 endif
 
-# Variables count only if they are given to make: a shell may have a MODEL or an IN for something else,
-# and some export a HOST, which names the machine.
+# Variables count only on make's command line: a shell may have a MODEL or an IN for something else,
+# and some export HOST, the machine's name.
 FROM_SHELL := $(foreach name,$(filter-out PYTHON PIP_ARGS BUILDER BASE GPU_PYTHON,$(KNOWN)),\
 	$(if $(filter environment,$(origin $(name))),$(name)))
 $(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
@@ -41,17 +41,17 @@ $(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
 	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines check-house
 
-help:  ## this list
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 # The stamp's name depends on the checkout's path and the Python, so that moving or upgrading them
 # makes a new environment. The lock lets one of several `make`s do the work while the others wait.
-# Everything but torch comes from files whose hashes are in the repository, and nothing is built but
-# this project, by a setuptools from there. torch finds all that it needs installed, but for CUDA's
-# libraries and Triton, which its CUDA builds bring. With a CPU build, xgrammar and the tests still
-# need Triton, in the version that the CUDA build brings.
+# All files but torch's have their hashes in the repository. Only this project is built, by a
+# setuptools with such a hash. All that torch needs is installed before, except CUDA's libraries and
+# Triton, which its CUDA builds install. With a CPU build, xgrammar and the tests still need Triton,
+# in the version of the CUDA build.
 TRITON := triton==3.7.1
-# Where there is no NVIDIA GPU, torch alone comes from here.
+# Without an NVIDIA GPU, torch (and nothing else) comes from here.
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_HASHED := $(PIP) --require-hashes --no-deps --only-binary :all:
@@ -85,41 +85,41 @@ up: $(READY)  ## start the stack, wait until it serves, show a first completion
 down: $(READY)  ## stop the stack
 	@$(CLI) down $(call flags,PORT RUNTIME)
 
-restart: $(STAMP)  ## restart all processes, one after another, while requests go on (SERVICE, ENGINE: only this one's; MODEL: another)
+restart: $(STAMP)  ## restart all processes, one at a time, while requests continue (SERVICE, ENGINE: only this one; MODEL: a new one)
 	@$(CLI) restart $(call flags,PORT SERVICE ENGINE MODEL DRAIN_TIMEOUT_S)
 
-scale: $(READY)  ## start or stop engines of the running stack until there are ENGINES, while requests go on
+scale: $(READY)  ## start or stop engines of the running stack until it has ENGINES, while requests continue
 	@$(CLI) scale $(call flags,PORT RUNTIME ENGINES)
 
-gateway: $(STAMP)  ## an HTTP gateway for several stacks (ENGINE_ADDRESSES: of all their frontends; HOST, HTTP_PORT; MODEL: a directory)
+gateway: $(STAMP)  ## run an HTTP gateway for several stacks (ENGINE_ADDRESSES: of all frontends; HOST, HTTP_PORT; MODEL: a directory)
 	@$(BIN)/python -m deploy.gateway --gateway-policy cache_aware \
 		$(call flags,ENGINE_ADDRESSES HOST HTTP_PORT MODEL TLS_CERT TLS_KEY AUTH_TOKENS_FILE \
 		ALLOW_PUBLIC_PLAINTEXT OTLP_ENDPOINT TRACE_SAMPLE_RATIO)
 
-ps: $(READY)  ## a line per process: name, index, pid, address, state
+ps: $(READY)  ## show a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)
 
-logs: $(READY)  ## show the logs and follow them (SERVICE: only this one's)
+logs: $(READY)  ## show the logs and follow them (SERVICE: only this one)
 	@$(CLI) logs $(call flags,PORT RUNTIME SERVICE)
 
-top: $(STAMP)  ## show the engine's load, live
+top: $(STAMP)  ## show the load of the engines, live
 	@$(CLI) top $(call flags,PORT)
 
 chat: $(STAMP)  ## talk to the model
 	@$(CLI) chat --address $(call quote,$(ADDRESS)) $(ARGS)
 
-generate: $(STAMP)  ## complete the prompts in IN, JSON lines, to OUT; stopped at any point, it goes on (ARGS=--help lists more)
+generate: $(STAMP)  ## complete the prompts in IN, JSON lines, to OUT; run it again to continue (ARGS=--help lists more)
 	@$(CLI) generate $(if $(IN),$(call quote,$(IN))) $(if $(OUT),$(call quote,$(OUT))) \
 		--address $(call quote,$(ADDRESS)) $(ARGS)
 
-doctor: $(STAMP)  ## look for what would keep make up, with the same variables, from starting a stack
+doctor: $(STAMP)  ## find problems that keep make up, with the same variables, from starting a stack
 	@$(CLI) doctor $(call flags,$(filter-out RUNTIME,$(STACK)))
 
-bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: a running stack's; ARGS=--help lists more)
+bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)
 	@$(call environment,$(OF_ENGINE)) $(CLI) bench $(call flags,MODE OUT MODEL) \
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
 
-gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure the worker on this machine's GPU (GPU_PYTHON: instead of .venv)
+gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## test and measure the worker on this machine's GPU (GPU_PYTHON: replaces .venv)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
 IMAGES := frontend gateway scheduler worker
@@ -131,28 +131,28 @@ images:  ## build the container images for CPUs on BASE, which has Python (BUILD
 			--tag nano-vllm-grpc/$$image$$(test $$image != worker || echo :cpu) . || exit; \
 	done
 
-# A module's tests run one after another in one process, and share its fixtures. Modules begin in their
-# order, since xdist's own, by the number of tests, would leave some of the longest for the end.
+# A module's tests run in one process and share its fixtures. Modules begin in their own order: that of
+# xdist, by the number of tests, would leave some of the longest for the end.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-test: $(STAMP)  ## run the tests that need no more than one stack, on all cores (ARGS: for pytest)
+test: $(STAMP)  ## run the tests that need at most one stack, on all cores (ARGS: for pytest)
 	$(PYTEST) -m "not system and not soak" $(ARGS)
 
 test-system: $(STAMP)  ## run the tests of whole stacks: faults, security, HTTP, the dashboard (ARGS: for pytest)
 	$(PYTEST) -m "system and not soak" $(ARGS)
 
-soak: $(STAMP)  ## run all random tests for hours, with new seeds (OUT: a JSON file; stopped at any point, it goes on)
+soak: $(STAMP)  ## run all random tests for hours, with new seeds (OUT: a JSON file; run it again to continue)
 	@$(BIN)/python -m tests.runs soak $(call flags,OUT) $(ARGS)
 
-simulate: $(STAMP)  ## the scheduler under simulated faults (SEEDS: how many, SEED: the first)
+simulate: $(STAMP)  ## run the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
 
 chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, ENGINES, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED ENGINES OUT) $(ARGS)
 
-abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the worst factor, OUT; ARGS=--help lists more)
+abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the maximum factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
-check: check-style check-types check-imports check-protos check-stubs check-lines check-house  ## linter, formatter, types, import rules, protos, stubs, README's table, and the limits of size
+check: check-style check-types check-imports check-protos check-stubs check-lines check-house  ## check style, format, types, imports, protos, stubs, README's table, and the limits of size
 
 # Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
@@ -184,7 +184,7 @@ check-house: $(STAMP)
 protos: $(STAMP)  ## regenerate nano_vllm_grpc/pb and shared/pb from protos/
 	$(call protoc,.)
 
-# Versions that are locked stay, unless ARGS=--upgrade; images get those of requirements/dev.txt.
+# Locked versions stay, unless ARGS=--upgrade; images get the versions of requirements/dev.txt.
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --no-build --generate-hashes \
 	--no-annotate --custom-compile-command 'make lock' $(ARGS)
 LOCK_EXTRA := $(LOCK) pyproject.toml --constraints requirements/torch.txt \

@@ -30,7 +30,7 @@ from shared.config import PREFIX, SettingsError
 
 
 class Commands(TyperGroup):
-    """Makes what a command returns the exit status, and an error that users can mend a line."""
+    """Exits with the status that a command returns, and prints a user's error as one line."""
 
     def invoke(self, ctx: Any) -> None:
         try:
@@ -57,14 +57,14 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def _options(
     _: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show it")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show version")
     ] = False,
 ) -> None:
     """Serves Qwen3 as three gRPC services: frontend, scheduler and workers."""
 
 
 def _service(name: str) -> str:
-    """The service with this name, or whose package has it."""
+    """Returns the service with this name, or whose package has this name."""
     packages = {package: service for service, package in MODULES.items()}
     service = packages.get(name, name)
     if service not in SERVICES:
@@ -77,7 +77,7 @@ Port = Annotated[
     typer.Option(metavar="INT", help="public port, which names the stack (default: 50051)"),
 ]
 Address = Annotated[
-    str | None, typer.Option(help="a frontend's, HOST:PORT (default: that of the stack on PORT)")
+    str | None, typer.Option(help="HOST:PORT of a frontend (default: the stack on PORT)")
 ]
 Runtime = Annotated[Literal["native", "docker", "ray"], typer.Option()]
 Service = Annotated[
@@ -104,7 +104,7 @@ def serve(
     environment: Environment,
     layout: Layout,
     served: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="the same as --model (default: the demo)")
+        str | None, typer.Argument(metavar="MODEL", help="like --model (default: the demo)")
     ] = None,
 ) -> int:
     """Start a stack, show its logs, stop it on Ctrl-C or when this process ends."""
@@ -127,7 +127,7 @@ def down(
     """Stop the stack."""
     if every:
         if port or runtime != "native":
-            raise CommandError("--all: stops all stacks of RUNTIME=native; give nothing else")
+            raise CommandError("--all: stops all stacks of RUNTIME=native; leave out other options")
         return commands.down_all()
     if runtime == "ray":
         return _on_ray("down", _environment(port))
@@ -138,7 +138,7 @@ def down(
 
 @app.command()
 def scale(
-    engines: Annotated[int, typer.Option(min=1, help="how many there are to be")],
+    engines: Annotated[int, typer.Option(min=1, help="number of engines to have")],
     port: Port = None,
     runtime: Runtime = "native",
 ) -> int:
@@ -154,13 +154,13 @@ def scale(
 def restart(
     port: Port = None,
     service: Service = None,
-    engine: Annotated[int | None, typer.Option(min=0, help="only this engine's")] = None,
-    model: Annotated[str | None, typer.Option(help="replaces the stack's")] = None,
+    engine: Annotated[int | None, typer.Option(min=0, help="only this engine")] = None,
+    model: Annotated[str | None, typer.Option(help="new model of the stack")] = None,
     drain_timeout_s: Annotated[
-        float, typer.Option(min=0, help="for streams to leave an engine, or to end")
+        float, typer.Option(min=0, help="for streams to move to another engine or end")
     ] = DRAIN_S,
 ) -> int:
-    """Restart processes one after another, or engines, each once the one before serves."""
+    """Restart processes or engines one at a time; wait until each one serves."""
     return restart_processes(_directory(port), service, engine, model, drain_timeout_s)
 
 
@@ -190,7 +190,7 @@ def logs(port: Port = None, runtime: Runtime = "native", service: Service = None
 
 @app.command()
 def top(port: Port = None) -> int:
-    """Show the engine's load, live."""
+    """Show the load of the engines, live."""
     return show_load(_directory(port))
 
 
@@ -200,7 +200,7 @@ def chat(
     port: Port = None,
     system: Annotated[str, typer.Option(help="system prompt")] = "",
     temperature: float | None = None,
-    max_tokens: Annotated[int | None, typer.Option(help="per answer")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="of each answer")] = None,
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="may be given more than once")] = None,
 ) -> int:
@@ -213,18 +213,18 @@ def chat(
 
 @app.command()
 def generate(
-    requests: Annotated[Path, typer.Argument(help="JSON lines, a prompt or a request each")],
-    output: Annotated[Path, typer.Argument(help="JSON lines, a completion each; may exist")],
+    requests: Annotated[Path, typer.Argument(help="JSON lines, with a prompt or request each")],
+    output: Annotated[Path, typer.Argument(help="JSON lines, with a completion each; may exist")],
     address: Address = None,
     port: Port = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="requests at a time")] = 256,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at the same time")] = 256,
     params: Annotated[
-        str, typer.Option(metavar="JSON", help="sampling parameters of lines that have none")
+        str, typer.Option(metavar="JSON", help="defaults for parameters that a line leaves unset")
     ] = "{}",
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="write them, too")] = False,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="write token ids, too")] = False,
 ) -> int:
-    """Complete all prompts of a file. Stopped at any point, the same command goes on."""
-    # Imported here, as the other commands do without it.
+    """Complete all prompts of a file. After an interruption, the same command continues."""
+    # Imported here, because other commands do not need it.
     from cli.generate.run import Options, generate_file
 
     options = Options(address or _address(port), concurrency, params, token_ids)
@@ -234,7 +234,7 @@ def generate(
 @app.command()
 @takes_variables
 def config(environment: Environment, layout: Layout) -> int:
-    """Show each setting that a stack with these variables would have, and where it comes from."""
+    """Show the settings that a stack with these variables would have, and their sources."""
     from cli.config import show_config
 
     return show_config(environment, layout)
@@ -243,7 +243,7 @@ def config(environment: Environment, layout: Layout) -> int:
 @app.command()
 @takes_variables
 def doctor(environment: Environment, layout: Layout) -> int:
-    """Look for what would keep a stack with these variables from starting, and say what to do."""
+    """Find problems that keep a stack with these variables from starting; suggest remedies."""
     from cli.doctor.run import examine
 
     return examine(environment, layout)
@@ -254,14 +254,14 @@ def doctor(environment: Environment, layout: Layout) -> int:
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def bench(context: typer.Context) -> int:
-    """Run benchmarks: --help lists the modes, and --mode MODE --help their options."""
+    """Run benchmarks. --help lists the modes, --mode MODE --help the options of a mode."""
     from bench.__main__ import main
 
     return main(context.args)
 
 
 def _on_ray(command: str, *arguments: Any) -> int:
-    """Runs a command of RUNTIME=ray. Ray, which they all import, is an extra."""
+    """Runs a command of RUNTIME=ray. These commands import Ray, which is optional."""
     try:
         module = importlib.import_module("deploy.ray.commands")
     except ModuleNotFoundError as error:

@@ -13,18 +13,18 @@ from deploy.plan import Environment, Layout, plan_stack, read_settings, stack_se
 from deploy.stack import run_directory
 from shared.config import KNOWN_NAMES, PREFIX, ServiceSettings
 
-_UP = "up"  # the source of what `up` chooses
+_UP = "up"  # the source of values that `up` chooses
 
 
 def show_config(environment: Environment, layout: Layout) -> int:
-    """Prints a line of TOML per setting, and in a comment where its value comes from. What `up`
-    chooses, and what another service has otherwise, is a comment altogether.
+    """Prints a line of TOML per setting, with the source of its value in a comment. If `up` chooses
+    the value, or it differs from that of an earlier service, the whole line is a comment.
 
     Args:
-        environment: this process's, with the options given to it as NANO_<NAME>.
+        environment: of this process, with the command's options as NANO_<NAME>.
 
     Raises:
-        LaunchError, SettingsError: such a stack could not start; the message says why.
+        LaunchError, SettingsError: the stack could not start; the message says why.
     """
     port = read_settings(environment).port
     _, planned = plan_stack(environment, layout, run_directory(port), port)

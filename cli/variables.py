@@ -26,7 +26,7 @@ _PANELS: dict[str, type[ServiceSettings]] = {
     "This host": StackSettings,
     "All services": ServiceSettings,
 }
-# The launcher decides these.
+# The launcher sets these.
 NOT_OPTIONS = (
     "engines_on_host",
     "exit_with_parent",
@@ -41,17 +41,17 @@ _Host = partial(typer.Option, rich_help_panel="This host")
 
 
 def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
-    """Gives `command(environment, layout, ...)` an option for each variable. The services' settings
-    come to it in the environment, as NANO_<NAME> beside this process's own: for those that are not
-    given, the services' defaults apply."""
+    """Gives `command(environment, layout, ...)` an option for each variable. `environment` is
+    this process's, with the given options as NANO_<NAME>; for others, the services' defaults apply.
+    """
     settings = _settings()
 
     def call(
-        frontends: Annotated[int, _Host(min=1, help="processes sharing the port")] = 1,
-        engines: Annotated[int, _Host(min=1, help="a scheduler and its workers each")] = 1,
-        services: Annotated[str, _Host(help="which of them run here")] = " ".join(SERVICES),
-        ranks: Annotated[str | None, _Host(help="of the workers here: 2, or 0-3")] = None,
-        metrics: Annotated[Literal["0", "1"], _Host(help="whether Prometheus may ask")] = "1",
+        frontends: Annotated[int, _Host(min=1, help="processes that share the port")] = 1,
+        engines: Annotated[int, _Host(min=1, help="each is a scheduler and its workers")] = 1,
+        services: Annotated[str, _Host(help="services to run on this host")] = " ".join(SERVICES),
+        ranks: Annotated[str | None, _Host(help="ranks to run on this host: 2, or 0-3")] = None,
+        metrics: Annotated[Literal["0", "1"], _Host(help="serve metrics to Prometheus")] = "1",
         **values: Any,
     ) -> int:
         environment = dict(os.environ)
@@ -65,14 +65,14 @@ def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
     launchers = list(signature(call, eval_str=True).parameters.values())[:-1]
     shown = [*own, *launchers, *settings.values()]
     call.__signature__ = Signature(shown)  # type: ignore[attr-defined]
-    call.__annotations__ = {}  # typer takes those of the signature
+    call.__annotations__ = {}  # typer reads those of the signature
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     return call
 
 
 def _settings() -> dict[str, Parameter]:
-    """The settings as parameters of a function. They stay texts: the settings' own classes check
-    them, wherever they come from."""
+    """Returns the settings as parameters of a function. Their values stay strings, which the
+    settings' classes check."""
     found: dict[str, Parameter] = {}
     for panel, settings in _PANELS.items():
         for name, field in settings.model_fields.items():

@@ -1,4 +1,4 @@
-"""Tries certificates out before anything starts, with TLS handshakes in memory."""
+"""Checks certificates before any process starts, with TLS handshakes in memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shared.tls import ServerTls, check_apart
 
 
 def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
-    """Returns settings for a client on the server's own host, such as the launcher: it trusts only
-    that server's certificate, under the first of its names, whatever address it dials.
+    """Returns settings for a client on the server's own host, such as the launcher. The client
+    trusts only that server's certificate, under its first name, whatever address it dials.
 
     Raises:
-        LaunchError: a file cannot be used, or the server would refuse the client.
+        LaunchError: a file cannot be used, or the server would reject the client.
     """
     client = ClientTls(server.cert, client_cert, client_key)
     names = [name for name in _shake_hands(server, client) if not name.startswith(ROLE)]
@@ -26,10 +26,10 @@ def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
 
 
 def check_certificates(server: ServerTls, client: ClientTls, addresses: Iterable[str]) -> None:
-    """
+    """Checks that `client` would trust the server's certificate at each of `addresses`.
+
     Raises:
-        LaunchError: a file cannot be used, or `client` would not trust the server's certificate at
-            one of `addresses`.
+        LaunchError: a file cannot be used, or the client would not.
     """
     for address in addresses:
         host = "localhost" if address.startswith("unix:") else address.rpartition(":")[0]
@@ -42,14 +42,14 @@ def check_roles(
     """Checks that the services' certificate is for all `services`.
 
     Raises:
-        LaunchError: it names roles, or `required` says that it must, but not these.
+        LaunchError: it lacks one of these roles, but has others, or must have roles (`required`).
     """
     roles = roles_among(_shake_hands(server, client))
     missing = [service for service in services if service not in roles]
     if missing and (roles or required):
         raise LaunchError(
             f"{server.setting}_cert: {server.cert} is for {', '.join(sorted(roles)) or 'no role'}, "
-            f"but here run {', '.join(missing)}: its subjectAltName needs "
+            f"but this host runs {', '.join(missing)}; add to its subjectAltName "
             f"{', '.join(f'URI:{ROLE}{service}' for service in missing)}"
         )
 

@@ -1,4 +1,4 @@
-"""A process of a stack, from one start to the next, and its log."""
+"""Starts, restarts and stops a process of a stack, and rotates its log."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from shared.process.fork import CANNOT_START
 
 log = structlog.get_logger(__name__)
 
-# Between tries, doubled after each, until a process has run for a while.
+# Pause before the next start: doubled after each, until a process has run for `_LASTING_S`.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 10.0
 _LASTING_S = 10.0
 _MAX_LOG_BYTES = 10 << 20
 
 
 class Child:
-    """A process that is started again when it has ended. Its output goes to `log`."""
+    """A process that can be started again once it has ended. Its output goes to `log`."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
         self.pid = 0  # 0: it does not run
         self.pidfd = -1
-        self.exit_status: int | None = None  # of the last one; None: nobody knows
-        self.failure = ""  # why the last one could not be run
+        self.exit_status: int | None = None  # of the last run; None: unknown
+        self.failure = ""  # why the last start failed
         self.starts = 0
-        self.due = 0.0  # when it may be started again, by the monotonic clock
-        self._popen: subprocess.Popen[bytes] | None = None  # None also if it was adopted
+        self.due = 0.0  # earliest time of the next start, by the monotonic clock
+        self._popen: subprocess.Popen[bytes] | None = None  # None also for an adopted process
         self._started = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
 
     def adopt(self, pid: int) -> None:
-        """Takes over a process that is no child of this one."""
+        """Takes over a process that this one has not started."""
         with suppress(ProcessLookupError):
             self.pidfd = os.pidfd_open(pid)
             self.pid, self.starts, self._started = pid, 1, time.monotonic()
@@ -60,7 +60,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
-                    process_group=0,  # Ctrl-C in a terminal is not meant for it
+                    process_group=0,  # Ctrl-C in a terminal must not reach it
                 )
             self.pid = self._popen.pid
             self.pidfd = os.pidfd_open(self.pid)
@@ -70,13 +70,13 @@ class Child:
             self._plan_next()
 
     def may_start(self, was_up: bool = True) -> bool:
-        """Whether to start it now. Before a stack was up, a process that cannot start is left
-        alone: the launcher tells the user why."""
+        """Whether to start the process now. Before the stack has been up, one that cannot start is
+        not started again: the launcher tells the user why."""
         given_up = self.exit_status == CANNOT_START and not was_up
         return not self.pid and not given_up and time.monotonic() >= self.due
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Notices that the process has ended, for which it waits at most so long."""
+        """Notices that the process has ended; waits at most `timeout_s` seconds for that."""
         if not self.pid:
             return
         poll = select.poll()
@@ -90,7 +90,7 @@ class Child:
         self._plan_next()
 
     def stop(self, grace_s: float) -> None:
-        """Lets the process end by itself, and kills it if it takes longer than `grace_s`."""
+        """Asks the process to end, and kills it if it takes longer than `grace_s` seconds."""
         for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _LASTING_S)):
             if self.pid:
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -111,8 +111,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def rotate(log_file: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
-    """Copies a long log to the file beside it and empties it. Its process has the file open and
-    goes on writing: lines that it writes in this moment are lost."""
+    """Copies a long log to `NAME.1` and empties it. The process keeps the file open and continues
+    to write: lines that it writes in this moment are lost."""
     with suppress(OSError):
         if log_file.stat().st_size > max_bytes:
             shutil.copyfile(log_file, log_file.with_name(f"{log_file.name}.1"))

@@ -1,4 +1,4 @@
-"""RUNTIME=docker: the same commands, run by `docker compose` or podman-compose on
+"""Commands for RUNTIME=docker, which run `docker compose` or podman-compose on
 docker/compose.yaml."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.config import PREFIX
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
-_INSIDE = "/etc/nano/{}"  # where a container has the file of a setting
+_INSIDE = "/etc/nano/{}"  # path of a setting's file in a container
 _USUAL_HTTP_PORTS = {50051: 8000}  # by the stack's port
 _POLL_S = 1.0
 
@@ -43,14 +43,14 @@ def up(environment: Environment, layout: Layout) -> int:
     """Builds the images and starts the containers; returns 0 once they have answered a request.
 
     Raises:
-        SettingsError: a service would refuse a value; the message names it.
+        SettingsError: a service would reject a value; the message names it.
         LaunchError: the stack cannot start; the message says why.
     """
     settings = read_settings(environment)
     if settings.internal_tls_cert:
-        raise LaunchError("RUNTIME=docker: internal_tls: services are on a network of their own")
+        raise LaunchError("RUNTIME=docker: internal_tls: must be empty; the network is private")
     variables = compose_variables(settings, layout)
-    # The host has been checked; inside, the stack's own network is private.
+    # HOST is checked by now; the network inside is private to the stack.
     stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
@@ -58,9 +58,9 @@ def up(environment: Environment, layout: Layout) -> int:
     profiles = ["--profile", profile] + ["--profile", "http"] * bool(port)
     has_docker = bool(shutil.which("docker"))
     if layout.frontends > 1 and not has_docker:
-        raise LaunchError("FRONTENDS: 1 with podman, which gives replicas no port each of the host")
+        raise LaunchError("FRONTENDS: must be 1 with podman, which cannot give each replica a port")
     _write_ranks(settings, layout, profile)
-    # podman can wait for healthy containers only where systemd has their health checked.
+    # podman can wait for healthy containers only where systemd runs their health checks.
     wait = ["--wait"] * has_docker
     _compose(
         settings.port, [*profiles, "up", "--build", "--detach", *wait], environment | variables
@@ -77,7 +77,7 @@ def up(environment: Environment, layout: Layout) -> int:
     stream_completion(address, lambda text: print(text, end="", flush=True), tls, token)
     print(f"\n\nThe stack serves on {address}; make chat PORT={settings.port} talks to it.")
     if port:
-        print(f"HTTP is on {url}.")
+        print(f"The HTTP gateway serves on {url}.")
     return 0
 
 
@@ -90,7 +90,7 @@ def down(environment: Environment) -> int:
 
 
 def ps(environment: Environment, as_json: bool = False) -> int:
-    """Prints a line per container, or its JSON."""
+    """Prints a line per container, or JSON."""
     words = ["ps", "--format", "json"] if as_json else ["ps"]
     _compose(read_settings(environment).port, words, environment)
     return 0
@@ -104,7 +104,7 @@ def logs(environment: Environment, service: str | None) -> int:
 
 
 def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]:
-    """The variables that docker/compose.yaml reads besides the services' settings."""
+    """Returns the variables that docker/compose.yaml reads besides the services' settings."""
     last_port = settings.port + layout.frontends - 1
     model = resolve_model(settings.model)
     several = {
@@ -126,8 +126,8 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
 
 
 def http_port(settings: StackSettings) -> int:
-    """The gateway's port on the host, 0 for none. It does not depend on what is free, so that `up`
-    changes nothing where it need not."""
+    """Returns the gateway's port on the host, 0 for none. It does not depend on which ports are
+    free, so a second `up` does not change it."""
     if settings.http_port == "auto":
         if settings.tls_client_ca:
             return 0
@@ -136,20 +136,20 @@ def http_port(settings: StackSettings) -> int:
 
 
 def _without_links(model: Path) -> Path:
-    """The absolute path of a model, all of whose files get into the containers with it."""
+    """Returns the absolute path of a model; all its files must be in this directory."""
     directory = model.resolve()
     for path in directory.iterdir():
         if not path.resolve().is_relative_to(directory):
             raise LaunchError(
                 f"RUNTIME=docker: MODEL: {path} is a link out of its directory, which containers "
-                f"do not see; make a copy without links, cp -rL {model} COPY, and give MODEL=COPY"
+                f"do not see; make a copy without links, cp -rL {model} COPY, and use MODEL=COPY"
             )
     return directory
 
 
 def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
-    """Services missing from compose.yaml: all ranks but the first, and the schedulers of further
-    engines. Ranks are numbered over all engines."""
+    """Returns the services that compose.yaml lacks: all ranks but the first, and the schedulers of
+    further engines. Ranks are numbered over all engines."""
     services: dict[str, object] = {}
     for index in range(1, engines * tp):
         engine, rank = divmod(index, tp)
@@ -174,8 +174,8 @@ def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
 
 
 def file_services(settings: StackSettings) -> dict[str, object]:
-    """Mounts the token and certificate files into the frontends and the gateway, as Compose
-    services. Only the gateway calls the frontend beside it, so that one has no TLS."""
+    """Returns Compose services that mount the token and certificate files into frontends and
+    gateway. The gateway's own frontend has no TLS, because only the gateway calls it."""
     names = ["auth_tokens_file", "tls_cert", "tls_key", "tls_client_ca"]
     given = {name: value for name in names if (value := getattr(settings, name))}
     if not given:
@@ -226,7 +226,7 @@ def _worker_addresses(engine: int, tp: int) -> str:
 
 
 def service_names(service: str | None) -> list[str]:
-    """The names in compose.yaml of `service`; an empty list stands for all services."""
+    """Returns the names of `service` in compose.yaml; an empty list stands for all services."""
     if service == "worker":
         raise LaunchError(
             "SERVICE=worker: with docker, read the logs of all services, or use docker compose logs"

@@ -1,4 +1,4 @@
-"""The engines of a running stack: which of them its frontends use, and which model each has."""
+"""The engines of a running stack: their listing for frontends, their models and their load."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def check_engines(stack: Stack) -> None:
     """Checks that the stack may have this number of engines.
 
     Raises:
-        LaunchError: it has several, and is not the kind of stack that may.
+        LaunchError: it has several engines, but may have only one.
     """
     if stack.engines == 1:
         return
     if not {"worker", "scheduler"} <= set(stack.services):
-        raise LaunchError("ENGINES: SERVICES has no worker and scheduler to run here")
+        raise LaunchError("ENGINES: several engines need worker and scheduler in SERVICES")
     if stack.num_ranks < stack.tp:
-        raise LaunchError("ENGINES: with RANKS, other ranks are elsewhere, and there is one engine")
+        raise LaunchError("ENGINES: must be 1 with RANKS, whose other ranks run on other hosts")
     sockets = f"unix:{stack.directory}/"
     given = {"SCHEDULER_ADDRESS": [stack.scheduler_address]}
     given["WORKER_ADDRESSES"] = list(stack.worker_addresses)
     for name, addresses in given.items():
         if not all(each.startswith(sockets) for each in addresses):
             raise LaunchError(
-                f"ENGINES: {PREFIX}{name} is that of one engine; several choose their own"
+                f"ENGINES: {PREFIX}{name} is that of one engine; leave it out for several"
             )
 
 
 def extra_master_ports(stack: Stack, engines: int, taken: int = 0) -> tuple[int, ...]:
-    """Where the ranks of each engine but the first meet: as now, and new ports for more engines."""
+    """Returns the ports at which the ranks of engines but the first meet; adds missing ones."""
     ports = list(stack.master_ports)[: engines - 1]
     while stack.tp > 1 and len(ports) < engines - 1:
         if (port := free_port()) not in (taken, *ports):
@@ -59,13 +59,13 @@ def extra_master_ports(stack: Stack, engines: int, taken: int = 0) -> tuple[int,
 
 
 def list_engines(stack: Stack, engines: Iterable[int]) -> None:
-    """Has frontends use these engines: what they have with others they take elsewhere."""
+    """Lists the engines for frontends to use; they move their streams away from all others."""
     lines = (f"{stack.scheduler_address_of(each)}\n" for each in engines)
     replace_file(stack.engines_file, "".join(lines))
 
 
 def link_model(link: Path, model: Path) -> None:
-    """Makes `link` lead to the directory of a model."""
+    """Makes `link` point to the directory of a model."""
     link.parent.mkdir(exist_ok=True)
     unfinished = link.with_name(f"{link.name}.new")
     unfinished.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def link_model(link: Path, model: Path) -> None:
 
 
 def link_missing_models(stack: Stack) -> None:
-    """Gives the engines that have no model the stack's."""
+    """Links the stack's model for the engines that have none."""
     if stack.model_path:
         for engine in (None, *range(stack.engines)):
             if not (link := stack.model_link(engine)).is_symlink():
@@ -82,7 +82,7 @@ def link_missing_models(stack: Stack) -> None:
 
 
 def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadResponse | None:
-    """The load of an engine; None if it does not say."""
+    """Returns the load of an engine; None if it does not answer."""
     address, tls = stack.scheduler_address_of(engine), stack.tls("scheduler")
     try:
         with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
@@ -92,21 +92,21 @@ def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadRe
 
 
 def ask_loads(stack: Stack, timeout_s: float = _LOAD_S) -> list[GetLoadResponse | None]:
-    """The loads of all engines, in their order."""
+    """Returns the loads of all engines, in order."""
     with ThreadPoolExecutor(max_workers=8) as pool:
         ask = partial(ask_load, stack, timeout_s=timeout_s)
         return list(pool.map(ask, range(stack.engines)))
 
 
 def num_frontends(stack: Stack, engine: int) -> int:
-    """The number of frontends that are connected to an engine; 0 if it does not say."""
+    """Returns the number of frontends that are connected to an engine; 0 without an answer."""
     load = ask_load(stack, engine)
     return load.frontends if load else 0
 
 
 def wait_until_left(stack: Stack, engine: int, limit_s: float) -> None:
-    """Waits, at most so long, until an engine that is no longer listed has no frontends, or those
-    have given it nothing to do for a while: nobody leaves the only engine with its model."""
+    """Waits at most `limit_s` seconds until an unlisted engine has no frontends, or has been idle
+    for a while: frontends do not leave the only engine with a model."""
     busy_at = time.monotonic()
 
     def left() -> bool:
@@ -122,8 +122,8 @@ def wait_until_left(stack: Stack, engine: int, limit_s: float) -> None:
 
 
 def wait_until_joined(stack: Stack, engine: int, frontends: int) -> None:
-    """Waits until so many frontends are connected to an engine that has been listed, but not for
-    ever: they may have died meanwhile, or know their engines from elsewhere."""
+    """Waits, at most `_JOIN_S`, until this number of frontends has joined a listed engine: some
+    may have died meanwhile, or get their engines from another source."""
     _wait(lambda: num_frontends(stack, engine) >= frontends, _JOIN_S)
 
 

@@ -1,8 +1,8 @@
 """The launcher's errors.
 
 LaunchError        a stack cannot be started or reached
-├── StartError             one of its processes cannot start; names the log that says more
-└── SupervisorGoneError    it has no supervisor
+├── StartError             a process of the stack cannot start; has its log
+└── SupervisorGoneError    the stack has no supervisor
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class LaunchError(Exception):
 
 
 class StartError(LaunchError):
-    """A process of the stack cannot start; its `log` says more."""
+    """A process of the stack cannot start; its `log` has details."""
 
     def __init__(self, message: str, log: Path) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Streams one short completion through the public API, to show tokens to whoever starts a stack."""
+"""Streams one short completion through the public API, to show that a new stack works."""
 
 from __future__ import annotations
 

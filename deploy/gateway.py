@@ -1,8 +1,7 @@
-"""The HTTP gateway of a stack, a process like the services', or of several stacks:
-`python -m deploy.gateway`.
+"""Runs the HTTP gateway of a stack, or of several: `python -m deploy.gateway`.
 
 Shepherd Model Gateway (smg) speaks OpenAI's and Anthropic's protocols to clients, and vLLM's engine
-protocol to the frontends, which it takes for workers.
+protocol to the frontends, which it calls workers.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ log = structlog.get_logger(__name__)
 
 _FIRST = asyncio.FIRST_COMPLETED
 _POLL_S = 0.05
-_FILES_S = 1.0  # between looks at the files of tokens and certificates
-_OPEN = ("01", "03", "08")  # established, its beginning received, its other end closed
-_UNLIMITED = (1 << 32) - 1  # what smg counts per minute
-_RESTART = 1  # exit status: another fork is to take this one's place
-_HEALTH_S = 5  # between the gateway's looks at a frontend
-# Until a frontend is back, or a queue has room: some three seconds.
+_FILES_S = 1.0  # between checks of the token and certificate files
+_OPEN = ("01", "03", "08")  # ESTABLISHED, SYN_RECV, CLOSE_WAIT
+_UNLIMITED = (1 << 32) - 1  # the maximum per minute that smg accepts
+_RESTART = 1  # exit status that makes the parent process fork again
+_HEALTH_S = 5  # between the gateway's health checks of a frontend
+# Retries last about three seconds, until a frontend is back or a queue has room.
 _RETRIES, _FIRST_RETRY_MS, _LAST_RETRY_MS = 8, 100, 2000
-# One tenant's requests beyond what the frontends take of one.
+# More than the frontends accept from one tenant.
 _MAX_REQUESTS = 4096
-# A request has a place among these before its body is there: the time for all of the body, and for
-# its next bytes. The first ends no generation.
+# A request counts as one of these before its body is there. These limit the time for the whole body
+# and for its next bytes. The first does not end a generation.
 _BODY_S, _STALL_S = 30, 10
 
 
@@ -63,9 +62,9 @@ class GatewaySettings(PublicSettings):
     program: ClassVar[str] = "python -m deploy.gateway"
 
     http_port: int = Field(8000, gt=0, le=65535)
-    engine_addresses: Addresses = Field((), description="of the frontends, of one stack or several")
+    engine_addresses: Addresses = Field((), description="of all frontends, of one stack or several")
     gateway_policy: Literal["round_robin", "cache_aware"] = Field(
-        "round_robin", description="cache_aware: of several stacks, the one that has the prefix"
+        "round_robin", description="cache_aware: prefer the stack that has the prompt's prefix"
     )
     model: str = "models/demo"
 
@@ -74,17 +73,17 @@ class GatewaySettings(PublicSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.engine_addresses:
-            raise ValueError("engine_addresses: there are none")
+            raise ValueError("engine_addresses: must not be empty")
         for address in self.engine_addresses:
             if not (stays_on_host(address) or self.allow_public_plaintext):
                 raise ValueError(
                     f"engine_addresses: {address} is not on loopback, and the gateway calls "
-                    "frontends without TLS: put a tunnel between (docs/http.md), or "
+                    "frontends without TLS; use a tunnel (docs/http.md), or set "
                     "allow_public_plaintext (NANO_ALLOW_PUBLIC_PLAINTEXT=1) if the network is "
                     "private"
                 )
         if self.tls_client_ca:
-            raise ValueError("tls_client_ca: the gateway asks callers for no certificate")
+            raise ValueError("tls_client_ca: the gateway cannot ask callers for certificates")
         return self
 
 
@@ -92,8 +91,8 @@ class Admission(NamedTuple):
     """The contents of the token and certificate files, as read at one moment.
 
     Args:
-        clients: by token; None: anybody may call.
-        certificate: its text and its key's.
+        clients: by token; None: no token is needed.
+        certificate: the texts of the certificate and its key; None: no TLS.
     """
 
     clients: dict[str, Client] | None
@@ -115,8 +114,8 @@ class Admission(NamedTuple):
 
     @property
     def keys(self) -> list[tuple[str, str]]:
-        """The names of tenants with their keys. One that nobody has is always among them: smg lets
-        everybody in if there are none."""
+        """The names of tenants with their keys. A random key is always among them, because smg
+        accepts all callers if there are no keys."""
         if self.clients is None:
             return []
         known = [(client.name, token) for token, client in self.clients.items()]
@@ -124,7 +123,7 @@ class Admission(NamedTuple):
 
     @property
     def budgets(self) -> dict[str, Any]:
-        """smg's limits of tenants. It counts a prompt's and an answer's tokens together."""
+        """smg's limits of tenants. smg adds up the tokens of a prompt and its answer."""
         unlimited = {"tokens_per_minute": _UNLIMITED, "requests_per_minute": _UNLIMITED}
         limits = {
             client.name: client.input_tokens_per_minute + client.output_tokens_per_minute
@@ -141,22 +140,22 @@ class Admission(NamedTuple):
 def router_args(
     settings: GatewaySettings, metrics_port: int, admission: Admission, budgets: Path
 ) -> RouterArgs:
-    """The gateway's own settings; what is not set is at its defaults.
+    """Returns smg's settings; all others have smg's defaults.
 
     Args:
         budgets: a file for tenants' limits, which smg reads.
     """
-    budgets.write_text(json.dumps(admission.budgets))  # YAML, too
+    budgets.write_text(json.dumps(admission.budgets))  # JSON is YAML, too
     return RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
         host=settings.host.strip("[]"),
         port=settings.http_port,
         model_path=str(Path(settings.model).resolve()),
-        # All frontends of a stack lead to the same engines: a request may take any of them.
+        # All frontends of a stack use the same engines, so any of them may serve a request.
         policy=settings.gateway_policy,
         worker_startup_check_interval=1,
         health_check_interval_secs=_HEALTH_S,
-        # A frontend that dies is back in milliseconds: to wait for it beats to avoid it.
+        # A frontend that dies is back in milliseconds, so the gateway waits for it.
         disable_circuit_breaker=True,
         retry_max_retries=_RETRIES,
         retry_initial_backoff_ms=_FIRST_RETRY_MS,
@@ -165,44 +164,44 @@ def router_args(
         max_concurrent_requests=_MAX_REQUESTS,
         request_timeout_secs=_BODY_S,
         stream_body_stall_timeout_secs=_STALL_S,
-        # Callers could fill its memory, and have work done that nobody waits for.
+        # With these, callers could fill the memory, and start work that nobody waits for.
         history_backend="none",
         max_background_responses=0,
         shutdown_grace_period_secs=max(round(settings.drain_timeout_s), 1),
         reasoning_parser="qwen3",
         tool_call_parser="qwen",
-        # Nobody has it, so nobody can add a worker, load a module or start a profile over HTTP.
         tenant_api_keys=admission.keys,
         tenant_rate_limit_enabled=bool(admission.clients),
         tenant_rate_limit_config=str(budgets),
         server_cert_path=settings.tls_cert or None,
         server_key_path=settings.tls_key or None,
+        # Nobody knows this key, so nobody can add a worker, load a module or profile over HTTP.
         control_plane_api_keys=[("launcher", "launcher", secrets.token_hex(32), "admin")],
         prometheus_host=settings.metrics_host,
         prometheus_port=metrics_port,
         enable_trace=bool(settings.otlp_endpoint),
         otlp_traces_endpoint=settings.otlp_endpoint,
-        log_level="info" if settings.otlp_endpoint else "warn",  # as its spans
+        log_level="info" if settings.otlp_endpoint else "warn",  # the level of spans
         log_json=True,
     )
 
 
 async def serve(settings: GatewaySettings, ready: Ready) -> None:
-    """Runs the gateway until it is told to stop, or until its files say something new: then it
-    drains, and another fork takes its place.
+    """Runs the gateway until a signal stops it or its files change. On a change it drains, and its
+    parent process forks again.
 
     Raises:
-        RuntimeError: it cannot start.
-        OSError: a file of tokens or certificates cannot be used.
+        RuntimeError: the gateway cannot start.
+        OSError: a token or certificate file cannot be used.
     """
-    # It has no settings of its own for this.
+    # smg has no settings for this.
     os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
     os.environ["OTEL_TRACES_SAMPLER_ARG"] = str(settings.trace_sample_ratio)
     metrics_port = settings.metrics_port or free_port()
     admission = Admission.read(settings)
-    told = asyncio.Event()
-    # Before smg has its own, which then calls this one, too.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    stopping = asyncio.Event()
+    # Before smg installs its own handler, which then calls this one, too.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     with tempfile.TemporaryDirectory() as directory:
         args = router_args(settings, metrics_port, admission, Path(directory, "budgets"))
         router = Router.from_args(args)
@@ -211,8 +210,8 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
             file = Path(settings.metrics_directory, "gateway-0.json")
             listing = asyncio.create_task(list_endpoint(file, f"127.0.0.1:{metrics_port}"))
         running = asyncio.ensure_future(asyncio.to_thread(router.start))
-        drained = asyncio.create_task(_drained(settings.http_port, told))
-        # With tracing, smg has spans to send as it ends.
+        drained = asyncio.create_task(_drained(settings.http_port, stopping))
+        # With tracing, smg must end by itself, because it sends spans as it ends.
         ends = [running] if settings.otlp_endpoint else [running, drained]
         url = gateway_url(settings.host, settings.http_port, secure=bool(settings.tls_cert))
         tls = ClientTls(settings.tls_cert)
@@ -223,13 +222,13 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
         changed = asyncio.create_task(_change(settings, admission))
         await asyncio.wait([*ends, changed], return_when=_FIRST)
         if changed.done():
-            os.kill(os.getpid(), signal.SIGTERM)  # smg's own signal to drain
+            os.kill(os.getpid(), signal.SIGTERM)  # which makes smg drain
         await asyncio.wait(ends, return_when=_FIRST)
         if listing:
             listing.cancel()
     status = _RESTART if changed.done() else 0
     if not running.done():
-        os._exit(status)  # without smg
+        os._exit(status)  # without waiting for smg
     await running
     if status:
         sys.exit(status)
@@ -237,10 +236,10 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
     drained.cancel()
 
 
-async def _drained(port: int, told: asyncio.Event) -> None:
-    """Returns once the gateway has been told to stop and nobody is connected to it. smg by itself
-    would listen for 5 s more, in case a load balancer still sends callers."""
-    await told.wait()
+async def _drained(port: int, stopping: asyncio.Event) -> None:
+    """Returns once `stopping` is set and the gateway has no connections. smg by itself would listen
+    for 5 s more, in case a load balancer still sends callers."""
+    await stopping.wait()
     while True:
         await asyncio.sleep(_POLL_S)
         if not _is_connected(port):
@@ -258,7 +257,7 @@ def _is_connected(port: int) -> bool:
 
 
 async def _change(settings: GatewaySettings, admission: Admission) -> None:
-    """Returns once the files say something else than `admission`, and can be used."""
+    """Returns once the files differ from `admission`, and can be used."""
     complaint = ""
     while True:
         await asyncio.sleep(_FILES_S)
@@ -267,11 +266,11 @@ async def _change(settings: GatewaySettings, admission: Admission) -> None:
         except (OSError, UnicodeDecodeError) as error:
             if str(error) != complaint:
                 complaint = str(error)
-                log.warning("tokens and certificates not reloaded", reason=complaint)
+                log.warning("cannot use new tokens or certificates; keeping old", reason=complaint)
             continue
         complaint = ""
         if read != admission:
-            log.info("tokens or certificates have changed: the gateway drains, and starts anew")
+            log.info("tokens or certificates have changed; draining and restarting")
             return
 
 

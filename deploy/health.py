@@ -1,4 +1,4 @@
-"""Asks a service for its health; `python -m deploy.health ADDRESS` is the containers' probe."""
+"""Checks a service's health; `python -m deploy.health ADDRESS` is the containers' probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_SERVING = "NOT_SERVING"
 UNREACHABLE = "UNREACHABLE"
 SILENT = "SILENT"
 
-# Each check has its own connection: behind a port that processes share, another may answer next.
+# Each check has its own connection: on a shared port, another process may answer next.
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
@@ -27,8 +27,8 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
     """Asks `grpc.health.v1.Health` at `address` (`host:port` or `unix:path`).
 
     Returns:
-        `SERVING`, `NOT_SERVING`, `UNREACHABLE` when nothing listens, or `SILENT` when something
-        does but has not answered within `timeout_s` seconds.
+        `SERVING`, `NOT_SERVING`, `UNREACHABLE` if nothing listens, or `SILENT` if a process listens
+        but does not answer within `timeout_s` seconds.
     """
     with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -41,8 +41,8 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
 
 
 def http_health(url: str, timeout_s: float = 2.0, tls: ClientTls | None = None) -> str:
-    """Asks the gateway or the page at `url` whether it is ready; returns as `check_health`. Behind
-    https it must show the certificate of `tls.ca`, or one that this has signed, for any name."""
+    """Asks the gateway or dashboard at `url` whether it is ready; returns as `check_health`. With
+    https, its certificate must be `tls.ca`, or signed by that, for any name."""
     try:
         fetch(f"{url}/readiness", timeout_s, tls)
         return SERVING
@@ -55,10 +55,10 @@ def http_health(url: str, timeout_s: float = 2.0, tls: ClientTls | None = None) 
 
 
 def fetch(url: str, timeout_s: float, tls: ClientTls | None = None) -> bytes:
-    """The body of a process of the stack, which no proxy stands before.
+    """Fetches a body from a process of the stack, without a proxy.
 
     Raises:
-        OSError, HTTPException: there is none, or not in time.
+        OSError, HTTPException: there is none, or it does not come in time.
     """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if tls and url.startswith("https:"):
@@ -69,14 +69,14 @@ def fetch(url: str, timeout_s: float, tls: ClientTls | None = None) -> bytes:
 
 
 def main() -> None:
-    """Prints the health of the address or URL in the first argument; exit status 0 is SERVING. TLS
-    is set up as for clients: NANO_TLS_CA and so on."""
+    """Prints the health of the address or URL in the first argument; exit status 0 is SERVING.
+    NANO_TLS_CA and the other settings of clients apply."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m deploy.health ADDRESS|URL")
     address = sys.argv[1]
     tls = ClientTls.from_environment()
     if address.startswith(("http://", "https://")):
-        # A container's probe knows the certificate that its own process shows.
+        # A container's probe trusts the certificate of its own process.
         health = http_health(address, tls=tls or ClientTls(os.environ.get("NANO_TLS_CERT", "")))
     else:
         health = check_health(address, tls=tls)

@@ -13,7 +13,7 @@ _TAIL_BYTES = 32 << 10
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last `count` non-empty lines of `log`; none if there is no file."""
+    """Returns the last `count` non-empty lines of `log`; none if there is no file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -24,13 +24,13 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def last_event(log: Path) -> str:
-    """The process's latest event, in its own words."""
+    """Returns the latest event of a process, as text."""
     lines = last_lines(log, 1)
     return _describe(lines[0]) if lines else ""
 
 
 def failure_reason(log: Path) -> str:
-    """The reason the process gave for ending, else its last line (in a traceback, the error)."""
+    """Returns the reason that a process logged for its end, else its last line."""
     lines = last_lines(log, 50)
     for line in reversed(lines):
         entry = _parse(line)
@@ -43,7 +43,7 @@ def follow(directory: Path, service: str | None) -> NoReturn:
     """Follows the logs in `directory`, of all services or one: tail(1) replaces this process.
 
     Raises:
-        LaunchError: there are none.
+        LaunchError: there are no logs.
     """
     logs = sorted(directory.glob(f"{service or '*'}-*.log"))
     if not logs:

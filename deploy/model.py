@@ -1,4 +1,4 @@
-"""Turns MODEL into a directory: only here is anything fetched from the hub, services see files."""
+"""Finds the directory of MODEL. Only this module reads from the hub; services read files."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ HUB = "hub:"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _REVISION = re.compile(r"(?!.*\.\.)[\w./-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The files that the services read, none of which has to be unpickled.
+# The files that the services read; none of them is ever unpickled.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def resolve_model(model: str) -> Path:
-    """Returns the directory that `model` is or, if it is `hub:OWNER/NAME@REVISION`, the one with
-    the files of that Hugging Face repository at that commit, branch or tag. For a branch or tag,
-    whose files may change, it says on stderr which commit that was.
+    """Returns the directory of `model`, a path or `hub:OWNER/NAME@REVISION`: a Hugging Face
+    repository at a commit, branch or tag, which it downloads. For a branch or tag, whose files may
+    change, it prints the present commit on stderr.
 
     Raises:
-        LaunchError: it is neither, or cannot be downloaded.
+        LaunchError: `model` is neither, or cannot be downloaded.
     """
     if model.startswith(HUB):
         return _from_hub(model)
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise LaunchError(f"MODEL: {model} holds no config.json")
+            raise LaunchError(f"MODEL: {model} has no config.json")
         return directory
     hint = ""
     if _HUB_ID.fullmatch(model) and not directory.exists():
-        hint = f"; from the hub it is {HUB}{model}@REVISION"
-    raise LaunchError(f"MODEL: {model} is no directory{hint}")
+        hint = f"; for the hub, use {HUB}{model}@REVISION"
+    raise LaunchError(f"MODEL: {model} is not a directory{hint}")
 
 
 def model_name(model: str, directory: Path) -> str:
-    """The default name of `model`, which is in `directory`, for its clients: OWNER/NAME of the hub,
-    or the directory's name."""
+    """Returns the default name of `model` for clients: OWNER/NAME of the hub, or the name of its
+    `directory`."""
     if model.startswith(HUB):
         return model.removeprefix(HUB).partition("@")[0]
     return directory.resolve().name
@@ -51,7 +51,7 @@ def _from_hub(model: str) -> Path:
         raise LaunchError(f"MODEL: {model} is not {HUB}OWNER/NAME@REVISION")
     if not _REVISION.fullmatch(revision):
         raise LaunchError(
-            f"MODEL: {model} names no revision: {HUB}{hub_id}@REVISION, where REVISION is the 40 "
+            f"MODEL: {model} names no revision; use {HUB}{hub_id}@REVISION. REVISION is the 40 "
             "hexadecimal digits of a commit, which pin the files, or a branch or tag such as main, "
             "whose files may change"
         )
@@ -59,14 +59,14 @@ def _from_hub(model: str) -> Path:
     if not _COMMIT.fullmatch(revision):
         print(
             f"{model} is now the commit {directory.name}; "
-            f"MODEL={HUB}{hub_id}@{directory.name} keeps to it",
+            f"MODEL={HUB}{hub_id}@{directory.name} pins it",
             file=sys.stderr,
         )
     return directory
 
 
 def _download(model: str, hub_id: str, revision: str) -> Path:
-    # Imported here: the import is slow, and a directory does not need it.
+    # Imported here: the import is slow, and a local directory does not need it.
     from huggingface_hub import snapshot_download
 
     try:

@@ -33,7 +33,7 @@ HttpPort = Literal["auto"] | Annotated[int, Field(ge=0, le=65535)]
 
 
 class StackSettings(PublicSettings):
-    """The services' settings that the launcher acts on or fills in."""
+    """The services' settings that the launcher reads or sets."""
 
     program: ClassVar[str] = "nano-vllm-grpc"
 
@@ -47,8 +47,8 @@ class StackSettings(PublicSettings):
     worker_addresses: Addresses = ()
     engine_addresses: Addresses = ()
     profile_directory: str = ""
-    http_port: HttpPort = Field("auto", description="the HTTP gateway's port; 0: none")
-    ui_port: HttpPort = Field("auto", description="the page's port, on loopback; 0: none")
+    http_port: HttpPort = Field("auto", description="port of the HTTP gateway; 0: none")
+    ui_port: HttpPort = Field("auto", description="port of the dashboard, on loopback; 0: none")
     master_port: int = Field(
         default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
     )
@@ -80,7 +80,7 @@ def read_settings(environment: Environment) -> StackSettings:
     """Reads the settings of the stack as a whole from `environment`.
 
     Raises:
-        SettingsError: a NANO_ variable is unknown or impossible.
+        SettingsError: a NANO_ variable is unknown or invalid.
     """
     with _environ(environment):
         return load_settings(StackSettings, [])
@@ -89,24 +89,24 @@ def read_settings(environment: Environment) -> StackSettings:
 def plan_stack(
     environment: Environment, layout: Layout, directory: Path, port: int
 ) -> tuple[Stack, Environment]:
-    """Decides where everything listens.
+    """Plans the processes of a stack, and where they listen.
 
     Args:
-        environment: this process's, with the variables given to it as NANO_<NAME>.
-        port: the public port; `environment` may have just 0 for it.
+        environment: of this process, with the command's options as NANO_<NAME>.
+        port: the public port; `environment` may have 0 instead.
 
     Returns:
         The stack, and the environment that all its processes share.
 
     Raises:
-        SettingsError: a service would refuse a value; the message names it.
-        LaunchError: one of the launcher's variables, or MODEL, is impossible.
+        SettingsError: a service would reject a value; the message names it.
+        LaunchError: one of the launcher's variables, or MODEL, is invalid.
     """
     settings = read_settings(environment)
     if unknown := set(layout.services) - set(SERVICES):
         raise LaunchError(f"SERVICES: {', '.join(sorted(unknown))}; known: {' '.join(SERVICES)}")
     if settings.metrics_port:
-        raise LaunchError("NANO_METRICS_PORT: is one process's; a stack's have free ports")
+        raise LaunchError("NANO_METRICS_PORT: is for one process; a stack's use free ports")
     stack = _plan_processes(settings, layout, directory, port)
     check_engines(stack)
     _check_internal_tls(settings, stack)
@@ -120,7 +120,7 @@ def plan_stack(
     worker = stack_settings(shared, first_rank=stack.first_rank)["workers"]
     assert isinstance(worker, WorkerSettings)
     if "worker" in stack.services and worker.tp > 1 and stack.first_rank == 0:
-        # Ranks would otherwise wait until it is free.
+        # Otherwise, ranks would wait until the port is free.
         host, port = worker.master_addr, worker.master_port
         if port in (stack.port, stack.http_port, stack.ui_port) or not is_free(host, port):
             raise LaunchError(f"NANO_MASTER_PORT: {port} is in use on {host}, where ranks meet")
@@ -128,7 +128,7 @@ def plan_stack(
 
 
 def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, port: int) -> Stack:
-    """The stack's processes, with an address for each."""
+    """Returns the stack, with an address for each process."""
     services = set(layout.services)
     ranks = _parse_ranks(layout.ranks, settings.tp)
     sockets = f"unix:{directory}"
@@ -163,7 +163,7 @@ def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, po
 
 
 def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> dict[str, str]:
-    """What all processes of the stack are told in their environment."""
+    """Returns the environment variables that all processes of the stack share."""
     variables = {
         "HOST": bracket_host(stack.host),
         "PORT": str(stack.port),
@@ -191,9 +191,9 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
 
 
 def _master_port(settings: StackSettings, stack: Stack) -> int:
-    """Where the ranks of engine 0 meet."""
+    """Returns the port at which the ranks of engine 0 meet."""
     if not settings.master_port and stack.num_ranks < settings.tp:
-        raise LaunchError("NANO_MASTER_PORT: must be set, as on the hosts of the other ranks")
+        raise LaunchError("NANO_MASTER_PORT: must be set to the same port on all ranks' hosts")
     return settings.master_port or free_port()
 
 
@@ -201,7 +201,7 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
     """Reads the settings as each service will, so that a bad value fails before anything starts.
 
     Raises:
-        SettingsError: a service would refuse a value; the message names it.
+        SettingsError: a service would reject a value; the message names it.
     """
     with _environ(environment):
         return {
@@ -213,7 +213,7 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
 
 
 def public_tls(settings: StackSettings) -> ClientTls | None:
-    """The TLS with which the launcher connects to the frontends."""
+    """Returns the TLS settings with which the launcher connects to the frontends."""
     server = settings.server_tls
     if server is None:
         return None
@@ -225,8 +225,8 @@ def public_tls(settings: StackSettings) -> ClientTls | None:
         return pinned(server, *own)
     except LaunchError as error:
         raise LaunchError(
-            f"{error}. The first request needs a certificate that tls_client_ca signed: "
-            "NANO_CLIENT_CERT and NANO_CLIENT_KEY"
+            f"{error}. The first request needs a certificate that tls_client_ca signed; "
+            "set NANO_CLIENT_CERT and NANO_CLIENT_KEY"
         ) from error
 
 
@@ -251,13 +251,13 @@ def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
 
 
 def _http_port(settings: StackSettings, port: int) -> int:
-    """The gateway's port, 0 for none."""
+    """Returns the gateway's port, 0 for none."""
     if settings.http_port and settings.tls_client_ca:
         if settings.http_port == "auto":
             return 0
         raise LaunchError(
-            "HTTP_PORT: tls_client_ca is set, and the gateway asks callers for no certificate; "
-            "leave it out, or give 0"
+            "HTTP_PORT: tls_client_ca is set, but the gateway cannot ask callers for certificates; "
+            "leave HTTP_PORT out, or use 0"
         )
     return choose_port("HTTP_PORT", settings.http_port, settings.host, port, _USUAL_HTTP_PORT)
 
@@ -276,7 +276,7 @@ def _parse_ranks(text: str | None, tp: int) -> range:
 
 @contextmanager
 def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Makes os.environ `values` for a while, because settings are read from nowhere else."""
+    """Temporarily replaces os.environ by `values`; settings are read from nowhere else."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(values)

@@ -1,4 +1,4 @@
-"""A stack's TCP ports: checks that one is free, and holds it until the services listen."""
+"""Finds free TCP ports for a stack, and holds one until the services listen."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from shared.process.ports import bound_socket
 
 _USUAL_PORT = 50051
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20_000  # below it are those of well-known services
+_FIRST_PORT = 20_000  # well-known services have lower ports
 _TRIES = 100
-_APART = 40_503  # processes that ask at the same time begin far from each other (Knuth's factor)
+_SPREAD = 40_503  # processes that ask at the same time begin far apart (Knuth's factor)
 _numbers = count()
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
     """Binds `host:port` (0: any free port) without listening; holds it while the socket is open.
 
-    Frontends share their port through SO_REUSEPORT, so the kernel would let a second stack take it
-    too and mix the two. Hence two binds: a plain one that fails if the port is in use, then one
-    that lets our own frontends in and makes any other launcher's plain bind fail.
+    Frontends share their port through SO_REUSEPORT, so the kernel would let a second stack take it,
+    too, and mix the two. A first, plain bind fails if the port is in use. A second bind lets this
+    stack's frontends in, and makes the plain bind of any other launcher fail.
 
     Raises:
-        LaunchError: the port is taken, or the host is not an address of this machine.
+        LaunchError: the port is in use, or the host is not an address of this machine.
     """
     try:
         if port:
-            # As servers do: connections that a stopped stack left in TIME_WAIT do not count.
+            # Like a server, this ignores a stopped stack's connections in TIME_WAIT.
             bound_socket(host, port, socket.SO_REUSEADDR).close()
         return bound_socket(host, port, socket.SO_REUSEPORT)
     except OSError as error:
@@ -40,11 +40,11 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port that was free a moment ago, another one each time, and that the kernel
-    gives to no client: a process that dies will find it free again."""
+    """Returns another free TCP port each time. The kernel does not give these ports to clients,
+    so a process that restarts finds its port free again."""
     last = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 0
     for _ in range(_TRIES if last > _FIRST_PORT else 0):
-        number = os.getpid() * _APART + next(_numbers)
+        number = os.getpid() * _SPREAD + next(_numbers)
         port = _FIRST_PORT + number % (last - _FIRST_PORT)
         if is_free(host, port):
             return port
@@ -55,18 +55,18 @@ def free_port(host: str = "127.0.0.1") -> int:
 def choose_port(
     name: str, wanted: int | Literal["auto"], host: str, port: int, usual: int, taken: int = 0
 ) -> int:
-    """The port that is wanted, 0 for none, or chosen. The usual one belongs to the stack on the
-    usual port; where it is not free, and for other stacks, it is any that is.
+    """Returns the port that is `wanted` (0: none). "auto" is the `usual` port for the stack on the
+    usual public port, if it is free, and any free port otherwise.
 
     Raises:
-        LaunchError: the port that is wanted is not free, or is `taken` by another of the stack's.
+        LaunchError: the wanted port is in use, or is another port of the stack (`port`, `taken`).
     """
     if wanted == "auto":
         if port == _USUAL_PORT and usual != taken and is_free(host, usual):
             return usual
         return free_port(host)
     if wanted and (wanted in (port, taken) or not is_free(host, wanted)):
-        raise LaunchError(f"{name}: {wanted} is in use; 0 does without")
+        raise LaunchError(f"{name}: {wanted} is in use; use another port, or 0 for none")
     return wanted
 
 

@@ -30,13 +30,13 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a stack. `index`: among those of its service, over all engines; `address`: a
-    URL if it speaks HTTP."""
+    """A process of a stack. `index` counts the processes of its service over all engines;
+    `address` is a URL if the process speaks HTTP."""
 
     service: str
     index: int
     address: str
-    engine: int | None = None  # that it is of, if it is an engine's
+    engine: int | None = None  # None: it belongs to no engine
 
     @property
     def name(self) -> str:
@@ -45,28 +45,28 @@ class Process:
 
 @dataclass(frozen=True)
 class Stack:
-    """The facts of a running stack that commands need; kept in its directory as stack.json."""
+    """The facts of a running stack that commands need; stored in its directory as stack.json."""
 
     directory: Path
     host: str
     port: int
     services: tuple[str, ...]
     first_rank: int
-    num_ranks: int  # on this host, of an engine
+    num_ranks: int  # of each engine, on this host
     frontends: int
-    scheduler_address: str  # engine 0's; the others have sockets beside this file
-    worker_addresses: tuple[str, ...]  # of all its ranks, on whatever host
+    scheduler_address: str  # of engine 0; other engines have sockets in `directory`
+    worker_addresses: tuple[str, ...]  # of all ranks of engine 0, on all hosts
     drain_timeout_s: float
     engines: int = 1
-    master_ports: tuple[int, ...] = ()  # of the engines but the first, if they have several ranks
-    model_path: str = ""  # the model's directory, if processes here read one
-    # How the launcher itself connects.
+    master_ports: tuple[int, ...] = ()  # of all engines but the first, if they have several ranks
+    model_path: str = ""  # the model's directory, if a process on this host reads it
+    # For the launcher's own connections.
     public_tls: ClientTls | None = None
     internal_tls: ClientTls | None = None
     auth_tokens_file: str = ""
-    model: str = ""  # its name, if frontends run here
-    http_port: int = 0  # the gateway's; 0: there is none
-    ui_port: int = 0  # the page's; likewise
+    model: str = ""  # the model's name, if frontends run on this host
+    http_port: int = 0  # of the gateway; 0: there is none
+    ui_port: int = 0  # of the dashboard; 0: there is none
 
     @property
     def url(self) -> str:
@@ -106,7 +106,7 @@ class Stack:
                 yield Process(service, index, self._address_of(service, index), engine)
 
     def engine_processes(self, engine: int) -> list[Process]:
-        """Those of an engine, in starting order."""
+        """Returns the processes of an engine, in starting order."""
         return [each for each in self.processes() if each.engine == engine]
 
     @property
@@ -130,17 +130,17 @@ class Stack:
 
     @property
     def metrics_directory(self) -> Path:
-        """Where each process says at which address it serves Prometheus."""
+        """The directory in which each process names its address for Prometheus."""
         return self.directory / "metrics"
 
     @property
     def engines_file(self) -> Path:
-        """Lists the schedulers' addresses that frontends are to use."""
+        """The file with the schedulers' addresses that frontends are to use."""
         return self.directory / "engines"
 
     def model_link(self, engine: int | None = None) -> Path:
-        """The link to the directory of an engine's model, or of that which all else reads. Links
-        change while processes run; their command lines cannot."""
+        """The link to the directory of an engine's model; None: of the model for all other
+        processes. Links can change while processes run; command lines cannot."""
         name = "stack" if engine is None else f"engine-{engine}"
         return self.directory / "models" / name
 
@@ -161,7 +161,7 @@ class Stack:
 
     @property
     def was_up(self) -> bool:
-        """Whether all processes have served at once: from then on, nothing that fails is final."""
+        """Whether all processes have served at once. From then on, every process is restarted."""
         return (self.directory / "up").exists()
 
     def set_up(self, was_up: bool) -> None:
@@ -175,7 +175,7 @@ class Stack:
         replace_file(self.directory / "stack.json", json.dumps(values, indent=1))
 
     def reloaded(self) -> Stack:
-        """The stack as it is by now: it may have been scaled."""
+        """Returns the stack as it is now; it may have been scaled."""
         try:
             return Stack.load(self.directory)
         except LaunchError:  # it is being stopped
@@ -186,7 +186,7 @@ class Stack:
         """Loads the stack that was started in `directory`.
 
         Raises:
-            LaunchError: none was.
+            LaunchError: no stack was.
         """
         try:
             values = json.loads((directory / "stack.json").read_text(encoding="utf-8"))
@@ -204,19 +204,19 @@ RUN = Path(".run")
 
 
 def run_directory(port: int) -> Path:
-    """The directory for the state of the stack on `port`: relative, because a Unix socket's path
-    must stay under 108 bytes however deep the checkout lies."""
+    """Returns the directory for the state of the stack on `port`. It is relative, because a Unix
+    socket's path must stay under 108 bytes."""
     return RUN / str(port)
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a stack's directory, open to this user only: its sockets lead to the engine."""
+    """Makes a stack's directory, open to this user only, because its sockets lead to the engine."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
 
 
 def make_private(directory: Path) -> None:
-    """Makes a directory at a path that other users could take first.
+    """Makes a directory, open to this user only, where other users could make one first.
 
     Raises:
         LaunchError: another user could have made it, or could change it.
@@ -233,20 +233,20 @@ def make_private(directory: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file such that whoever reads it sees the old text or the new."""
+    """Writes a file so that readers see either the old text or the new."""
     unfinished = path.with_name(f"{path.name}.new")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
 def dialled_address(host: str, port: int) -> str:
-    """The address at which a client on this host reaches a server on `host` and `port`."""
+    """Returns the address at which a client on this host reaches a server on `host` and `port`."""
     host = host.strip("[]")
     return f"{bracket_host(_ANY_HOST.get(host, host))}:{port}"
 
 
 def gateway_url(host: str, port: int, *, secure: bool) -> str:
-    """The URL at which a client on this host reaches the gateway on `host` and `port`."""
+    """Returns the URL at which a client on this host reaches the gateway on `host` and `port`."""
     return f"http{'s' if secure else ''}://{dialled_address(host, port)}"
 
 
@@ -257,6 +257,6 @@ def bracket_host(host: str) -> str:
 
 
 def first_token(tokens_file: str) -> str | None:
-    """The token for the launcher's own requests, None if clients need none."""
+    """Returns the token for the launcher's own requests; None if clients need no token."""
     tokens = read_clients(tokens_file) if tokens_file else {}
     return next(iter(tokens), None)

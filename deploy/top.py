@@ -19,14 +19,14 @@ from shared.pb.scheduler_pb2 import GetLoadResponse
 
 _REFRESH_S = 0.5
 _BAR_WIDTH = 40
-_SILENT = "the scheduler does not answer: make ps, make logs"
+_SILENT = "the scheduler does not answer; see make ps and make logs"
 
 Loads = Sequence[GetLoadResponse | None]  # by engine; None: it does not answer
 
 
 def top(directory: Path) -> int:
-    """Refreshes until Ctrl-C, or until the terminal or the stack is gone. If the output is not a
-    terminal, shows the load once and returns, with 1 if no scheduler answers.
+    """Refreshes until Ctrl-C, or until the terminal closes or the stack stops. If the output is not
+    a terminal, shows the load once, and returns 1 if no scheduler answers.
 
     Raises:
         LaunchError: no stack was started in `directory`.
@@ -37,7 +37,7 @@ def top(directory: Path) -> int:
         console.print(render(stack, loads))
         return 0 if any(loads) else 1
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while console.is_terminal:  # until it hangs up, which does not signal everyone
+        while console.is_terminal:  # until it closes, which does not signal all processes
             stack = stack.reloaded()
             loads = ask_loads(stack)
             if not any(loads) and not is_running(directory):
@@ -45,12 +45,12 @@ def top(directory: Path) -> int:
             live.update(render(stack, loads), refresh=True)
             time.sleep(_REFRESH_S)
     if console.is_terminal:
-        console.print(f"no stack runs on port {stack.port} any more")
+        console.print(f"the stack on port {stack.port} has stopped")
     return 0
 
 
 def render(stack: Stack, loads: Loads) -> RenderableType:
-    """Draws the screen for the engines' answers."""
+    """Returns the screen for the engines' answers."""
     title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}")
     if len(loads) > 1:
         return Group(title, Text(), _engines(loads))
@@ -69,7 +69,7 @@ def render(stack: Stack, loads: Loads) -> RenderableType:
 
 
 def _engines(loads: Loads) -> Table:
-    """A line for each of several engines, and one for all of them."""
+    """Returns a line for each engine, and one for all of them."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("engine")
     for name in ("frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"):

@@ -1,5 +1,5 @@
 # The public API: tokenizer and stop strings, no torch. BASE is an image with Python and its venv
-# module, perhaps named by its digest.
+# module, optionally with a digest.
 ARG BASE=python:3.12-slim
 FROM $BASE AS build
 
@@ -17,7 +17,7 @@ COPY shared shared
 COPY frontend frontend
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-# Fails if something is missing, and leaves the bytecode of what is imported at every start.
+# Fails if a module is missing, and compiles the modules that every start imports.
 RUN python -c "import deploy.health, frontend.__main__ as it; it.import_auto_tokenizer()"
 
 FROM $BASE

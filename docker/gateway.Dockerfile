@@ -1,4 +1,4 @@
-# The HTTP gateway. BASE is an image with Python and its venv module, perhaps named by its digest.
+# The HTTP gateway. BASE is an image with Python and its venv module, optionally with a digest.
 ARG BASE=python:3.12-slim
 FROM $BASE AS build
 
@@ -17,7 +17,7 @@ COPY frontend/__init__.py frontend/settings.py frontend/
 COPY frontend/callers/__init__.py frontend/callers/tenants.py frontend/callers/
 COPY deploy/__init__.py deploy/errors.py deploy/gateway.py deploy/health.py deploy/ports.py \
     deploy/stack.py deploy/
-# Fails if something is missing, and leaves the bytecode of what is imported at every start.
+# Fails if a module is missing, and compiles the modules that every start imports.
 RUN python -c "import deploy.gateway"
 
 FROM $BASE

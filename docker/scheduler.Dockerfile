@@ -1,5 +1,5 @@
-# The engine's scheduler, and its grammar host, whose xgrammar imports torch: PIP_ARGS can point to
-# CPU-only wheels. BASE is an image with Python and its venv module, perhaps named by its digest.
+# The engine's scheduler and its grammar host, whose xgrammar imports torch. PIP_ARGS can point to
+# CPU-only wheels. BASE is an image with Python and its venv module, optionally with a digest.
 ARG BASE=python:3.12-slim
 FROM $BASE AS build
 
@@ -8,7 +8,7 @@ ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /app
 COPY requirements/scheduler.txt requirements/torch.txt /requirements/
 ARG PIP_ARGS=""
-# Tests go, torch's among them, and its headers.
+# Removes all tests, and torch's headers.
 RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-binary :all: \
         $PIP_ARGS -r /requirements/scheduler.txt \
     && pip install --no-cache-dir --no-compile --no-warn-conflicts $PIP_ARGS -r /requirements/torch.txt \
@@ -21,7 +21,7 @@ COPY shared shared
 COPY scheduler_svc scheduler_svc
 # The health probe.
 COPY deploy/__init__.py deploy/health.py deploy/
-# Fails if something is missing, and leaves the bytecode of what is imported at every start.
+# Fails if a module is missing, and compiles the modules that every start imports.
 RUN python -c "import deploy.health, scheduler_svc.__main__, scheduler_svc.grammar.compiler"
 
 FROM $BASE

@@ -1,4 +1,4 @@
-"""One line of what `doctor` finds."""
+"""A finding of `doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """`wrong` keeps a stack from starting, a `warning` does not; `remedy` says what to do."""
+    """A finding: `wrong` keeps a stack from starting, `warning` does not; `remedy` fixes it."""
 
     name: str
     state: Literal["ok", "warning", "wrong"]

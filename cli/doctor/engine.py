@@ -1,7 +1,7 @@
-"""`python -m cli.doctor.engine SERVICE...`: checks with the services' own code, as JSON lines.
+"""Checks an engine with the services' own code: `python -m cli.doctor.engine SERVICE...`.
 
-The settings are in the environment, as for the services. `doctor` runs this in a process of its
-own, because torch and transformers take long to import, and may crash.
+Prints JSON lines. The settings are in the environment, as for the services. `doctor` runs this as
+a separate process, because torch and transformers take long to import, and may crash.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _CPU_SETS = {
 }
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _REMEDIES = {
-    "device": "see nvidia-smi; pytorch.org has a build for each driver; or DEVICE=cpu",
-    "attention": "",  # the reason says what serves instead
-    "model": "docs/operations.md#models says what is served",
+    "device": "see nvidia-smi; install the build for the driver (pytorch.org), or use DEVICE=cpu",
+    "attention": "",  # the reason names an alternative
+    "model": "docs/operations.md#models lists what is served",
     "weights": "download or copy the model again",
-    "memory": "QUANTIZATION=int8 or int4, a smaller model, or end what else takes memory",
+    "memory": "use QUANTIZATION=int8 or int4, or a smaller model, or end other processes",
     "tokenizer": "download or copy the model again",
 }
 
@@ -77,12 +77,12 @@ def _check_torch(settings: WorkerSettings) -> Check:
     found = f"{torch.__version__}, {build}"
     if not shutil.which("nvidia-smi") or torch.cuda.is_available() or settings.device == "cpu":
         return Check("torch", "ok", found)
-    remedy = "install the build for the GPU's driver (pytorch.org), or DEVICE=cpu"
-    return Check("torch", "warning", f"{found}: finds no GPU, though nvidia-smi is there", remedy)
+    remedy = "install the build for the GPU's driver (pytorch.org), or use DEVICE=cpu"
+    return Check("torch", "warning", f"{found}: finds no GPU, although nvidia-smi exists", remedy)
 
 
 def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
-    """Takes the steps of a worker's start, as far as they are quick."""
+    """Runs the quick steps of a worker's start."""
     name = "device"
     try:
         platform = choose_platform(settings)
@@ -117,7 +117,7 @@ def _check_device(platform: Platform, ranks: int) -> Check:
         sets = [name for name, feature in _CPU_SETS.items() if has(feature)]
         if "AVX2" in sets:
             return Check("device", "ok", f"cpu with {', '.join(sets)}")
-        remedy = "the kernels are for AVX2 and AVX-512: another machine, or patience"
+        remedy = "use a machine with AVX2 or AVX-512; without them, steps are slow"
         return Check("device", "warning", f"cpu with {', '.join(sets) or 'no AVX2'}", remedy)
     properties = torch.cuda.get_device_properties(platform.device)
     gpus = torch.cuda.device_count()
@@ -125,7 +125,7 @@ def _check_device(platform: Platform, ranks: int) -> Check:
     found = f"{gpus} x {properties.name}, {memory}, driver {driver_version()}"
     if ranks > gpus:
         found += f" for {ranks} ranks"
-        return Check("device", "warning", found, "unless others are elsewhere")
+        return Check("device", "warning", found, "run the other ranks on other hosts")
     return Check("device", "ok", found)
 
 
@@ -136,16 +136,16 @@ def _check_attention(backend: Backend, platform: Platform) -> Check:
 
     there = [name for name, load in (("2", flash_attn.load), ("3", fa3.load)) if load()]
     if not there:
-        remedy = "prompts are faster with it: pip install flash-attn"
+        remedy = "pip install flash-attn, for faster prompts"
         return Check("attention", "warning", f"{backend.name}; FlashAttention is missing", remedy)
     return Check("attention", "ok", f"{backend.name}; FlashAttention {' and '.join(there)}")
 
 
 def _check_weights(directory: Path, config: ModelConfig, platform: Platform) -> Check:
-    """Opens all files, and looks in each for the tensors that the index says it has.
+    """Opens all files, and checks that they have the tensors that the index lists.
 
     Raises:
-        ModelError: some are missing or cut short.
+        ModelError: a tensor is missing, or a file is truncated.
     """
     with WeightReader(directory, config.dtype, platform.device) as reader:
         index = directory / INDEX
@@ -165,19 +165,19 @@ def _check_memory(
     backend: Backend,
     weights_format: str,
 ) -> Check:
-    """Works out whether the weights and the cache of a sequence of full length fit. What steps take
-    besides is known only once they run."""
+    """Checks that the weights and the cache of one sequence of full length fit. The further memory
+    of steps is known only once they run."""
     on_cpu = platform.device.type == "cpu"
     bits = _BITS.get(weights_format, 8 * config.dtype.itemsize)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = config.num_weights * bits // 8 + embedding * config.dtype.itemsize
-    # A CPU's ranks share one memory, also those of other engines.
+    # On a CPU, the ranks of all engines share the memory.
     weights = weights * settings.engines_on_host if on_cpu else weights // settings.tp
     free = psutil.virtual_memory().available
     if not on_cpu:
         free, _ = torch.cuda.mem_get_info(platform.device)
     if weights > free:
-        raise StartError(f"the weights take {_size(weights)}, {_size(free)} are free")
+        raise StartError(f"the weights need {_size(weights)}, but only {_size(free)} are free")
     cache = platform.cache_bytes(settings, 0 if on_cpu else weights)
     cache = cache * (free - weights) // free if on_cpu else cache
     length = config.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
@@ -196,14 +196,14 @@ def _check_tokenizer(directory: Path) -> Check:
     except ModelFilesError as error:
         return Check("tokenizer", "wrong", str(error), _REMEDIES["tokenizer"])
     found = f"{len(tokenizer.full_table)} tokens"
-    if len(tokenizer.full_table) < facts.vocab_size / 2:  # transformers makes one of no files
-        found += f", the model has {facts.vocab_size}"
+    if len(tokenizer.full_table) < facts.vocab_size / 2:  # transformers needs no files for one
+        found += f", but the model has {facts.vocab_size}"
         return Check("tokenizer", "wrong", found, _REMEDIES["tokenizer"])
     try:
         question = frontend_pb2.ChatMessage(role="user", content="Hello")
         asyncio.run(tokenizer.encode_chat(frontend_pb2.Chat(messages=[question])))
     except InvalidArgumentError as error:
-        return Check("tokenizer", "warning", str(error), "chats are refused, texts are served")
+        return Check("tokenizer", "warning", str(error), "chats are rejected, texts are served")
     finally:
         tokenizer.close()
     return Check("tokenizer", "ok", f"{found}, and a chat template")

@@ -1,4 +1,4 @@
-"""Checks of this host: what a stack needs before any of its processes starts."""
+"""Checks what a stack needs from this host before any process starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deploy.ports import reserve_port
 from deploy.stack import run_directory
 
 _PYTHONS = ((3, 11), (3, 13))
-_MIN_DESCRIPTORS = 4096  # a client's connection takes one
+_MIN_DESCRIPTORS = 4096  # each client's connection takes one
 _MIN_FREE_BYTES = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -28,15 +28,15 @@ def check_python() -> Check:
     if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
         return Check("Python", "ok", version)
     first, last = (".".join(map(str, each)) for each in _PYTHONS)
-    return Check("Python", "wrong", version, f"install {first} to {last}: make PYTHON=...")
+    return Check("Python", "wrong", version, f"use {first} to {last}: make PYTHON=...")
 
 
 def check_cores(ranks: int) -> Check:
-    """`ranks`: of all engines."""
+    """Checks that each of the `ranks` of all engines has a core."""
     cores = len(os.sched_getaffinity(0))
     if cores < ranks:
         found = f"{cores} for {ranks} ranks"
-        return Check("cores", "warning", found, "ranks on a CPU need one each")
+        return Check("cores", "warning", found, "on a CPU, each rank needs a core")
     return Check("cores", "ok", str(cores))
 
 
@@ -45,7 +45,7 @@ def check_descriptors() -> Check:
     if hard == resource.RLIM_INFINITY or hard >= _MIN_DESCRIPTORS:
         return Check("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
     return Check(
-        "open files", "warning", f"up to {hard}, which also limits clients", "ulimit -Hn, as root"
+        "open files", "warning", f"up to {hard}, which limits clients", "as root, raise ulimit -Hn"
     )
 
 
@@ -53,12 +53,12 @@ def check_disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
     found = f"{free / 2**30:.1f} GiB free for logs"
     if free < _MIN_FREE_BYTES:
-        return Check("disk", "warning", found, "make room: a full disk stops the logs")
+        return Check("disk", "warning", found, "free some space: a full disk stops the logs")
     return Check("disk", "ok", found)
 
 
 def check_shared_memory() -> Check:
-    """Checks what NCCL's ranks on one host exchange through; containers often have 64 MiB of it."""
+    """Checks the memory that NCCL's ranks on a host share; containers often have only 64 MiB."""
     free = shutil.disk_usage(_SHARED_MEMORY).free
     found = f"{free / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
     if free < _MIN_FREE_BYTES:
@@ -68,29 +68,29 @@ def check_shared_memory() -> Check:
 
 def check_port(host: str, port: int) -> Check:
     if is_running(run_directory(port)):
-        return Check("port", "ok", f"{port}: its stack is running")
+        return Check("port", "ok", f"{port}: the stack is running")
     try:
         reserve_port(host, port).close()
     except LaunchError as error:
-        return Check("port", "wrong", f"{error}{_listener(port)}", "end it, or give another PORT")
+        return Check("port", "wrong", f"{error}{_listener(port)}", "end it, or use another PORT")
     return Check("port", "ok", f"{host}:{port} is free")
 
 
 def check_stacks() -> Iterator[Check]:
     for directory in sorted(Path(".run").glob("[0-9]*")):
         if is_running(directory):
-            yield Check("stacks", "ok", f"one runs on port {directory.name}")
+            yield Check("stacks", "ok", f"a stack runs on port {directory.name}")
         elif members := stack_members(directory):
             yield Check(
                 "stacks",
                 "warning",
-                f"{len(members)} processes are left of the one on port {directory.name}",
+                f"{len(members)} processes are left of a stack on port {directory.name}",
                 f"make down PORT={directory.name}",
             )
 
 
 def _listener(port: int) -> str:
-    """The process that listens there, if this user may know."""
+    """Describes the process that listens on `port`, if this user may see it."""
     try:
         for each in psutil.net_connections("tcp"):
             listens = each.status == psutil.CONN_LISTEN

@@ -1,4 +1,4 @@
-"""Looks for what would keep a stack from starting, and says what to do about it."""
+"""Finds problems that keep a stack from starting, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def examine(environment: Environment, layout: Layout) -> int:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "check", "found", "what to do"):
         table.add_column(column)
-    with console.status("looking"):
+    with console.status("checking"):
         checks = list(_checks(environment, layout))
     for each in checks:
         color = _COLORS[each.state]
@@ -51,18 +51,18 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
         if "frontend" in layout.services:
             yield host.check_port(settings.host, settings.port)
         if settings.model.startswith(HUB):
-            remedy = "make up downloads it; then give its directory as MODEL"
-            yield Check("model", "warning", f"{settings.model}: not looked at", remedy)
+            remedy = "run make up, which downloads it, then use its directory as MODEL"
+            yield Check("model", "warning", f"{settings.model}: not checked", remedy)
             return
         directory = run_directory(settings.port)
         if is_running(directory):
-            # It has its own ports.
+            # The running stack has these ports.
             environment = environment | {f"{PREFIX}{name}_PORT": "0" for name in ("HTTP", "UI")}
         _, shared = plan_stack(environment, layout, directory, settings.port)
     except (LaunchError, SettingsError) as error:
         yield Check("settings", "wrong", str(error), "docs/operations.md#variables")
         return
-    yield Check("settings", "ok", "possible")
+    yield Check("settings", "ok", "valid")
     several = {f"{PREFIX}ENGINES_ON_HOST": str(layout.engines)}
     yield from _engine_checks(shared | several, layout)
 
@@ -74,4 +74,4 @@ def _engine_checks(environment: Environment, layout: Layout) -> Iterator[Check]:
         yield Check(**json.loads(line))
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-        yield Check("packages", "wrong", reason, "make setup installs what is missing")
+        yield Check("packages", "wrong", reason, "run make setup to install missing packages")

@@ -1,4 +1,4 @@
-"""The lines of a file of requests, in JSON."""
+"""Parses the JSON lines of a file of requests."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _CHAT_FIELDS = {field.name for field in fields(Chat)}
 _PROMPTS = ("prompt", "messages", "token_ids")
 _SAMPLING: TypeAdapter[SamplingParams] = TypeAdapter(SamplingParams)
 _PARAMS = {field.name for field in fields(SamplingParams)}
-# Of OpenAI's batches: `custom_id`, `method`, `url` and `body`, which has the rest.
+# OpenAI's batches have `custom_id`, `method`, `url`, and a `body` with the other fields.
 _OPENAI = {"custom_id": "id", "max_completion_tokens": "max_tokens"}
 _IGNORED = {"method", "url", "model", "stream", "user", "metadata"}
 
 
 class LineError(ValueError):
-    """A line is no request; the message says why."""
+    """A line is not a valid request; the message says why."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line's fields. Without an `id`, its number is one."""
+    """The fields of a line. Without an `id`, the line's number is its id."""
 
     id: str | int
     fields: Mapping[str, Any]
 
     def request(self, defaults: Mapping[str, Any]) -> tuple[Prompt, SamplingParams]:
-        """Returns what to ask for, with `defaults` for parameters that the line leaves unset.
+        """Returns prompt and parameters, with `defaults` for those that the line leaves unset.
 
         Raises:
             LineError: a field is unknown or wrong.
@@ -46,8 +46,8 @@ class Line:
         if len(given) != 1:
             names = " and ".join(given) or "none"
             raise LineError(f"{names} given; give one of {', '.join(_PROMPTS)}")
-        taken = _CHAT_FIELDS if given == ["messages"] else set(given)
-        params = {name: value for name, value in self.fields.items() if name not in taken}
+        prompt_names = _CHAT_FIELDS if given == ["messages"] else set(given)
+        params = {name: value for name, value in self.fields.items() if name not in prompt_names}
         return self._prompt(), _sampling_params({**defaults, **params})
 
     def _prompt(self) -> Prompt:
@@ -62,7 +62,7 @@ class Line:
 def parse_line(text: bytes, number: int) -> Line:
     """
     Raises:
-        LineError: it is neither a text nor an object in JSON.
+        LineError: the line is neither a string nor an object in JSON.
     """
     value = _parse(text)
     if isinstance(value, str):
@@ -77,19 +77,19 @@ def parse_line(text: bytes, number: int) -> Line:
     }
     line_id = found.pop("id", number)
     if not isinstance(line_id, str | int):
-        raise LineError(f"id: {line_id!r} is neither a text nor an integer")
+        raise LineError(f"id: {line_id!r} is neither a string nor an integer")
     return Line(line_id, found)
 
 
 def parse_defaults(text: str) -> dict[str, Any]:
-    """The sampling parameters in a JSON object.
+    """Parses a JSON object of sampling parameters.
 
     Raises:
-        LineError: it is none, or a parameter is unknown or has another type.
+        LineError: `text` is no such object, or a parameter is unknown or has another type.
     """
     values = _parse(text)
     if not isinstance(values, dict):
-        raise LineError("not an object")
+        raise LineError("not a JSON object")
     _sampling_params(values)
     return values
 
@@ -103,7 +103,7 @@ def _parse(text: str | bytes) -> Any:
 
 def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     if unknown := values.keys() - _PARAMS:
-        raise LineError(f"unknown: {', '.join(sorted(unknown))}")
+        raise LineError(f"unknown fields: {', '.join(sorted(unknown))}")
     return _validate(_SAMPLING, values)
 
 

@@ -15,12 +15,12 @@ _BEGINNING = b'{"id": '
 
 
 class Results:
-    """The lines of `path`, and those of an earlier run that was stopped at any point.
+    """The file `path`, which may have lines of an earlier, interrupted run.
 
-    Failures go to a file beside it, which each run begins anew: what failed is tried again.
+    Failures go to another file beside it, which each run replaces, because it retries them.
 
     Raises:
-        CommandError: the file is another's, or somebody else is writing it.
+        CommandError: the file is not an output of generate, or another process is writing it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Results:
             raise CommandError(f"{path}: another process is writing it") from error
         except (ValueError, LookupError, TypeError) as error:
             self._file.close()
-            raise CommandError(f"{path}: is no output of generate: give another") from error
+            raise CommandError(f"{path}: not an output of generate; choose another file") from error
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,7 @@ class Results:
             file.write(_encode({"id": line_id, "line": number, "error": error}))
 
     def _read(self, path: Path) -> None:
-        """Takes in what is done, and cuts off the half of a line that a killed run has left."""
+        """Reads which lines are done, and cuts off half a line that a killed run has left."""
         end = 0
         with path.open("rb") as file:
             for line in file:
@@ -70,11 +70,11 @@ class Results:
                     self.done.add(json.loads(line)["id"])
                     end += len(line)
                 elif not line.startswith(_BEGINNING[: len(line)]):
-                    raise ValueError("it was not written here")
+                    raise ValueError("not a line of generate")
         self._file.truncate(end)
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:
-    """A line that begins as `_BEGINNING`."""
+    """Returns a line that begins with `_BEGINNING`."""
     text = json.dumps(record, ensure_ascii=False)
-    return text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair, as JSON has it
+    return text.encode(errors="backslashreplace") + b"\n"  # JSON may have half a surrogate pair

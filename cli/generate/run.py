@@ -22,7 +22,7 @@ from nano_vllm_grpc import (
     UnavailableError,
 )
 
-# They end the batch rather than a line: all the others would fail as well.
+# These end the batch, because all other lines would fail, too.
 _FATAL = (UnauthenticatedError, UnavailableError)
 _IF_SET = ("stop_reason", "logprobs", "prompt_logprobs", "score")
 
@@ -31,22 +31,22 @@ _IF_SET = ("stop_reason", "logprobs", "prompt_logprobs", "score")
 class Options:
     address: str
     concurrency: int
-    params: str  # JSON: sampling parameters that a line may leave unset
-    token_ids: bool  # whether to write them, too
+    params: str  # JSON: defaults for sampling parameters
+    token_ids: bool  # whether to write token ids, too
 
 
 def generate_file(requests: Path, output: Path, options: Options) -> int:
-    """Writes a line to `output` for each line of `requests` that has none yet; returns 1 if any
-    failed.
+    """Writes a line to `output` for each line of `requests` that has none yet. Returns 1 if any
+    request failed.
 
     Raises:
-        CommandError: a file or an option cannot be used, or the server is gone.
+        CommandError: a file or an option cannot be used, or the server cannot be reached.
     """
     try:
         defaults = parse_defaults(options.params)
         total = _count_lines(requests)
         if output.exists() and output.samefile(requests):
-            raise CommandError(f"{output}: is the input, too")
+            raise CommandError(f"{output}: is also the input")
     except LineError as error:
         raise CommandError(f"--params: {error}") from error
     except OSError as error:
@@ -66,7 +66,7 @@ def generate_file(requests: Path, output: Path, options: Options) -> int:
 
 
 class _Batch:
-    """A run over the lines, which its tasks share."""
+    """A run over the lines, which all its tasks share."""
 
     def __init__(
         self, results: Results, options: Options, defaults: Mapping[str, Any], bar: tqdm[Any]
@@ -77,7 +77,7 @@ class _Batch:
         self._options = options
         self._defaults = defaults
         self._bar = bar
-        self._numbers: dict[str | int, int] = {}  # of the lines that have an id
+        self._numbers: dict[str | int, int] = {}  # line numbers by id
 
     async def run(self, requests: Path) -> None:
         with requests.open("rb") as file:
@@ -91,7 +91,7 @@ class _Batch:
         if self.failed:
             words += f"; {self.failed} failed, see {self._results.failures_path}"
         if self._done + self.failed < total:
-            words += "; the same command goes on"
+            words += "; run the same command to continue"
         return words
 
     async def _work(self, llm: AsyncLLM, lines: Iterator[tuple[int, bytes]]) -> None:
@@ -101,7 +101,7 @@ class _Batch:
                 line = parse_line(text, number)
                 line_id = line.id
                 if (first := self._numbers.setdefault(line_id, number)) != number:
-                    raise LineError(f"id: {line_id!r} is line {first}'s, too")
+                    raise LineError(f"id: {line_id!r} is also the id of line {first}")
                 if line_id in self._results.done:
                     self._earlier += 1
                 else:
@@ -117,7 +117,7 @@ class _Batch:
             self._bar.update()
 
     def _record(self, completions: list[Completion]) -> dict[str, Any]:
-        """A result's fields: the completion's, or a list `completions` if there are several."""
+        """Returns the fields of a completion, or a list `completions` if there are several."""
         self._tokens += sum(len(each["token_ids"]) for each in completions)
         self._bar.set_postfix_str(f"{self._tokens} tokens", refresh=False)
         shown = [self._fields(each) for each in completions]
@@ -137,7 +137,7 @@ def _count_lines(path: Path) -> int:
 
 
 def _reason(error: Exception, output: Path) -> Exception:
-    """The error for users, if this is one that they can mend."""
+    """Turns an error that users can fix into a CommandError."""
     if isinstance(error, _FATAL):
-        return CommandError(f"the server is gone, or was never there: {error}")
+        return CommandError(f"the server does not accept requests: {error}")
     return CommandError(f"{output}: {error.strerror}") if isinstance(error, OSError) else error

@@ -52,14 +52,14 @@ def serve(environment: Environment, layout: Layout) -> int:
     port, directory = _named(environment)
     with locked(directory):
         if is_running(directory):
-            raise LaunchError(f"PORT: a stack runs on port {port} already")
+            raise LaunchError(f"PORT: a stack is already running on port {port}")
         supervisor = _start(environment, layout, directory, port, tied=True)
     follower = ["tail", "-n", "0", "-F", f"--pid={os.getpid()}"]
     logs = subprocess.Popen([*follower, *sorted(directory.glob("*-*.log"))])
     try:
         with signals_interrupt():
             supervisor.wait()
-        raise LaunchError("the stack's supervisor is gone")
+        raise LaunchError("the stack's supervisor has ended; stopping the stack")
     except KeyboardInterrupt:
         return 0
     finally:
@@ -72,16 +72,16 @@ def _named(environment: Environment) -> tuple[int, Path]:
     """The port that names a stack, and its directory."""
     port = read_settings(environment).port
     if port == 0:
-        raise LaunchError("PORT: names the stack, so it cannot be 0; run takes any that is free")
+        raise LaunchError("PORT: must not be 0, because it names the stack; only run accepts 0")
     return port, run_directory(port)
 
 
 def _start(
     environment: Environment, layout: Layout, directory: Path, port: int, *, tied: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a stack, shows how it comes up, and what it answers to a first request. Returns its
+    """Starts a stack, and shows its progress and its answer to a first request. Returns its
     supervisor."""
-    stop_stack(directory, stack_grace_s(directory), print)  # left behind by a killed supervisor
+    stop_stack(directory, stack_grace_s(directory), print)  # leftovers of a killed supervisor
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
@@ -130,7 +130,7 @@ def run(environment: Environment, layout: Layout) -> int:
                 print(f"READY {stack.address}", flush=True)
                 while not stop.wait(_WATCH_S):
                     if supervisor.poll() is not None:
-                        raise LaunchError("the stack's supervisor is gone")
+                        raise LaunchError("the stack's supervisor has ended; stopping the stack")
             except _StoppedError:
                 pass
             finally:
@@ -139,7 +139,7 @@ def run(environment: Environment, layout: Layout) -> int:
 
 
 def down(directory: Path) -> int:
-    """Stops the stack in `directory`, if one is running, or whatever is left of one."""
+    """Stops the stack in `directory`, or the processes that are left of one."""
     if stack_members(directory):
         print(f"stopping the stack on port {directory.name}", flush=True)
     count = stop_stack(directory, stack_grace_s(directory), print)
@@ -149,8 +149,8 @@ def down(directory: Path) -> int:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Removes a stopped stack's directory unless it has files, such as logs. The lock is no file
-    worth keeping, unless another command holds it."""
+    """Removes the directory of a stopped stack unless it has files, such as logs. A lock that no
+    command holds does not count."""
     if not directory.exists():
         return
     with suppress(LaunchError), locked(directory):
@@ -213,7 +213,7 @@ def _already_up(stack: Stack) -> int:
 def _greet(stack: Stack) -> None:
     """Streams a completion and says how to send more."""
     token = first_token(stack.auth_tokens_file)
-    page = f"\nIts page is {stack.page_url}." if stack.ui_port else ""
+    ui = f"\nIts dashboard is {stack.page_url}." if stack.ui_port else ""
     print(f"\n{PROMPT}", end="", flush=True)
     stream_completion(
         stack.address,
@@ -226,14 +226,14 @@ def _greet(stack: Stack) -> None:
         asked = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
         print(f"""
 
-The stack serves on {stack.address}{http}.{page} Clients need {" and ".join(filter(None, asked))}
+The stack serves on {stack.address}{http}.{ui} Clients need {" and ".join(filter(None, asked))}
 (docs/security.md); make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
 
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
         return
     print(f"""
 
-The stack serves on {stack.address}{http}.{page} Send more:
+The stack serves on {stack.address}{http}.{ui} Send more:
 
   make chat PORT={stack.port}
 {_http_examples(stack)}\

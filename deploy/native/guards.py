@@ -1,5 +1,5 @@
-"""Guards of commands that change a stack: against each other, and against being interrupted where
-half of the work would do harm."""
+"""Protects commands that change a stack from each other, and from signals where half of the work
+would do harm."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lets one command at a time change a stack: a second `up` would take the first one's processes
-    for leftovers.
+    """Lets one command at a time change a stack. Otherwise a second `up` would take the processes
+    of the first one for leftovers.
 
     Raises:
-        LaunchError: another is at work.
+        LaunchError: another command is changing the stack.
     """
     make_directory(directory)
     with (directory / "lock").open("w") as file:
@@ -30,7 +30,7 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise LaunchError(
-                "PORT: another make up, scale or restart works on its stack"
+                "PORT: another make up, scale or restart is changing its stack"
             ) from error
         yield
 
@@ -57,7 +57,7 @@ def ignore_signals() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds signals back, as between a stop and its start: else what is stopped would stay so."""
+    """Delays signals, as between a stop and its start: a stopped process would stay stopped."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

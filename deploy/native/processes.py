@@ -1,5 +1,5 @@
-"""The processes of a stack: finds, starts and stops them, and starts the supervisor
-(`deploy.native.supervisor`), which starts again those that end."""
+"""Finds, starts and stops the processes of a stack, and starts the supervisor
+(`deploy.native.supervisor`), which restarts processes that end."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from deploy.plan import Environment
 
 # Set in the environment of each process of a stack: the stack's directory, and the process's name.
-# By these they are found, whatever became of the supervisor.
+# Commands find processes by these variables, with or without a supervisor.
 MARKER = "NANOVLLM_STACK"
 NAME = "NANOVLLM_PROCESS"
 
-BOARD = "supervisor"  # that it shows its state on
-BEAT_S = 1.0  # between signs of life there, at most
-_SILENT_S = 5.0  # without one
+BOARD = "supervisor"  # on which the supervisor shows its state
+BEAT_S = 1.0  # maximum time between its updates of the board
+_SILENT_S = 5.0  # without an update
 _LOCK = "hhqqi"  # struct flock: type, whence, start, length, process id
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _POLL_S = 0.02
@@ -46,10 +46,10 @@ class RunningProcess:
     """A process of a stack as the supervisor knows it."""
 
     name: str
-    state: str = "STOPPED"  # or RUNNING; EXITED: to be started again, FAILED: it cannot be run
-    pid: int | None = None  # of the fork that serves (`shared.process.parent_process`), or starts
-    exit_status: int | None = None  # of the last one; None: a signal killed it, or nobody knows
-    trouble: str = ""  # why there is no such fork, or why it was needed
+    state: str = "STOPPED"  # or RUNNING; EXITED: to be restarted; FAILED: it cannot be run
+    pid: int | None = None  # of the service fork (`shared.process.parent_process`)
+    exit_status: int | None = None  # of the last run; None: unknown
+    trouble: str = ""  # why there is no fork, or why the last one ended
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def start_supervisor(
 ) -> subprocess.Popen[bytes]:
     """Starts the supervisor, which starts the services, in the background.
 
-    If `tied`, the stack ends when this process does, and removes its directory if that is
-    `temporary`. If not, only `stop_stack` ends it.
+    If `tied`, the stack ends when this process does, and its directory is removed if it is
+    `temporary`. If not, only `stop_stack` ends the stack.
     """
     directory = stack.directory
     make_directory(directory)
@@ -86,8 +86,8 @@ def start_supervisor(
 
 
 def replace_supervisor(directory: Path) -> subprocess.Popen[bytes] | None:
-    """Starts another supervisor for a stack in the background that still has processes, but no
-    supervisor, or one that is silent. Returns None if nothing is to be done."""
+    """Starts a supervisor for a stack in the background that has processes, but no supervisor or a
+    silent one. Returns None if there is nothing to do."""
     supervisor = find_supervisor(directory)
     if supervisor and supervisor.state == "RUNNING":
         return None
@@ -116,15 +116,15 @@ def _run_supervisor(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # Ctrl-C in this terminal is not meant for it
+            start_new_session=True,  # Ctrl-C in this terminal must not reach it
         )
 
 
 def supervisor_lock(directory: Path) -> int | None:
-    """Takes the lock of a stack's supervisor, for as long as this process lives.
+    """Takes the lock of a stack's supervisor until this process ends.
 
     Returns:
-        None, or the process id of the supervisor that has it.
+        None, or the process id of the supervisor that holds the lock.
     """
     descriptor = os.open(_lock_file(directory), os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -153,7 +153,7 @@ def find_supervisor(directory: Path) -> SupervisorState | None:
         return None
     if pid is None:
         return None
-    shown = read_board(pid, BOARD) or read_board(pid, BOARD)  # once more if it was writing
+    shown = read_board(pid, BOARD) or read_board(pid, BOARD)  # again, if it was being written
     if shown is None:
         return SupervisorState(pid, "STARTING", ())
     silent = time.monotonic() - shown["beat"] > _SILENT_S
@@ -162,7 +162,7 @@ def find_supervisor(directory: Path) -> SupervisorState | None:
 
 
 def _with_fork(process: RunningProcess) -> RunningProcess:
-    """The process with the fork that serves in place of its parent process."""
+    """Replaces a parent process by its service fork."""
     state = read_parent_state(process.pid) if process.pid else None
     if state is None:
         return process
@@ -170,7 +170,7 @@ def _with_fork(process: RunningProcess) -> RunningProcess:
 
 
 def running_processes(directory: Path) -> list[RunningProcess]:
-    """The processes of a stack, whether or not it has a supervisor.
+    """Returns the processes of a stack, whether or not it has a supervisor.
 
     Raises:
         SupervisorGoneError: there is no supervisor, and no process.
@@ -185,7 +185,7 @@ def running_processes(directory: Path) -> list[RunningProcess]:
 
 
 def is_running(directory: Path) -> bool:
-    """Whether a supervisor runs with processes to look after."""
+    """Whether a supervisor runs and has processes."""
     supervisor = find_supervisor(directory)
     return supervisor is not None and bool(supervisor.processes)
 
@@ -204,34 +204,34 @@ def stack_grace_s(directory: Path) -> float:
 
 
 def stop_processes(stack: Stack, names: Collection[str]) -> None:
-    """Ends these processes, those that call others first, and returns once they have ended. The
-    supervisor leaves them alone until `start_processes`."""
+    """Stops these processes, clients before the servers they call; returns once they have ended.
+    The supervisor does not restart them until `start_processes`."""
     _set_stopped(stack, stopped_processes(stack.directory) | set(names))
     _end(parent_processes(stack.directory), names, stop_timeout_s(stack))
 
 
 def start_processes(stack: Stack, names: Collection[str]) -> None:
-    """Has the supervisor start these processes.
+    """Makes the supervisor start these processes.
 
     Raises:
-        SupervisorGoneError: there is none.
+        SupervisorGoneError: there is no supervisor.
     """
     _set_stopped(stack, stopped_processes(stack.directory) - set(names))
     wake_supervisor(stack.directory)
 
 
 def wake_supervisor(directory: Path) -> None:
-    """Has the supervisor read now what is to run.
+    """Makes the supervisor read now which processes are to run.
 
     Raises:
-        SupervisorGoneError: there is none.
+        SupervisorGoneError: there is no supervisor.
     """
     supervisor = find_supervisor(directory)
     if supervisor is None:
         raise SupervisorGoneError(
             f"no supervisor runs in {directory}; make up starts one for the stack"
         )
-    # No other signal is harmless to a supervisor that does not handle it yet.
+    # Any other signal would harm a supervisor that does not handle it yet.
     with suppress(ProcessLookupError):
         os.kill(supervisor.pid, signal.SIGCONT)
 
@@ -249,7 +249,7 @@ def _set_stopped(stack: Stack, names: set[str]) -> None:
 
 
 def parent_processes(directory: Path) -> dict[str, psutil.Process]:
-    """The living processes of a stack that have a name, without their forks."""
+    """Returns the living processes of a stack by name, without their forks."""
     named: dict[str, list[psutil.Process]] = {}
     for process in stack_members(directory):
         with suppress(psutil.Error, OSError):
@@ -259,20 +259,20 @@ def parent_processes(directory: Path) -> dict[str, psutil.Process]:
 
 
 def _oldest(processes: list[psutil.Process]) -> psutil.Process:
-    """The one that is no child of another."""
+    """Returns the process that is not a child of another one."""
     pids = {each.pid for each in processes}
     return next((each for each in processes if _parent(each) not in pids), processes[0])
 
 
 def stack_members(directory: Path) -> list[psutil.Process]:
-    """All living processes of the stack: the services, and the supervisor if it is alive."""
+    """Returns all living processes of the stack, including the supervisor."""
     marker = str(directory.absolute())
     members = []
     for process in _running():
         try:
             if process.environ().get(MARKER) == marker:
                 members.append(process)
-        except (psutil.Error, OSError):  # gone meanwhile, a zombie, or somebody else's
+        except (psutil.Error, OSError):  # it has ended, is a zombie, or is another user's
             continue
     return members
 
@@ -287,30 +287,30 @@ def _is_supervisor(process: psutil.Process) -> bool:
 def stop_stack(
     directory: Path, grace_s: float, report: Callable[[str], None], spared: int = 0
 ) -> int:
-    """Ends every process of the stack, those that call others first. Those still there after
-    `grace_s` seconds are killed. Idempotent.
+    """Stops all processes of the stack, clients before the servers they call. Kills those that
+    still run after `grace_s` seconds. Idempotent.
 
     Args:
-        spared: the process id of a member that goes on.
+        spared: the process id of a member that is not to be stopped.
 
     Returns:
-        The number of processes there were.
+        The number of processes that ran.
     """
     members = _others(directory, spared)
-    told: set[psutil.Process] = set()
+    signalled: set[psutil.Process] = set()
     deadline = time.monotonic() + grace_s
     with suppress(LaunchError):
         stack = Stack.load(directory)
         (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
         _end(parent_processes(directory), None, stop_timeout_s(stack), deadline)
-    # A process that is ending no longer has an environment to be found by, but still its ports.
+    # A process that is ending may have lost its environment, but still has its ports.
     while alive := [process for process in members if _is_alive(process)]:
         pids = {process.pid for process in alive}
         for process in alive:
             # The supervisor, or a process that has lost its parent.
-            if process not in told and _parent(process) not in pids:
+            if process not in signalled and _parent(process) not in pids:
                 _signal(process.terminate)
-                told.add(process)
+                signalled.add(process)
         if time.monotonic() > deadline:
             report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
             for process in alive:
@@ -332,8 +332,8 @@ def _end(
     limit_s: float,
     deadline: float = float("inf"),
 ) -> None:
-    """Ends the processes with these names, or all, a service at a time. Those that do not end
-    within `limit_s` seconds are killed, unless the `deadline` has passed."""
+    """Stops the processes with these names, or all, one service at a time. Kills those that do not
+    end within `limit_s` seconds, or by the `deadline`."""
     for service in reversed(SERVICES):
         chosen = [
             process
@@ -359,7 +359,7 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
 
 
 def _clear(directory: Path, *patterns: str) -> None:
-    """Removes what is only of use to a stack that runs, and what fits the patterns."""
+    """Removes files that only a running stack needs, and those that match `patterns`."""
     for pattern in (*patterns, "*.sock", "metrics/*", "models/*", "engines"):
         for leftover in directory.glob(pattern):
             leftover.unlink(missing_ok=True)
@@ -367,7 +367,7 @@ def _clear(directory: Path, *patterns: str) -> None:
 
 def _running() -> Iterator[psutil.Process]:
     """Yields all processes of this machine."""
-    # psutil remembers those of the last call, even if another has got the same pid since.
+    # psutil remembers the processes of the last call, even if a pid was reused since.
     psutil.process_iter.cache_clear()
     return psutil.process_iter()
 

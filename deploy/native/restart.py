@@ -28,27 +28,27 @@ def restart(
     model: str | None = None,
     drain_timeout_s: float = 0.0,
 ) -> int:
-    """Restarts each process, of `service`, of `engine` or of all, once the one before serves again;
-    returns 0 when all do. Where there are several engines, these go one after another instead, each
-    without streams.
+    """Restarts the processes of `service`, of `engine` or all, each once the previous one serves
+    again; returns 0 when all serve. If there are several engines, it instead restarts engine after
+    engine, each without streams.
 
     Args:
         model: replaces the model of the stack.
-        drain_timeout_s: for streams to leave an engine, or to end.
+        drain_timeout_s: seconds for streams to move to another engine or end.
 
     Raises:
         LaunchError: no stack runs in `directory`, or a process does not come back.
     """
-    Stack.load(directory)  # says so if there is none
+    Stack.load(directory)  # raises if there is no stack
     with locked(directory), signals_interrupt():
         stack = Stack.load(directory)
-        wake_supervisor(directory)  # likewise if it does not run
+        wake_supervisor(directory)  # raises if there is no supervisor
         processes = _choose(stack, service, engine, bool(model))
         found = find_model(stack, model) if model else None
         in_turn = [each for each in processes if stack.engines == 1 and not found]
         with show_progress(stack) as report:
             if not in_turn:
-                apply(stack)  # what an interrupted command has left out
+                apply(stack)  # completes an interrupted command
             for number in range(0 if in_turn else stack.engines):
                 if members := [each for each in processes if each.engine == number]:
                     replace_engine(stack, number, members, drain_timeout_s, report, found)
@@ -65,12 +65,12 @@ def _choose(
     stack: Stack, service: str | None, engine: int | None, other_model: bool
 ) -> list[Process]:
     if engine is not None and engine >= stack.engines:
-        raise LaunchError(f"ENGINE: {engine} is none of the {stack.engines}, which begin with 0")
+        raise LaunchError(f"ENGINE: {engine} is not in [0, {stack.engines - 1}]")
     if other_model and (service, engine) != (None, None):
-        raise LaunchError("MODEL: is all engines' and frontends'; leave out SERVICE and ENGINE")
+        raise LaunchError("MODEL: applies to the whole stack; leave out SERVICE and ENGINE")
     processes = [each for each in stack.processes() if service in (None, each.service)]
     if not processes:
-        raise LaunchError(f"SERVICE: this host's part of the stack has no {service}")
+        raise LaunchError(f"SERVICE: no {service} of the stack runs on this host")
     chosen = [each for each in processes if engine in (None, each.engine)]
     if not chosen:
         raise LaunchError(f"SERVICE: an engine has no {service}")
@@ -78,7 +78,7 @@ def _choose(
 
 
 def _replace_model(stack: Stack, rest: Iterable[Process], report: Report, model: Path) -> None:
-    """Gives the model to what is of no engine, and to engines to come."""
+    """Gives the model to processes that belong to no engine, and to future engines."""
     link_model(stack.model_link(), model)
     try:
         _restart_each(stack, rest, report)
@@ -99,8 +99,8 @@ def _restart(stack: Stack, process: Process, report: Report) -> None:
         start_processes(stack, [process.name])
     try:
         wait_until_serving(stack, lambda: stack_status(stack), report)
-        # The engine may still be recovering. If it lost something again before it had computed
-        # anything, that would look to it like the same step failing again.
+        # The engine may still be recovering. If it lost another process before it had computed
+        # anything, it would conclude that the same step has failed again.
         while not _answers(stack):
             wait_until_serving(stack, lambda: stack_status(stack), report)
     except StartError as error:
@@ -108,11 +108,11 @@ def _restart(stack: Stack, process: Process, report: Report) -> None:
 
 
 def _answers(stack: Stack) -> bool:
-    """Whether the engine answers a request, or has a full queue of them. True if only a part of the
-    stack runs on this host: then there is nobody to ask.
+    """Whether the engine answers a request, or has a full queue. True if only a part of the stack
+    runs on this host, because then no request can be sent.
 
     Raises:
-        LaunchError: the request fails for another reason than that something is unavailable.
+        LaunchError: the request fails, and not because a service is unavailable.
     """
     if not set(ENGINE_SERVICES) <= set(stack.services):
         return True

@@ -31,16 +31,16 @@ def replace_engine(
     report: Report,
     model: Path | None = None,
 ) -> None:
-    """Restarts these processes of an engine, which frontends leave before and are back at after it.
+    """Restarts these processes of an engine. Frontends leave it before, and return after.
 
     Args:
-        drain_timeout_s: for frontends to take their streams elsewhere, and for those that only this
-            engine can finish: those of the last engine with a model.
-        model: the engine's from now on; None: that which it has.
+        drain_timeout_s: seconds for frontends to move their streams to other engines, and for those
+            that only this engine can finish: those of the last engine with a model.
+        model: the engine's new model; None: it keeps its model.
 
     Raises:
-        LaunchError: a process does not come back. If that is for the new model, the engine serves
-            the old one again.
+        LaunchError: a process does not serve again. If the new model is the reason, the engine
+            serves the old one again.
     """
     frontends = num_frontends(stack, engine)
     if stack.engines > 1:
@@ -55,7 +55,7 @@ def replace_engine(
         raise LaunchError(f"{error} (log: {error.log})") from error
     finally:
         list_engines(stack, range(stack.engines))
-    # The next one may be the last that they have.
+    # The engine to be replaced next may be the last one that they use.
     wait_until_joined(stack, engine, frontends)
 
 
@@ -84,15 +84,15 @@ def _replace_model(
 
 
 def find_model(stack: Stack, model: str) -> Path:
-    """The directory of a model that is to replace the stack's.
+    """Returns the directory of a model that is to replace the stack's.
 
     Raises:
-        LaunchError: there is none, or frontends cannot read it.
+        LaunchError: the model does not exist, or frontends cannot read it.
     """
     if not stack.model_path:
-        raise LaunchError("MODEL: no process of this host's part of the stack reads one")
+        raise LaunchError("MODEL: no process of the stack on this host reads a model")
     directory = Path(os.path.abspath(resolve_model(model)))
-    # Imported here: the import is slow, and a restart does without.
+    # Imported here: the import is slow, and other restarts do not need it.
     from frontend.text.tokenizer import Tokenizer
 
     try:

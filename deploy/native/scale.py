@@ -34,17 +34,17 @@ from deploy.stack import Stack
 
 def scale(directory: Path, engines: int) -> int:
     """Starts or stops the last engines; returns 0 once `engines` serve. Frontends use a new engine
-    only when it serves, and have left one before it stops. Interrupted at any point, the same
-    command goes on, or undoes it with another number.
+    only when it serves, and leave an engine before it stops. After an interruption, the same
+    command continues, and one with another number undoes it.
 
     Raises:
-        LaunchError: no stack runs in `directory`, it can have no such number of engines, or a new
-            one cannot start: then there are as many as before.
+        LaunchError: no stack runs in `directory`, it cannot have this number of engines, or a new
+            engine cannot start. In this case, the number of engines is as before.
     """
-    Stack.load(directory)  # says so if there is none
+    Stack.load(directory)  # raises if there is no stack
     with locked(directory), signals_interrupt():
         stack = Stack.load(directory)
-        wake_supervisor(directory)  # likewise if it does not run
+        wake_supervisor(directory)  # raises if there is no supervisor
         wanted = replace(stack, engines=engines, master_ports=extra_master_ports(stack, engines))
         check_engines(wanted)
         if engines >= stack.engines:
@@ -60,7 +60,7 @@ def _start_engines(stack: Stack, wanted: Stack) -> None:
         apply(wanted)
         with show_progress(wanted) as report:
             wait_until_serving(wanted, lambda: stack_status(wanted), report)
-    except SupervisorGoneError:  # the stack is being stopped, or will be started as it is wanted
+    except SupervisorGoneError:  # the stack is stopping, or its next supervisor starts them
         raise
     except BaseException as error:
         if wanted.engines > stack.engines:
@@ -84,8 +84,8 @@ def _stop_engines(stack: Stack, wanted: Stack) -> None:
 
 
 def apply(stack: Stack) -> None:
-    """Makes the running stack what `stack` says, but for processes that it has already: they stay
-    as they are."""
+    """Makes the running stack what `stack` says. Processes that it has already stay as they
+    are."""
     stack.save()
     link_missing_models(stack)
     names = {process.name for process in stack.processes()}
@@ -95,7 +95,7 @@ def apply(stack: Stack) -> None:
 
 
 def _remove_leftovers(stack: Stack, names: Collection[str]) -> None:
-    """Removes what engines that are gone have left: Prometheus would miss them."""
+    """Removes the files of stopped engines; otherwise Prometheus would report them as down."""
     for pattern in "metrics/worker-*.json", "metrics/scheduler-*.json":
         for file in stack.directory.glob(pattern):
             if file.stem not in names:

@@ -1,4 +1,4 @@
-"""Waits until a starting stack would answer a request, or finds out why it never will."""
+"""Waits until a starting stack can answer a request, or finds out why it cannot start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wait_until_ready(
 
     Args:
         report: is called with the state of all processes, several times a second.
-        check_stop: is called as often; whatever it raises ends the wait.
+        check_stop: is called as often; an exception that it raises ends the wait.
 
     Raises:
         StartError: the stack cannot start; the message says why.
@@ -43,7 +43,7 @@ def wait_until_ready(
             raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
         try:
             return stack_status(stack)
-        except SupervisorGoneError:  # not there yet
+        except SupervisorGoneError:  # it has not started yet
             return []
 
     wait_until_serving(stack, ask, report)
@@ -55,10 +55,10 @@ def wait_until_serving(
     """Returns once all processes are SERVING.
 
     There is no time limit, since a large model may take any time to load. The wait ends early if a
-    process says that it cannot start, or crashes again and again.
+    process says that it cannot start, or crashes repeatedly.
 
     Args:
-        ask: returns the state of all processes, or none yet; whatever it raises ends the wait.
+        ask: returns the state of all processes, or none yet; an exception ends the wait.
         report: is called with each answer.
 
     Raises:
@@ -86,11 +86,11 @@ def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
     if status.pid is not None:
         pids.add(status.pid)
     if len(pids) > _MAX_RESTARTS:
-        raise StartError(f"{name} crashes again and again: {failure_reason(log)}", log)
+        raise StartError(f"{name} crashes repeatedly: {failure_reason(log)}", log)
 
 
 def _all_answer(stack: Stack) -> bool:
-    """Whether any frontend that the kernel may pick serves; tries often enough to hit them all."""
+    """Whether all frontends on the shared port serve; tries often enough to reach each."""
     tries = 4 * stack.count("frontend") if stack.count("frontend") > 1 else 0
     tls = stack.tls("frontend")
     return all(check_health(stack.address, tls=tls) == SERVING for _ in range(tries))

@@ -25,7 +25,7 @@ class ProcessStatus:
     state: str
     health: str
     exit_status: int | None
-    trouble: str = ""  # what keeps it from running, if that is known
+    trouble: str = ""  # what keeps the process from running, if that is known
 
     @property
     def summary(self) -> str:
@@ -58,14 +58,14 @@ def supervisor_status(stack: Stack) -> ProcessStatus:
     """The state of the supervisor: RUNNING, SILENT if it is stopped or hangs, or GONE."""
     found = find_supervisor(stack.directory)
     state = found.state if found else "GONE"
-    trouble = "" if state == "RUNNING" else "nothing that ends is restarted; make up replaces it"
+    trouble = "" if state == "RUNNING" else "no process is restarted; make up starts a supervisor"
     process = Process("supervisor", 0, "-")
     return ProcessStatus(process, found.pid if found else None, state, "", None, trouble)
 
 
 def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessStatus:
     health = UNREACHABLE
-    # Frontends share an address: one that does not listen yet must not pass for its neighbour.
+    # Frontends share an address: if one does not listen yet, another one would answer.
     shares = process.service == "frontend" and stack.frontends > 1
     if found.pid and process.service not in ENGINE_SERVICES:
         health = http_health(process.address, tls=stack.public_tls)
@@ -86,8 +86,8 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def format_status(statuses: Iterable[ProcessStatus], nodes: Iterable[str] | None = None) -> str:
-    """A table: name, index, pid, address, state, its engine where there are several, and `nodes`,
-    which has each one's, if they may differ."""
+    """Returns a table: name, index, pid, address, state, engine if there are several, and node if
+    `nodes` has the node of each process."""
     columns = ["NAME", "INDEX", "PID", "ADDRESS", "STATE", "ENGINE", "NODE"]
     statuses = list(statuses)
     shown = len(columns) if nodes is not None else len(columns) - 1
@@ -107,7 +107,7 @@ def format_status(statuses: Iterable[ProcessStatus], nodes: Iterable[str] | None
 
 
 def status_json(statuses: Iterable[ProcessStatus], nodes: Sequence[str] | None = None) -> str:
-    """A list in JSON with an object per process; `nodes` has each one's, if they may differ."""
+    """Returns a JSON list of an object per process; `nodes` has the node of each, if given."""
     found = [
         {
             "service": status.process.service,

@@ -1,14 +1,13 @@
-"""Starts the processes of a stack, and starts again those that end:
+"""Starts the processes of a stack, and restarts those that end:
 `python -m deploy.native.supervisor DIRECTORY [--tied-to PID] [--remove]`.
 
-`stack.json` in the stack's directory says which processes the stack has, and `stopped` which of
-them a command has stopped. The supervisor reads both whenever a process has ended. It never stops
-a process: commands do (`deploy.native.processes`). It adopts processes that run already, so nothing
-ends when the supervisor does, and `make up` starts another.
+In the stack's directory, `stack.json` lists the processes of the stack, and `stopped` those that a
+command has stopped. The supervisor reads both whenever a process has ended. It never stops a
+process: commands do (`deploy.native.processes`). No process ends with the supervisor: `make up`
+starts another one, which adopts the processes that run.
 
-With `--tied-to`, the stack belongs to the process PID: once that is gone, however it ended, the
-stack is stopped in order and, with `--remove`, its directory removed. Such a stack ends with its
-supervisor, too.
+With `--tied-to`, the supervisor stops the stack in order once the process PID has ended for any
+reason and, with `--remove`, removes its directory. Such a stack ends with its supervisor, too.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class SupervisorSettings(ServiceSettings):
 
 
 class Supervisor:
-    """Keeps the processes running that a stack's directory asks for."""
+    """Keeps the processes running that a stack's directory lists."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -72,8 +71,8 @@ class Supervisor:
         self._is_told_to_stop = False
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._waking)
-        # A child's end wakes the loop through its pidfd, and commands do with SIGCONT. SIGHUP is
-        # handled rather than ignored: children would inherit that.
+        # A child's end wakes the loop through its pidfd, a command through SIGCONT. SIGHUP has a
+        # handler, because children would inherit an ignored signal.
         for number in (signal.SIGCONT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         for number in _STOP_SIGNALS:
@@ -112,21 +111,21 @@ class Supervisor:
         self._board.show({"beat": time.monotonic(), "processes": shown})
 
     def restarts(self) -> dict[str, int]:
-        """How often each process has been started again, by name."""
+        """Returns how often each process has been restarted, by name."""
         return {name: max(child.starts - 1, 0) for name, child in [*self._children.items()]}
 
     def _child(self, name: str) -> Child:
         return self._children.setdefault(name, Child(name, self._directory / f"{name}.log"))
 
     def _read(self) -> tuple[Stack | None, set[str]]:
-        """The stack as it is to be, None while it is being stopped, and what is to be stopped."""
+        """Returns the wanted stack, None while it is being stopped, and the stopped processes."""
         try:
             return Stack.load(self._directory), stopped_processes(self._directory)
         except (LaunchError, OSError):
             return None, set()
 
     def _sleep(self) -> None:
-        """Returns when a process has ended, a signal has arrived, or something is due."""
+        """Returns when a process has ended, a signal has arrived, or a start or beat is due."""
         due = [each.due for each in self._children.values() if not each.pid]
         until = [each - time.monotonic() for each in due if each > time.monotonic()]
         poll = select.poll()
@@ -149,8 +148,8 @@ def _described(child: Child, stopped: bool) -> RunningProcess:
 
 
 def command(stack: Stack, process: Process) -> list[str]:
-    """The command line of a process. Settings that all share are in the environment, which has
-    those of engine 0; the command line has what sets the process apart."""
+    """Returns the command line of a process, with the settings that only this process has. The
+    environment has the common settings and those of engine 0."""
     flags: dict[str, object] = {}
     if process.engine:
         flags["index"] = process.index
@@ -176,7 +175,7 @@ def command(stack: Stack, process: Process) -> list[str]:
 
 
 class SupervisorMetrics(ServiceMetrics):
-    """Prometheus' own `up` tells whether the supervisor runs and answers."""
+    """Metrics of the supervisor. Prometheus' own `up` shows whether it runs and answers."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class SupervisorMetrics(ServiceMetrics):
 
     def families(self) -> Iterator[Metric]:
         restarts = [((name,), count) for name, count in self._supervisor.restarts().items()]
-        help_text = "Times that the supervisor has started a process again."
+        help_text = "Number of times that the supervisor has restarted a process."
         yield self._counters("process_restarts", help_text, ("process",), restarts)
 
 
@@ -192,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=SupervisorSettings.program)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tied-to", type=int, metavar="PID")
-    parser.add_argument("--remove", action="store_true", help="the directory, at the end")
+    parser.add_argument("--remove", action="store_true", help="remove the directory at the end")
     args = parser.parse_args()
     settings = settings_or_exit(SupervisorSettings, [])
     configure_logging(settings, "supervisor")

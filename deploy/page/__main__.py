@@ -1,4 +1,4 @@
-"""The page of a stack, a process like the services': `python -m deploy.page DIRECTORY`."""
+"""Serves the dashboard of a stack: `python -m deploy.page DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_HEAD_BYTES = 16 << 10
 
 
 class PageSettings(ServiceSettings):
-    """The stack's settings that the page reads."""
+    """The stack's settings that the dashboard reads."""
 
     program: ClassVar[str] = "python -m deploy.page"
 
@@ -43,10 +43,10 @@ class PageSettings(ServiceSettings):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, which sends one answer to a request whose body turns out to be none."""
+    """uvicorn's protocol, which sends only one answer to a request with a malformed body."""
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:  # what it has yet to say, nobody hears
+        if self.cycle is not None:  # nobody receives the rest of its answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -56,7 +56,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it serves, and leaves signals alone."""
+    """uvicorn's server, which reports when it serves, and handles no signals."""
 
     def __init__(self, config: uvicorn.Config, ready: Ready) -> None:
         super().__init__(config)
@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for connection in self.server_state.connections:  # streams have no end
+        for connection in self.server_state.connections:  # event streams never end
             connection.transport.close()
         await super().shutdown(sockets)
 
@@ -77,10 +77,10 @@ class _Server(uvicorn.Server):
 
 
 async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
-    """Serves the page until SIGTERM or SIGINT.
+    """Serves the dashboard until SIGTERM or SIGINT.
 
     Raises:
-        OSError: its port is in use.
+        OSError: the port is in use.
     """
     listener = socket.create_server((_HOST, settings.ui_port), reuse_port=True)
     observer = Observer(stack)

@@ -1,4 +1,4 @@
-"""The page's routes: its files, the stack's state as it changes, and a chat."""
+"""The dashboard's routes: its files, the stack's state as it changes, and a chat."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Turn(BaseModel, extra="forbid"):
 
 
 class ChatRequest(BaseModel, extra="forbid"):
-    """A conversation whose next turn is wanted."""
+    """A conversation for which the model is to write the next turn."""
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=1000)]
 
@@ -75,11 +75,11 @@ def make_app(stack: Stack, observer: Observer, llm: AsyncLLM) -> Starlette:
 
 
 def chat_obstacle(stack: Stack) -> str:
-    """The reason why there can be no chat, or nothing. The page asks nobody who they are."""
+    """Returns why there can be no chat, or "". The dashboard does not authenticate users."""
     if stack.auth_tokens_file:
-        return "no chat here: clients of this stack must have a token"
+        return "the chat is disabled: clients of this stack need a token"
     if stack.public_tls and stack.public_tls.cert:
-        return "no chat here: clients of this stack must have a certificate"
+        return "the chat is disabled: clients of this stack need a certificate"
     return ""
 
 
@@ -90,7 +90,7 @@ def _bounded(limit: int, what: str) -> Middleware:
 async def _read(request: Request) -> ChatRequest:
     """
     Raises:
-        HTTPException: the body is too large, too slow or not as it should be.
+        HTTPException: the body is too large, too slow or invalid.
     """
     if request.headers.get("content-type") != "application/json":
         raise HTTPException(415, "content-type: must be application/json")
@@ -103,7 +103,7 @@ async def _read(request: Request) -> ChatRequest:
                     raise HTTPException(413, f"body: more than {_MAX_BODY_BYTES} bytes")
         return ChatRequest.model_validate_json(body)
     except TimeoutError:
-        raise HTTPException(408, f"body: not here after {_BODY_S:.0f} s") from None
+        raise HTTPException(408, f"body: incomplete after {_BODY_S:.0f} s") from None
     except ClientDisconnect:
         raise HTTPException(400, "body: incomplete") from None
     except ValidationError as error:
@@ -113,8 +113,8 @@ async def _read(request: Request) -> ChatRequest:
 
 
 async def _answer(llm: AsyncLLM, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
-    """Yields the answer's pieces, or an error. It is cancelled when the browser goes away, and with
-    it the request."""
+    """Yields the pieces of the answer, or an error. When the browser disconnects, the request is
+    cancelled."""
     messages = [{"role": each.role, "content": each.content} for each in request.messages]
     try:
         async with aclosing(llm.stream(messages)) as stream:
@@ -130,7 +130,7 @@ async def _answer(llm: AsyncLLM, request: ChatRequest) -> AsyncIterator[dict[str
 
 
 def _stream(values: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Server-sent events."""
+    """Returns a response of server-sent events."""
 
     async def events() -> AsyncIterator[str]:
         async for value in values:

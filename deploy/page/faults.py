@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MAX_FAULTS = 20
-_SAME_S = 2.0  # what is noticed so soon after a fault's end belongs to it
+_SAME_S = 2.0  # events so soon after the end of a fault belong to it
 
 
 @dataclass
@@ -24,8 +24,8 @@ class Fault:
 
 
 class Faults:
-    """Makes faults of what is seen: health, and the pids of processes. Nothing counts before the
-    stack has served."""
+    """Finds faults in the health of the stack and the pids of its processes, from the moment that
+    the stack has served."""
 
     def __init__(self) -> None:
         self.recent: deque[Fault] = deque(maxlen=_MAX_FAULTS)
@@ -35,7 +35,7 @@ class Faults:
         self._pids: dict[str, int | None] = {}
 
     def set_serving(self, serving: bool, now: float) -> None:
-        """Call whenever it changes."""
+        """Call this whenever the health changes."""
         self.serving = serving
         if not self._has_served:
             self._has_served = serving
@@ -48,8 +48,8 @@ class Faults:
             fault.ended = None
 
     def look(self, pids: Mapping[str, int | None], now: float) -> None:
-        """Notices which processes are gone, or others by now. `pids`: by name, None for one that
-        does not run."""
+        """Notices which processes have ended or been replaced. `pids`: by name, None for a process
+        that does not run."""
         for name, pid in pids.items():
             known = self._pids.get(name, pid)
             self._pids[name] = pid
@@ -61,7 +61,7 @@ class Faults:
                 fault.lost.append(name)
 
     def _current(self, now: float) -> Fault:
-        """The fault that something seen now belongs to."""
+        """Returns the fault to which an event at this time belongs."""
         last = self.recent[-1] if self.recent else None
         if last is None or (last.ended is not None and now - last.ended > _SAME_S):
             last = Fault(now, now)

@@ -1,8 +1,8 @@
-"""Keeps other sites' scripts away from the page, and the page to itself.
+"""Protects the dashboard from other sites' scripts, and restricts what the dashboard loads.
 
-A browser sends any site's requests to loopback, too. What it says of where they come from decides:
-a name that some site has pointed here (DNS rebinding) is in Host, another site in Origin or, where
-a request has none, in Sec-Fetch-Site.
+A browser also sends other sites' requests to loopback. Headers tell where a request comes from:
+Host has a name that a site has pointed here (DNS rebinding). Origin or, if a request has none,
+Sec-Fetch-Site tells that another site sends the request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Through a tunnel the port may be another.
+# Without ports, because a tunnel may use another one.
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -29,7 +29,7 @@ _HEADERS = {
 
 
 class Guard:
-    """Refuses what another site asks for, and says in every answer what the page may do."""
+    """Rejects requests of other sites, and restricts the dashboard by headers in every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class Guard:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        refusal = PlainTextResponse("asked for by another site", status_code=403)
+        refusal = PlainTextResponse("the request comes from another site", status_code=403)
         app = refusal if _is_foreign(Headers(scope=scope)) else self._app
         await app(scope, receive, send_guarded)
 
@@ -49,11 +49,11 @@ def _is_foreign(headers: Headers) -> bool:
     if origin := headers.get("origin"):
         return origin != f"http://{headers.get('host')}"
     elsewhere = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-    return elsewhere and headers.get("sec-fetch-mode") != "navigate"  # a link may lead here
+    return elsewhere and headers.get("sec-fetch-mode") != "navigate"  # other sites may link here
 
 
 class Bounded:
-    """Refuses more than `limit` requests at a time with 503; `what` they are is for the message."""
+    """Rejects more than `limit` requests at a time with 503; the message calls them `what`."""
 
     def __init__(self, app: ASGIApp, limit: int, what: str) -> None:
         self._app = app

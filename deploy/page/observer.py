@@ -1,4 +1,4 @@
-"""Observes a stack for its page: its health always, everything else while somebody looks."""
+"""Observes a stack for its dashboard: health always, all else while a browser is connected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Status = health_pb2.HealthCheckResponse
 
 
 class Observer:
-    """Knows the stack's state, and tells those who look of each change."""
+    """Knows the stack's state, and sends each change to the connected browsers."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -38,32 +38,32 @@ class Observer:
         self._sampler = Sampler(stack)
         self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
         self._statuses: Sequence[ProcessStatus] = ()
-        self._looking = 0
-        self._is_looked_at = asyncio.Event()
-        self._changed = asyncio.Event()  # from the present state: set once there is another
+        self._num_viewers = 0
+        self._has_viewers = asyncio.Event()
+        self._changed = asyncio.Event()  # set once another state replaces the present one
 
     async def run(self) -> None:
-        """Observes for ever."""
+        """Observes until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_health())
             tasks.create_task(self._keep_sampling())
 
     async def states(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the present state, then each further one, or the newest that there is by then.
-        Each has the samples since the one before."""
-        self._looking += 1
-        self._is_looked_at.set()
-        told = 0.0
+        """Yields the present state, then the newest one after each change. Each has the samples
+        since the previous one."""
+        self._num_viewers += 1
+        self._has_viewers.set()
+        sent_until = 0.0
         try:
             while True:
-                changed, state = self._changed, self._state(told)
-                told = self._samples[-1]["at"] if self._samples else told
+                changed, state = self._changed, self._state(sent_until)
+                sent_until = self._samples[-1]["at"] if self._samples else sent_until
                 yield state
                 await changed.wait()
         finally:
-            self._looking -= 1
-            if not self._looking:
-                self._is_looked_at.clear()
+            self._num_viewers -= 1
+            if not self._num_viewers:
+                self._has_viewers.clear()
 
     def _state(self, since: float) -> dict[str, Any]:
         now = time.monotonic()
@@ -87,12 +87,12 @@ class Observer:
             "restarts": self._faults.restarts[status.process.name],
         }
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _watch_health(self) -> None:
-        """Watches the health of what clients connect to, which costs nothing while it stays."""
+        """Watches the health of the public address, which costs nothing while it is unchanged."""
         address, tls = self._stack.address, self._stack.public_tls
         options = (*internal_options(KEEPALIVE_S), *CHANNEL_OPTIONS)
         while True:
@@ -108,22 +108,22 @@ class Observer:
         if serving == self._faults.serving:
             return
         self._faults.set_serving(serving, time.monotonic())
-        self._tell()
+        self._announce()
         with suppress(SupervisorGoneError):
             found = await asyncio.to_thread(running_processes, self._stack.directory)
             self._faults.look({each.name: each.pid for each in found}, time.monotonic())
-            self._tell()
+            self._announce()
 
     async def _keep_sampling(self) -> None:
         while True:
-            await self._is_looked_at.wait()
+            await self._has_viewers.wait()
             due = time.monotonic() + _INTERVAL_S
             with suppress(SupervisorGoneError):
                 self._statuses = await asyncio.to_thread(_statuses, self._stack.reloaded())
                 pids = {each.process.name: each.pid for each in self._statuses}
                 self._faults.look(pids, time.monotonic())
             self._samples.append(await asyncio.to_thread(self._sampler.take))
-            self._tell()
+            self._announce()
             await asyncio.sleep(max(due - time.monotonic(), 0))
 
 

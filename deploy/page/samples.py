@@ -1,4 +1,4 @@
-"""Samples of the engines' load, one a second, for charts."""
+"""Samples of the engines' load, one per second, for charts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FIRST_TOKEN = re.compile(
 
 
 class Sample(TypedDict, total=False):
-    """The work of all engines since the sample before. A figure that is unknown is left out; of
-    something that did not happen it is None."""
+    """The work of all engines since the previous sample. An unknown figure is left out; a mean of
+    no events is None."""
 
     at: Required[float]  # time.monotonic
     tokens_per_s: float | None
@@ -32,7 +32,7 @@ class Sample(TypedDict, total=False):
 
 
 class Sampler:
-    """Takes samples. Blocks while it does: call it on a thread."""
+    """Takes samples. `take` blocks: call it on a thread."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -66,7 +66,7 @@ class Sampler:
             try:
                 target = json.loads(file.read_bytes())[0]["targets"][0]
                 body = fetch(f"http://{target}/metrics", _TIMEOUT_S)
-            except (OSError, HTTPException, ValueError, LookupError):  # not there yet, or no longer
+            except (OSError, HTTPException, ValueError, LookupError):  # not running
                 continue
             values = {name: float(value) for name, value in _FIRST_TOKEN.findall(body)}
             new = self._since(file.name, values.get(b"sum", 0.0), values.get(b"count", 0.0))
@@ -74,8 +74,8 @@ class Sampler:
         return seconds / count if count else None
 
     def _since(self, name: str, *counts: float) -> tuple[float, ...]:
-        """Growth of the counts since the last call; 0 where there was none, or they have begun
-        anew."""
+        """Returns the growth of the counts since the last call; zeros after the first call or a
+        reset."""
         last = self._last.get(name, counts)
         self._last[name] = counts
         new = tuple(now - before for now, before in zip(counts, last, strict=True))

@@ -27,7 +27,7 @@ from deploy.stack import ENGINE_SERVICES, Process
 _ANSWER_S = 5.0
 _POLL_S = 0.2
 _FORGET_S = 30.0
-_FRONTENDS = "frontends"  # their placement group
+_FRONTENDS = "frontends"  # name of their placement group
 _ORDER = {service: order for order, service in enumerate(ENGINE_SERVICES)}
 
 
@@ -47,8 +47,8 @@ def connected(port: int) -> Iterator[Cluster]:
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise LaunchError(
-            f"RUNTIME=ray: this host is no node of a Ray cluster ({reason}); `ray start --head` "
-            "makes it the first one of a cluster, `ray start --address=HEAD:6379` a further one"
+            f"RUNTIME=ray: this host is not a node of a Ray cluster ({reason}); `ray start --head` "
+            "starts a cluster, `ray start --address=HEAD:6379` joins one"
         ) from error
     try:
         yield Cluster()
@@ -75,27 +75,27 @@ class Cluster:
         return [each.index for each in self.members() if each.service == "scheduler"]
 
     def start_engine(self, stack: RayStack, index: int) -> None:
-        """Starts an engine's processes, on one node if they fit, once there is room for them all.
+        """Starts an engine's processes, on one node if they fit, once there is room for all.
 
         Raises:
-            ValueError: there is one with this index.
+            ValueError: there is an engine with this index.
         """
         _start(stack, _engine(index), "PACK", stack.engine(index))
 
     def start_frontends(self, stack: RayStack, count: int) -> None:
-        """Starts the frontends, each on a node of its own if there are enough.
+        """Starts the frontends, on different nodes if there are enough.
 
         Raises:
-            ValueError: there are some.
+            ValueError: there are frontends already.
         """
         members = (Member("frontend", index) for index in range(count))
         _start(stack, _FRONTENDS, "SPREAD", [(each, service_resources()) for each in members])
 
     def stack(self) -> RayStack:
-        """The stack that runs, according to one of its processes.
+        """Returns the stack that runs, according to one of its processes.
 
         Raises:
-            LaunchError: none answers.
+            LaunchError: no process answers.
         """
         for _, stack in self.ask(self.members(), "stack"):
             if stack is not None:
@@ -104,7 +104,7 @@ class Cluster:
         raise LaunchError("RUNTIME=ray: no process of the stack answers")
 
     def reports(self, members: Sequence[Member]) -> list[Report]:
-        """Of each member; one that Ray has not placed yet, or places anew, is PENDING."""
+        """Returns a report per member; PENDING until Ray has placed it, or placed it again."""
         return [report or _pending(member) for member, report in self.ask(members, "report")]
 
     def ask(
@@ -114,13 +114,13 @@ class Cluster:
         *arguments: object,
         timeout_s: float = _ANSWER_S,
     ) -> list[tuple[Member, Any]]:
-        """Calls `method` of all members' actors at once -> each one's answer, None without one."""
+        """Calls `method` of all members' actors at once; returns the answers, or None for each."""
         questions = []
         for member in members:
             try:
                 actor = ray.get_actor(member.name)
                 questions.append((member, getattr(actor, method).remote(*arguments)))
-            except (ValueError, RayError):  # it is gone
+            except (ValueError, RayError):  # the actor has ended
                 questions.append((member, None))
         asked = [question for _, question in questions if question is not None]
         if asked:
@@ -128,7 +128,7 @@ class Cluster:
         return [(member, _answer(question)) for member, question in questions]
 
     def stop_engine(self, stack: RayStack, index: int) -> None:
-        """Stops an engine that no frontend uses any more, then, by its scheduler's leave."""
+        """Retires an engine's scheduler, and stops the engine once no frontend uses it."""
         members = [member for member, _ in stack.engine(index)]
         scheduler = members[-1]
         self.ask([scheduler], "retire")
@@ -144,8 +144,8 @@ class Cluster:
         _remove_group(_engine(index))
 
     def stop_all(self) -> int:
-        """Stops the stack: clients before the servers that they call; returns how many processes
-        there were."""
+        """Stops the stack, clients before the servers that they call. Returns the number of
+        processes."""
         members = self.members()
         if members:
             try:
@@ -160,7 +160,7 @@ class Cluster:
         return len(members)
 
     def stop(self, members: Sequence[Member], stack: RayStack | None) -> None:
-        """Stops processes at once, in order as far as they answer."""
+        """Stops processes at the same time, and kills those that do not answer."""
         if stack:
             self.ask(members, "stop", timeout_s=stack.settings.drain_timeout_s + 2 * _ANSWER_S)
         for member in members:
@@ -176,7 +176,7 @@ def _start(
     placement: str,
     processes: Sequence[tuple[Member, Mapping[str, float]]],
 ) -> None:
-    """Reserves what the processes need, all or nothing, and starts an actor for each."""
+    """Reserves all resources of the processes, or none, and starts an actor for each."""
     bundles = [dict(resources) for _, resources in processes]
     group = placement_group(bundles, strategy=placement, name=group_name, lifetime="detached")
     for bundle, (member, resources) in enumerate(processes):

@@ -1,4 +1,4 @@
-"""RUNTIME=ray: up, scale, down, ps and logs on the Ray cluster that this host is a node of."""
+"""Commands for RUNTIME=ray: up, scale, down, ps and logs on the Ray cluster of this host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POLL_S = 0.5
 _MAX_RESTARTS = 3
 _FIRST_ANSWER_S = 600.0  # a large model on few cores can take minutes per token
 _LAST_LOG_BYTES = 4 << 10
-_RANK_CPUS = 0.5  # so that a small stack fits into two cores; NANO_THREADS says otherwise
+_RANK_CPUS = 0.5  # so that a small stack fits on two cores; NANO_THREADS overrides it
 _FILES = (
     *("tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "operator_tokens_file"),
     *("internal_tls_cert", "internal_tls_key", "internal_tls_ca", "profile_directory"),
@@ -45,12 +45,12 @@ def up(environment: Environment, layout: Layout) -> int:
     """Starts the stack's actors; returns 0 once one of its frontends has answered a request.
 
     Raises:
-        SettingsError: a service would refuse a value; the message names it.
+        SettingsError: a service would reject a value; the message names it.
         LaunchError: the stack cannot start; the message says why.
     """
     settings = read_settings(environment)
     if is_running(run_directory(settings.port)):
-        raise LaunchError("PORT: a stack of RUNTIME=native runs on it here; make down stops it")
+        raise LaunchError("PORT: a stack of RUNTIME=native runs on this port; make down stops it")
     with connected(settings.port) as cluster:
         if members := cluster.members():
             return _already_up(cluster.reports(members), settings.port)
@@ -136,18 +136,18 @@ def logs(environment: Environment, service: str | None) -> int:
 def plan(
     environment: Environment, settings: StackSettings, layout: Layout, cluster: Cluster
 ) -> RayStack:
-    """Decides what every process gets to know, and checks it as each service will.
+    """Plans the settings of all processes, and checks them as each service will.
 
     Raises:
-        SettingsError: a service would refuse a value; the message names it.
-        LaunchError: one of the launcher's variables, or MODEL, is impossible.
+        SettingsError: a service would reject a value; the message names it.
+        LaunchError: one of the launcher's variables, or MODEL, is invalid.
     """
     _check_variables(settings, layout)
     model = resolve_model(settings.model).resolve()
     known = {PREFIX + name.upper() for name in (*KNOWN_NAMES, "config_file")}
     shared = {name: value for name, value in environment.items() if name in known}
     for name in (PREFIX + each.upper() for each in _FILES):
-        if shared.get(name):  # it is the same path on all nodes
+        if shared.get(name):  # the path is the same on all nodes
             shared[name] = str(Path(shared[name]).expanduser().absolute())
     shared |= {
         f"{PREFIX}HOST": bracket_host(settings.host),
@@ -169,7 +169,7 @@ def plan(
 
 
 def _rank_resources(settings: StackSettings, cluster: Cluster) -> dict[str, float]:
-    """What Ray is to reserve for a rank."""
+    """Returns the resources that Ray is to reserve for a rank."""
     if settings.device == "cuda" or (settings.device == "auto" and cluster.gpus()):
         return {"GPU": 1, "CPU": _RANK_CPUS}
     return {"CPU": _RANK_CPUS if settings.threads == "auto" else settings.threads}
@@ -177,7 +177,7 @@ def _rank_resources(settings: StackSettings, cluster: Cluster) -> dict[str, floa
 
 def _check_variables(settings: StackSettings, layout: Layout) -> None:
     if settings.port == 0:
-        raise LaunchError("PORT: a stack in the background needs a port that can be named later")
+        raise LaunchError("PORT: must not be 0, because it names the stack")
     if layout.services != SERVICES or layout.ranks is not None:
         raise LaunchError("SERVICES, RANKS: with RUNTIME=ray, Ray decides what runs where")
     for name in _CHOSEN:
@@ -187,7 +187,7 @@ def _check_variables(settings: StackSettings, layout: Layout) -> None:
             )
     for name in ("http_port", "ui_port"):
         if getattr(settings, name) not in ("auto", 0):
-            raise LaunchError(f"{name.upper()}: RUNTIME=ray has neither HTTP gateway nor page")
+            raise LaunchError(f"{name.upper()}: RUNTIME=ray has neither HTTP gateway nor dashboard")
 
 
 def _already_up(reports: Sequence[Report], port: int) -> int:
@@ -221,7 +221,7 @@ def _wait_until_serving(cluster: Cluster) -> list[str]:
             if status.exit_status == CANNOT_START:
                 raise LaunchError(f"{name} cannot start on {report.node}: {_why(cluster, name)}")
             if len(started) > _MAX_RESTARTS:
-                raise LaunchError(f"{name} crashes again and again: {_why(cluster, name)}")
+                raise LaunchError(f"{name} crashes repeatedly: {_why(cluster, name)}")
         if reports and all(report.status.health == SERVING for report in reports):
             return [r.status.process.address for r in reports if _is_frontend(r)]
         time.sleep(_POLL_S)
@@ -229,7 +229,7 @@ def _wait_until_serving(cluster: Cluster) -> list[str]:
 
 def _why(cluster: Cluster, name: str) -> str:
     ((_, reason),) = cluster.ask([Member.named(name)], "failure")
-    return reason or "its node has gone, too"
+    return reason or "its node is lost, too"
 
 
 def _is_frontend(report: Report) -> bool:
@@ -237,15 +237,15 @@ def _is_frontend(report: Report) -> bool:
 
 
 def _greet(cluster: Cluster, settings: StackSettings, addresses: Sequence[str]) -> None:
-    """Shows a completion, which a frontend was asked for on its own node, and where they listen."""
+    """Shows a completion, which a frontend's actor requests, and the frontends' addresses."""
     frontends = [each for each in cluster.members() if each.service == "frontend"]
     ((_, text),) = cluster.ask(frontends[:1], "complete", timeout_s=_FIRST_ANSWER_S)
     if text is None:
-        raise LaunchError("a request failed: make logs RUNTIME=ray shows why")
+        raise LaunchError("the first request failed; make logs RUNTIME=ray shows why")
     distinct = sorted(set(addresses))
     print(f"""
 {PROMPT}{text}
 
-The stack serves on {", ".join(distinct)}. There is neither HTTP gateway nor page.
+The stack serves on {", ".join(distinct)}. It has neither HTTP gateway nor dashboard.
 make ps, make logs, make scale and make down, each with PORT={settings.port} RUNTIME=ray, show it,
 change the number of engines, and stop it.""")

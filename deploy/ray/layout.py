@@ -1,7 +1,7 @@
-"""The processes of a stack on a Ray cluster, and what each has to know of the others.
+"""The processes of a stack on a Ray cluster, and the facts that each needs of the others.
 
-Nobody keeps a registry that could be lost: every process chooses its address where Ray has put it,
-and tells it to whoever asks (`deploy.ray.process`).
+There is no registry that could be lost. Every process chooses its address on the node where Ray has
+put it, and its actor tells the address to others that ask (`deploy.ray.process`).
 
     frontend ──asks──> schedulers ──ask──> the ranks of their engine ──ask──> rank 0
 """
@@ -16,7 +16,7 @@ from deploy.plan import Environment, StackSettings
 from deploy.stack import bracket_host, dialled_address
 from shared.config import PREFIX
 
-_SERVICE_CPUS = 0.25  # of a scheduler, of a frontend
+_SERVICE_CPUS = 0.25  # of each scheduler and frontend
 _ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a process is, as `host:port`; `meeting` is where rank 0 meets its engine's ranks."""
+    """The address of a process, `host:port`; at `meeting`, rank 0 meets its engine's ranks."""
 
     address: str
     meeting: str = ""
@@ -47,10 +47,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class RayStack:
-    """The facts of a stack that its processes need, on whatever node they start."""
+    """The facts of a stack that its processes need, on any node."""
 
     settings: StackSettings
-    environment: Environment  # the same and more, NANO_<NAME> for all services
+    environment: Environment  # the settings of all services, as NANO_<NAME>
     rank_resources: Mapping[str, float]
 
     @property
@@ -58,7 +58,7 @@ class RayStack:
         return self.settings.tp
 
     def engine(self, index: int) -> list[tuple[Member, Mapping[str, float]]]:
-        """The processes of an engine, with what Ray is to reserve for each."""
+        """Returns the processes of an engine, with the resources to reserve for each."""
         ranks = (Member("worker", index * self.tp + rank) for rank in range(self.tp))
         scheduler = Member("scheduler", index)
         return [*((rank, self.rank_resources) for rank in ranks), (scheduler, service_resources())]
@@ -69,25 +69,25 @@ class RayStack:
         return member.index if member.service == "scheduler" else None
 
     def arguments(self, member: Member) -> list[str]:
-        """The command line that follows the service's name."""
+        """Returns the command line after the service's name."""
         if member.service == "worker":
             return ["--rank", str(member.index % self.tp)]
         return ["--index", str(member.index)] if member.service == "frontend" else []
 
     def meets(self, member: Member) -> bool:
-        """Whether this is where its engine's ranks meet."""
+        """Whether the engine's ranks meet at this member."""
         return self.tp > 1 and member.service == "worker" and member.index % self.tp == 0
 
     def peers(self, member: Member) -> list[str]:
-        """The names of those whose endpoints a process has to know before it can start."""
+        """Returns the names of the processes whose endpoints a process needs before it starts."""
         if member.service == "scheduler":
             return [each.name for each, _ in self.engine(member.index)[: self.tp]]
         rank = member.index % self.tp if member.service == "worker" else 0
         return [Member("worker", member.index - rank).name] if rank else []
 
     def address(self, member: Member, node: str, port: int) -> str:
-        """The address of a process on the node with the IP address `node`, where it is given
-        `port`, of which frontends make no use."""
+        """Returns the address of a process on the node with the IP address `node`. Frontends do
+        not use `port`, but the public port."""
         if member.service != "frontend":
             return f"{bracket_host(node)}:{port}"
         host = self.settings.host.strip("[]")
@@ -96,11 +96,11 @@ class RayStack:
     def environment_of(
         self, member: Member, own: Endpoint, peers: Mapping[str, Endpoint], schedulers: Path
     ) -> Environment | None:
-        """The environment of a process beside that of its node; None while a needed peer is
-        unknown.
+        """Returns the environment of a process, to be added to its node's; None while a needed
+        peer is unknown.
 
         Args:
-            schedulers: the file that frontends read the schedulers' addresses from.
+            schedulers: the file from which frontends read the schedulers' addresses.
         """
         needed = self.peers(member)
         if not peers.keys() >= set(needed):
@@ -113,7 +113,7 @@ class RayStack:
             ours["ENGINE_NAME"] = str(member.index)
             ours["WORKER_ADDRESSES"] = ",".join(peers[name].address for name in needed)
         else:
-            # A worker reads no entry but its own.
+            # A worker reads only its own entry.
             ours["WORKER_ADDRESSES"] = ",".join([own.address] * self.tp)
             meeting = peers[needed[0]].meeting if needed else own.meeting
             if meeting:
@@ -123,5 +123,5 @@ class RayStack:
 
 
 def service_resources() -> Mapping[str, float]:
-    """What Ray is to reserve for a process that is no rank."""
+    """Returns the resources that Ray is to reserve for a scheduler or frontend."""
     return {"CPU": _SERVICE_CPUS}

@@ -1,4 +1,4 @@
-"""What a process of the stack knows of the others: where they are, as their actors say."""
+"""The endpoints of other processes, according to their actors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 
 class Peers:
-    """The endpoints of those that a process calls. One that does not answer is where it was."""
+    """The endpoints of the processes that a process calls. A silent one keeps its endpoint."""
 
     def __init__(self, stack: RayStack, member: Member) -> None:
         self.known: dict[str, Endpoint] = {}  # by name; replaced, never changed
@@ -25,7 +25,7 @@ class Peers:
         self._actors: dict[str, Any] = {}
 
     def ask(self) -> None:
-        """Asks all of them at once."""
+        """Asks all peers at once."""
         try:
             if self._follows_schedulers:
                 named = ray.util.list_named_actors()
@@ -35,8 +35,8 @@ class Peers:
                 known.pop(name, None)
                 if endpoint:
                     known[name] = endpoint
-        except Exception as error:  # Ray's, of many kinds: what is known stays known
-            log.warning("Ray does not say where the others are", reason=str(error))
+        except Exception as error:  # Ray raises many kinds; known endpoints stay
+            log.warning("cannot ask Ray for endpoints; keeping the known ones", reason=str(error))
             return
         self.known = known
 
@@ -46,7 +46,7 @@ class Peers:
             try:
                 if name not in self._actors:
                     self._actors[name] = ray.get_actor(name)
-            except ValueError:  # it is not there yet
+            except ValueError:  # the actor has not started yet
                 continue
             questions[self._actors[name].endpoint.remote()] = name
         if not questions:
@@ -57,6 +57,6 @@ class Peers:
             name = questions[question]
             try:
                 answers.append((name, ray.get(question)))
-            except ray.exceptions.RayError:  # it starts again, or there is another of its name
+            except ray.exceptions.RayError:  # it restarts, or another has its name
                 del self._actors[name]
         return answers

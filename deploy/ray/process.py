@@ -1,7 +1,7 @@
-"""The Ray actor that runs a process of the stack on its node, and what it tells of it.
+"""The Ray actor that runs a process of the stack on its node, and reports on the process.
 
-An actor only starts our command and looks after it. The services know nothing of Ray, and nothing
-of theirs passes through it.
+An actor only starts a service's command and supervises it. The services know nothing of Ray, and
+their messages do not pass through it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from shared.config import PREFIX
 from shared.process.fork import CANNOT_START
 from shared.process.parent_state import read_parent_state
 
-CALLS = 8  # that an actor answers at a time
-_LOOK_S = 0.5
+CALLS = 8  # the maximum that an actor answers at a time
+_POLL_S = 0.5
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _LOG_PIECE = 1 << 16
 
@@ -52,10 +52,10 @@ class Report:
 
 
 class ProcessActor:
-    """Keeps one process of the stack running for as long as the actor does.
+    """Keeps one process of the stack running while the actor runs.
 
-    Ray starts another actor, on this node or elsewhere, when this one dies or its node is lost. The
-    process never outlives it.
+    Ray starts another actor, on this node or another, when this one dies or its node is lost. The
+    process never outlives its actor.
     """
 
     def __init__(self, stack: RayStack, member: Member) -> None:
@@ -69,7 +69,7 @@ class ProcessActor:
         address = stack.address(member, node, free_port(node))
         self._own = Endpoint(address, meeting)
         self._peers = Peers(stack, member)
-        self._tls = self._settings.dialer.tls  # with which the process's health is asked for
+        self._tls = self._settings.dialer.tls  # for health checks of the process
         self._retired = False
         self._obstacle = ""
         self._stopping = threading.Event()
@@ -78,7 +78,7 @@ class ProcessActor:
         self._child = Child(member.name, directory / f"{member.name}.log")
         module = MODULES[member.service]
         self._command = [sys.executable, "-P", "-m", module, *stack.arguments(member)]
-        self._environment: Environment = {}  # that the process runs in
+        self._environment: Environment = {}  # of the running process
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         threading.Thread(target=self._follow_peers, daemon=True).start()
@@ -87,19 +87,19 @@ class ProcessActor:
         return self._stack
 
     def endpoint(self) -> Endpoint | None:
-        """Where the process is, or None if nobody is to call it any more."""
+        """Returns the process's endpoint, or None if no process is to call it any more."""
         return None if self._retired else self._own
 
     def peers(self) -> dict[str, Endpoint]:
-        """The endpoints that the process knows."""
+        """Returns the endpoints that the process knows."""
         return self._peers.known
 
     def retire(self) -> None:
-        """Has whoever asks forget this process, which goes on."""
+        """Hides the endpoint of this process, which continues to run."""
         self._retired = True
 
     def stop(self) -> None:
-        """Returns once the process has ended in order."""
+        """Stops the process in order, and returns once it has ended."""
         self._stopping.set()
         self._thread.join()
 
@@ -118,17 +118,17 @@ class ProcessActor:
         return Report(status, self._node)
 
     def failure(self) -> str:
-        """Why the process ended, in its own words."""
+        """Returns the reason that the process gave for its end."""
         return self._obstacle or self._child.failure or failure_reason(self._child.log)
 
     def read_log(self, offset: int) -> tuple[str, int]:
-        """The lines of the log from `offset` on, or its last -`offset` bytes, and the offset of
-        those that follow."""
+        """Returns the lines of the log from `offset` on, or its last -`offset` bytes, and the
+        offset of the next lines."""
         try:
             with self._child.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 start = max(size + offset, 0) if offset < 0 else offset
-                file.seek(start if start <= size else 0)  # there is a new file
+                file.seek(start if start <= size else 0)  # the log was emptied
                 start = file.tell()
                 lines = file.read(_LOG_PIECE)
         except FileNotFoundError:
@@ -137,7 +137,7 @@ class ProcessActor:
         return lines.decode(errors="replace"), start + len(lines)
 
     def complete(self) -> str:
-        """A first completion, which a frontend is asked for on its own node."""
+        """Returns a first completion, requested from this frontend on its own node."""
         pieces: list[str] = []
         tokens = self._settings.auth_tokens_file
         token = next(iter(read_clients(tokens)), None) if tokens else None
@@ -145,7 +145,7 @@ class ProcessActor:
         return "".join(pieces)
 
     def _idle(self) -> tuple[str, int | None, str]:
-        """State, exit status and trouble of a process that does not run."""
+        """Returns state, exit status and trouble of a process that does not run."""
         if self._obstacle:
             return "EXITED", CANNOT_START, f"starts again soon: {self._obstacle}"
         if not self._child.starts:
@@ -154,21 +154,21 @@ class ProcessActor:
         return "EXITED", self._child.exit_status, f"starts again soon: {self.failure()}"
 
     def _health(self, pid: int) -> str:
-        # Frontends of a node share an address: one that does not listen yet must not pass for its
-        # neighbour.
+        # Frontends of a node share an address: if one does not listen yet, another one would
+        # answer.
         if self._member.service == "frontend" and not _listens(pid, self._settings.port):
             return UNREACHABLE
         return check_health(self._own.address, tls=self._tls)
 
     def _run(self) -> None:
         with _dying():
-            while not self._stopping.wait(_LOOK_S):
+            while not self._stopping.wait(_POLL_S):
                 self._keep()
             self._child.stop(self._settings.drain_timeout_s + _KILL_AFTER_S)
 
     def _follow_peers(self) -> None:
         with _dying():
-            while not self._stopping.wait(_LOOK_S):
+            while not self._stopping.wait(_POLL_S):
                 self._peers.ask()
 
     def _keep(self) -> None:
@@ -186,14 +186,14 @@ class ProcessActor:
         self._child.poll()
         environment = _node_environment() | settings
         if self._child.pid and environment != self._environment:
-            self._child.stop(0.0)  # it calls where nobody is any more: nothing of its work is lost
+            self._child.stop(0.0)  # it calls unused addresses, so no work is lost
             self._child.due = 0.0
         if self._child.may_start():
             self._environment = environment
             self._child.start(self._command, environment)
 
     def _check_certificates(self) -> str:
-        """The reason why nobody would trust this node's certificates, or nothing."""
+        """Returns why other processes would not trust this node's certificates, or ""."""
         server = self._settings.internal_tls
         try:
             if self._member.service == "frontend":
@@ -207,8 +207,8 @@ class ProcessActor:
 
 @contextmanager
 def _dying() -> Iterator[None]:
-    """Ends the actor, and the child with it, on an exception: Ray starts another. One that fails in
-    its constructor would be the last."""
+    """Ends the actor, and its child, on an exception, so that Ray starts another actor. Ray does
+    not replace an actor whose constructor raises."""
     try:
         yield
     except BaseException:
@@ -217,7 +217,7 @@ def _dying() -> Iterator[None]:
 
 
 def _directory(port: int) -> Path:
-    """The directory of this node's processes of the stack on `port`, open to this user only.
+    """Returns the directory, open to this user only, of the stack on `port` on this node.
 
     Raises:
         LaunchError: another user could have made or changed it.
@@ -231,8 +231,8 @@ def _directory(port: int) -> Path:
 
 
 def _node_environment() -> Environment:
-    """This node's environment, without what the launcher says, and without what Ray says of
-    threads: as many as the cores that were reserved, rounded down."""
+    """Returns this node's environment without the launcher's settings, and without Ray's number of
+    threads, which is that of the reserved cores, rounded down."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -241,7 +241,7 @@ def _node_environment() -> Environment:
 
 
 def _write(path: Path, lines: list[str]) -> None:
-    """Gives `path` these lines, at once."""
+    """Writes these lines to `path`, unless it has them, as one change."""
     text = "".join(f"{line}\n" for line in lines)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         unfinished = path.with_name(f"{path.name}.new")

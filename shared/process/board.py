@@ -1,8 +1,7 @@
-"""What a process shows to other processes of its user: a JSON object in its memory.
+"""Publishes a JSON object in a process's memory to other processes of the same user.
 
-Only the process's descriptors lead to that memory, so no disk can be too full for it. (A process
-title would do, but setting one overwrites `/proc/PID/environ`, by which the launcher finds the
-processes of a stack.)
+The memory is no file on a disk, so a full disk does not matter. (Setting a process title instead
+would overwrite `/proc/PID/environ`, by which the launcher finds the processes of a stack.)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _BYTES = 64 << 10
 
 
 class Board:
-    """Where a process shows an object. `name`: what readers ask for."""
+    """Shows an object to other processes, which read it by `name`."""
 
     def __init__(self, name: str) -> None:
         self._shown: dict[str, Any] | None = None
@@ -26,25 +25,25 @@ class Board:
             self._fd = os.memfd_create(_PREFIX + name)
             os.ftruncate(self._fd, _BYTES)
             self._memory = mmap.mmap(self._fd, _BYTES)
-        except OSError:  # no descriptors, or no files of any size: nobody will see it
+        except OSError:  # no descriptors, or a file size limit: nobody will see the object
             self._fd, self._memory = -1, mmap.mmap(-1, _BYTES)
 
     def show(self, value: dict[str, Any]) -> None:
-        """Shows `value` from now on, unless it is too long."""
+        """Replaces the object that readers see, unless `value` is too long."""
         text = json.dumps(value).encode() + b"\0"
         if value != self._shown and len(text) <= _BYTES:
             self._memory[: len(text)] = text
             self._shown = value
 
     def close(self) -> None:
-        """Gives it up, in a fork."""
+        """Closes the inherited board in a fork."""
         self._memory.close()
         if self._fd >= 0:
             os.close(self._fd)
 
 
 def read_board(pid: int, name: str) -> dict[str, Any] | None:
-    """Returns what the process shows; None if it shows nothing, or is writing at this moment."""
+    """Returns the object that a process shows; None if there is none, or it is being written."""
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             if os.readlink(descriptor).startswith(f"/memfd:{_PREFIX}{name} "):

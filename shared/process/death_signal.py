@@ -10,14 +10,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Has the kernel (Linux) send this process a signal as soon as its parent dies, whatever the
-    cause. To the kernel, the parent is the thread that started this process.
+    """Asks the kernel (Linux) to send this process a signal as soon as its parent dies, whatever
+    the cause. To the kernel, the parent is the thread that started this process.
 
     Args:
-        parent: its process id, if known for certain, since it may be gone already.
+        parent: the parent's process id. None: it is dead if process 1 has adopted this one.
 
     Raises:
-        SystemExit: the parent is gone already.
+        SystemExit: the parent is already dead.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

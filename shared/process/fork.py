@@ -17,22 +17,22 @@ from shared.process.parent_state import ParentState
 log = structlog.get_logger(__name__)
 
 CANNOT_START = 2  # exit status for settings or a model that cannot work, before any fork was ready
-# Between tries: doubled after each, until a fork is ready.
+# Pause before the next fork: doubled after each failure, until a fork is ready.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 10.0
 
 Serve = Callable[[Heartbeat], object]
 
 
 class Fork:
-    """A function that runs in one fork after another, as the parent sees it."""
+    """The parent process's view of a function that runs in one fork after another."""
 
     def __init__(self, function: Serve, hang_timeout_s: float, serves: bool = True) -> None:
         self.function = function
-        self.pid = 0  # 0: there is none now
-        self.due: float | None = 0.0  # when there will be
-        self.status: int | None = None  # of the last one
-        self.reason = ""  # why the last one ended
-        self.was_ready = False  # one was
+        self.pid = 0  # of the present fork; 0: there is none
+        self.due: float | None = 0.0  # time of the next fork; None: none is planned
+        self.status: int | None = None  # exit status of the last fork
+        self.reason = ""  # why the last fork ended
+        self.was_ready = False  # whether any fork has been ready
         self.restarts = 0
         self._hang_timeout_s = hang_timeout_s
         self._serves = serves
@@ -43,8 +43,8 @@ class Fork:
 
     def _begin(self) -> None:
         self._ready = self._stopped = self._beats = self._received = self._killed = False
-        self._silent = 0  # checks in a row
-        self._failure = ""  # in its own words
+        self._silent = 0  # consecutive checks without a beat
+        self._failure = ""  # the reason that the fork has sent
 
     @property
     def has_ended(self) -> bool:
@@ -55,7 +55,7 @@ class Fork:
         return ParentState(self.pid, "" if self._ready else self.reason, self.due or 0.0)
 
     def fork(self) -> socket.socket | None:
-        """Returns the child's socket in the child, None in this process, even if it cannot fork."""
+        """Forks; returns the child's socket in the child, None in this process, also on failure."""
         self._begin()
         self.due = None
         try:
@@ -73,13 +73,13 @@ class Fork:
         return None
 
     def close(self) -> None:
-        """Closes this process's end."""
+        """Closes the parent's end of the socket."""
         if self._peer is not None:
             self._peer.close()
             self._peer = None
 
     def receive(self) -> None:
-        """Reads what the child has sent."""
+        """Reads the child's messages."""
         for message in received(self._peer) if self._peer else ():
             if message == BEAT:
                 self._beats = self._received = True
@@ -89,7 +89,7 @@ class Fork:
                 self._failure = message[1:].decode(errors="replace")
 
     def wait(self) -> None:
-        """Notices that the child was stopped, goes on, or has ended."""
+        """Notices that the child has been stopped, continued or has ended."""
         while self.pid:
             found, wait_status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not found:
@@ -106,7 +106,7 @@ class Fork:
             self._last_pid, self.pid = self.pid, 0
 
     def check(self, may_kill: bool) -> None:
-        """Kills the child if it has been silent, or stopped, for several checks."""
+        """Kills the child after `BEATS` checks in a row in which it was silent or stopped."""
         if self._peer is None or self._killed:
             return
         send(self._peer, BEAT)
@@ -115,12 +115,12 @@ class Fork:
         self._silent = self._silent + 1 if hangs else 0
         self._ready |= not self._serves and not hangs
         if self._silent >= BEATS and may_kill:
-            log.error("kills a fork that does not answer", pid=self.pid, serves=self._serves)
+            log.error("fork does not answer; killing it", pid=self.pid, serves=self._serves)
             os.kill(self.pid, signal.SIGKILL)
             self._killed = True
 
     def plan_next(self) -> None:
-        """Decides when there will be another child."""
+        """Schedules the next fork."""
         if self._ready:
             self._backoff.reset()
         pause_s = 0.0 if self._ready else self._backoff.next_s()
@@ -128,7 +128,7 @@ class Fork:
         self.restarts += 1
         self.due = time.monotonic() + pause_s
         log.error(
-            "died, and a fork takes its place",
+            "process died; restarting",
             pid=self._last_pid,
             exit_status=self.status,
             reason=self.reason,

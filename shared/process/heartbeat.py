@@ -1,5 +1,5 @@
-"""A fork's connection to its parent process (`parent_process`): it sends that it is ready, why it
-cannot start and, again and again, that it is alive."""
+"""Connects a fork to its parent process (`parent_process`). The fork reports that it is ready, why
+it cannot start and, at intervals, that it is alive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-# Beats per `hang_timeout_s`, and as many without one are a hang.
+# Beats per `hang_timeout_s`; a side that misses as many in a row hangs.
 BEATS = 6
 READY, BEAT, FAILURE = b"+", b".", b"!"
 _MAX_REASON_BYTES = 1000
@@ -22,24 +22,24 @@ _MAX_REASON_BYTES = 1000
 def received(peer: socket.socket) -> list[bytes]:
     """Returns the messages that have arrived, without waiting for any."""
     messages = []
-    with suppress(OSError):  # there is nothing more, or the other side is gone
+    with suppress(OSError):  # no more messages, or the other side has closed
         while message := peer.recv(4 + _MAX_REASON_BYTES, socket.MSG_DONTWAIT):
             messages.append(message)
     return messages
 
 
 def send(peer: socket.socket, message: bytes) -> None:
-    """Sends a message, unless the other side is gone or has too many to read."""
+    """Sends a message, unless the other side has closed or its buffer is full."""
     with suppress(OSError):
         peer.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 class Heartbeat:
-    """The fork's side.
+    """The fork's side of the connection.
 
     Args:
         parent: the parent's process id.
-        hang_timeout_s: a side that the other does not hear for this long is killed.
+        hang_timeout_s: each side kills the other if it is silent for this long.
         restarts: how many forks of this parent process died before this one.
     """
 
@@ -53,24 +53,24 @@ class Heartbeat:
         self._is_ready = False
 
     def ready(self) -> None:
-        """Says that this fork serves: from now on, whatever ends it, another takes its place."""
+        """Reports that this fork serves. From now on, whatever ends it, the parent forks again."""
         self._is_ready = True
         send(self._peer, READY)
 
     def beat(self) -> None:
-        """Says that this fork is alive. Once it has, the parent kills it if it falls silent."""
+        """Reports that this fork is alive. After a first beat, the parent kills a silent fork."""
         send(self._peer, BEAT)
 
     def fail(self, reason: str) -> None:
-        """Says why this fork cannot start."""
+        """Reports why this fork cannot start."""
         send(self._peer, FAILURE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
 
     async def exchange(self) -> None:
-        """Beats for ever, once the fork is ready, and kills a parent that falls silent: with it
-        this process ends, and whoever watches the parent starts both.
+        """Beats until cancelled, once the fork is ready, and kills a parent that falls silent. This
+        process ends with its parent; the supervisor or the container runtime starts both again.
 
-        Like the parent, it counts its own turns instead of reading a clock: time in which all
-        processes were stopped, or this one got no processor, is nobody's fault.
+        Like the parent, it counts its own turns instead of reading a clock. Time in which all
+        processes were stopped, or this one got no processor, does not count as silence.
         """
         silent = 0
         while True:
@@ -79,9 +79,9 @@ class Heartbeat:
                 self.beat()
             silent = 0 if received(self._peer) else silent + 1
             if silent == BEATS and os.getppid() == self._parent:
-                log.error("kills its parent, which does not answer", pid=self._parent)
+                log.error("parent process does not answer; killing it", pid=self._parent)
                 with suppress(ProcessLookupError):
                     os.kill(self._parent, signal.SIGKILL)
-                    # The first process of a container cannot be killed from within; one that was
-                    # only stopped goes on.
+                    # From within a container, its first process cannot be killed. If it was only
+                    # stopped, it continues.
                     os.kill(self._parent, signal.SIGCONT)

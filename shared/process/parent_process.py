@@ -1,11 +1,11 @@
-"""Runs a service in a fork, and another in its place when that dies or hangs.
+"""Runs a service in a fork, and forks again when that dies or hangs.
 
-Most of the startup time goes to imports: torch's alone take over a second. So the main process, the
-parent, imports everything, leaves the rest to a fork of itself, and waits: if that dies, another
-takes milliseconds. It never runs gRPC or torch: threads and devices do not survive a fork.
+Imports take most of the startup time: torch's alone take over a second. The main process, the
+parent, imports everything, forks and waits. If the fork dies, another takes milliseconds to start.
+The parent never runs gRPC or torch, because threads and devices do not survive a fork.
 
 Parent and fork tell each other that they are alive (`heartbeat`). Each counts its own turns instead
-of reading a clock, so that stopping the whole machine, or both, is no hang.
+of reading a clock, so stopping both of them, or the whole machine, does not count as a hang.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ParentProcess:
-    """Keeps `serve` running in a fork of this process, and beside it `companion`, if there is one.
+    """Keeps `serve` running in a fork of this process, and `companion`, if given, in another.
 
-    Once a fork that serves was ready, nothing is final: whatever ends it or keeps its successor
-    from starting, there is another try. SIGTERM and SIGINT are passed on. No fork outlives this
-    process.
+    Once a service fork has been ready, the parent always forks again, whatever ends a fork or
+    keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it.
 
     Args:
-        serve: calls `Heartbeat.ready` once it serves; if it cannot, `Heartbeat.fail` with the
-            reason, and ends with CANNOT_START.
-        hang_timeout_s: a fork that has once called `Heartbeat.beat`, and does not for this long, is
-            killed; so is one that is stopped (SIGSTOP) for this long.
-        companion: outlives forks that serve: it is forked before the first, and again when it ends
-            for whatever reason, until this process ends.
+        serve: calls `Heartbeat.ready` once it serves. If it cannot serve, it calls
+            `Heartbeat.fail` with the reason, and ends with CANNOT_START.
+        hang_timeout_s: a fork that has called `Heartbeat.beat` is killed if it does not call again
+            for this long. A fork that is stopped (SIGSTOP) for this long is killed, too.
+        companion: outlives service forks: it is forked before the first of them, and again
+            whenever it ends, until this process ends.
     """
 
     def __init__(self, serve: Serve, hang_timeout_s: float, companion: Serve | None = None) -> None:
@@ -50,18 +49,18 @@ class ParentProcess:
         self._board = Board(BOARD)
         self._signals: list[int] = []  # signals to pass on
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._ending = False  # told to
+        self._ending = False  # a stop signal has arrived
         self._service = Fork(serve, hang_timeout_s)
         self._forks = [self._service]
         if companion is not None:
             self._forks.insert(0, Fork(companion, hang_timeout_s, serves=False))
 
     def run(self) -> int:
-        """Returns the exit status of a fork that ended in order, was told to end, or died before
-        any was ready. If a signal killed it, that is 128 plus its number."""
+        """Returns the exit status of a service fork that ended in order, was told to end, or died
+        before any was ready. For a fork that a signal killed, it is 128 plus the signal."""
         gc.freeze()
         signal.set_wakeup_fd(self._waking)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only those with a handler
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler wakes
         for number in _SIGNALS:
             signal.signal(number, lambda number, _: self._signals.append(number))
         next_check = 0.0
@@ -87,7 +86,7 @@ class ParentProcess:
             )
 
     def _start(self, fork: Fork) -> None:
-        """Forks; in the child, runs its function and ends."""
+        """Forks; the child runs the function of `fork`, then ends."""
         parent = os.getpid()
         # A signal that arrives here waits until the child no longer has the parent's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -99,7 +98,7 @@ class ParentProcess:
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         if fork is not self._service:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that serves
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         end_with_parent(parent)
         for each in self._forks:
@@ -112,7 +111,7 @@ class ParentProcess:
         try:
             fork.function(heartbeat)
         except Exception as error:
-            heartbeat.fail(type(error).__name__)  # its text may be a prompt's
+            heartbeat.fail(type(error).__name__)  # its text may quote a prompt
             raise
         raise SystemExit(0)
 
@@ -137,7 +136,7 @@ class ParentProcess:
         return service.status if service.status >= 0 else 128 - service.status
 
     def _sleep(self, until: float) -> None:
-        """Returns when a signal has arrived, or at that time."""
+        """Returns when a signal has arrived, or at the time `until`."""
         timeout_ms = max(0.0, until - time.monotonic()) * 1000 + 1
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)

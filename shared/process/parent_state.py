@@ -14,15 +14,15 @@ _MAX_REASON = 500  # characters
 
 @dataclass(frozen=True)
 class ParentState:
-    """A parent process's fork, or what it waits for."""
+    """The service fork of a parent process, or why there is none."""
 
-    pid: int  # of the fork that serves, or will; 0: there is none now
-    reason: str = ""  # why the last one could not start or died, until another is ready
-    due: float = 0.0  # when the next is forked, by the monotonic clock
+    pid: int  # of the service fork; 0: there is none now
+    reason: str = ""  # why the last fork died or could not start, until another is ready
+    due: float = 0.0  # time of the next fork, by the monotonic clock
 
     @property
     def trouble(self) -> str:
-        """`starts again in 4.0 s: REASON`; empty if there is none."""
+        """`starts again in 4.0 s: REASON`; empty without a reason."""
         if not self.reason:
             return ""
         wait_s = self.due - time.monotonic()

@@ -1,8 +1,8 @@
-"""TCP ports that a process keeps for its forks.
+"""Holds TCP ports for the forks of a process.
 
-A port is free while the process that listens there is replaced, and any user of the host could take
-it, read what clients send and answer them. A socket with SO_REUSEPORT that is bound, and does not
-listen, shares its port with processes of its own user alone, and gets no connections.
+A port is free while the process that listens on it is replaced. Any user of the host could then
+take it, read what clients send and answer them. A socket with SO_REUSEPORT that is bound, but does
+not listen, shares its port only with processes of the same user, and gets no connections.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ANY = ("0.0.0.0", "[::]")
 
 @contextmanager
 def held_ports(alone: Sequence[str], together: Sequence[str] = ()) -> Iterator[None]:
-    """Holds the ports of these addresses, `host:port`; port 0 is none.
+    """Holds the ports of these addresses, `host:port`; port 0 means none.
 
     Args:
-        alone: on which the forks of this process listen, and no other process.
-        together: that other processes of this user may listen on, too.
+        alone: addresses on which only the forks of this process listen.
+        together: addresses on which other processes of this user may listen, too.
 
     Raises:
-        OSError: one is taken, or is not an address of this machine.
+        OSError: a port is in use, or a host is not an address of this machine.
     """
     with ExitStack() as sockets:
         for address in (*alone, *together):
@@ -31,7 +31,7 @@ def held_ports(alone: Sequence[str], together: Sequence[str] = ()) -> Iterator[N
             try:
                 for each in _hosts(host) if int(port) else ():
                     if address in alone:
-                        # As servers do: connections in TIME_WAIT do not count.
+                        # Like a server, this ignores connections in TIME_WAIT.
                         bound_socket(each, int(port), socket.SO_REUSEADDR).close()
                     sockets.enter_context(bound_socket(each, int(port), socket.SO_REUSEPORT))
             except OSError as error:
@@ -40,18 +40,18 @@ def held_ports(alone: Sequence[str], together: Sequence[str] = ()) -> Iterator[N
 
 
 def _hosts(host: str) -> set[str]:
-    """The addresses that gRPC listens on for this host."""
+    """Returns the addresses on which gRPC listens for this host."""
     if host in _ANY and socket.has_dualstack_ipv6():
-        return {"::"}  # IPv4's as well
+        return {"::"}  # and IPv4
     found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
     return {str(sockaddr[0]) for *_, sockaddr in found}
 
 
 def bound_socket(host: str, port: int, option: int) -> socket.socket:
-    """A socket with this option, SO_REUSEADDR or SO_REUSEPORT, that is bound and does not listen.
+    """Returns a bound socket with this option, SO_REUSEADDR or SO_REUSEPORT; it does not listen.
 
     Raises:
-        OSError: the port is taken, or the host is not an address of this machine.
+        OSError: the port is in use, or the host is not an address of this machine.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

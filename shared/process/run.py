@@ -1,9 +1,9 @@
-"""Runs a service as a process: its log, its limits, its event loop, in a fork of a parent process.
+"""Runs a service in a fork of a parent process, and sets up its log, limits and event loop.
 
-Before large imports a service disables the garbage collector, which would walk over the imported
-objects again and again, a tenth of the time, and find nothing. Forks enable it, with these objects
-frozen: no collection of theirs looks at them. Old objects are left alone while there are many: with
-4,000 open calls a walk over them takes 0.15 s, for which everybody would wait.
+A service disables the garbage collector before large imports. The collector would visit the
+imported objects repeatedly, a tenth of the time, and find nothing. Forks enable it, but freeze
+these objects, so it never visits them. It rarely visits old objects while there are many: with
+4,000 open calls this takes 0.15 s, for which all calls wait.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shared.telemetry.metrics_endpoint import open_endpoint
 from shared.telemetry.tracing import preload
 
 _COLLECTIONS_EVERY_S = 10.0  # of old objects
-_FEW = 20_000  # objects, which take 10 to 15 ms
-_MOST = 2_000_000  # more than those of all calls that a service takes: some must be garbage
-_IDLE_S = 0.5  # of processor time between collections: nobody is kept waiting
+_FEW_OBJECTS = 20_000  # a collection takes 10 to 15 ms
+_MAX_OBJECTS = 2_000_000  # all calls that a service accepts have fewer: some are garbage
+_IDLE_S = 0.5  # of processor time between collections: no call has to wait
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 Ready = Callable[[], object]
@@ -58,16 +58,16 @@ def run_service(
     """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
 
     Args:
-        name: of the service, added to its log lines, as is `bound`.
-        serve: calls `ready`, once, when it is serving.
-        start_errors: raised by `serve`, besides OSError, if it cannot start; logged as one line.
-        companion: runs in a fork of its own, forked before the first that serves, which it
-            outlives; another takes its place when it ends. It gets a function to call at least
-            every `hang_timeout_s` / 6 seconds: once it has, silence is a hang.
-        metrics: served to Prometheus if the settings say where.
-        index: which of the service's processes this is.
-        labels: that Prometheus is to give to the metrics, besides service and index.
-        alone, together: where `serve` listens with SO_REUSEPORT, see `held_ports`.
+        name: the service's name; log lines contain it, and `bound`.
+        serve: calls `ready` exactly once, when it serves.
+        start_errors: exceptions of `serve`, besides OSError, if it cannot start; logged as a line.
+        companion: runs in another fork, which starts before the first service fork, outlives it,
+            and is replaced when it ends. Its argument is a function to call at least every
+            `hang_timeout_s` / 6 seconds; after the first call, silence is a hang.
+        metrics: served to Prometheus if the settings have an address for it.
+        index: the number of this process among the service's.
+        labels: the metrics' labels in Prometheus, besides service and index.
+        alone, together: addresses on which `serve` listens with SO_REUSEPORT, see `held_ports`.
 
     Returns:
         The exit status, see `ParentProcess.run`.
@@ -79,7 +79,7 @@ def run_service(
         end_with_parent()
     held = ExitStack()
     try:
-        # Before there are forks, so that all of them have the same addresses.
+        # Before the first fork, so that all forks have the same addresses.
         endpoint = metrics and open_endpoint(settings, name, index, metrics, **labels or {})
         held.enter_context(held_ports(alone, together))
     except OSError as error:
@@ -105,7 +105,7 @@ def run_service(
 
 @contextmanager
 def _reported(heartbeat: Heartbeat, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Ends this fork at one of these errors, which tells its parent process why it cannot start."""
+    """Ends this fork on one of these errors, and tells the parent process why it cannot start."""
     try:
         yield
     except errors as error:
@@ -119,7 +119,7 @@ async def _serve_and_beat(
     heartbeat: Heartbeat,
 ) -> None:
     def ready() -> None:
-        gc.freeze()  # what is loaded by now stays, too
+        gc.freeze()  # objects that are loaded by now stay, too
         heartbeat.ready()
         heartbeat.beat()
 
@@ -133,9 +133,8 @@ async def _serve_and_beat(
 
 
 async def collect_old_garbage() -> None:
-    """Collects what has survived the collections of young objects now and then, for ever. While
-    there is much of it, this waits until the process is idle and the number has doubled, or until
-    it grows beyond all bounds."""
+    """Collects old objects at intervals, until cancelled. While there are many, it waits until
+    their number has doubled and either the process is idle or the number exceeds `_MAX_OBJECTS`."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
     left = 0
@@ -144,13 +143,13 @@ async def collect_old_garbage() -> None:
         await asyncio.sleep(_COLLECTIONS_EVERY_S)
         is_idle = time.process_time() - used_s < _IDLE_S
         found = len(gc.get_objects(generation=2))
-        if found <= _FEW or found > (2 * left if is_idle else max(_MOST, 2 * left)):
+        if found <= _FEW_OBJECTS or found > (2 * left if is_idle else max(_MAX_OBJECTS, 2 * left)):
             gc.collect()
             left = len(gc.get_objects(generation=2))
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process, and those it starts, open as many descriptors as the system allows: with
-    the usual 1,024, as many silent connections are enough to keep everyone else out."""
+    """Lets this process, and its children, open as many descriptors as the system allows. With the
+    usual 1,024, as many silent connections would keep all other clients out."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

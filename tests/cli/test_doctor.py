@@ -43,7 +43,7 @@ def test_a_busy_port_and_impossible_settings() -> None:
     assert done.returncode == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
     assert f"Address already in use, pid {os.getpid()}" in lines[0]
-    assert "give another PORT" in lines[0]
+    assert "use another PORT" in lines[0]
     assert "max_num_seqs: Input should be a valid integer" in lines[1]
     assert len(lines) == 2
 

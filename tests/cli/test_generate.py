@@ -108,11 +108,11 @@ def test_a_bad_line_fails_alone_and_is_tried_again(server: FakeServer, files: Fi
     assert "1 of 7 requests are done, 0 of them earlier; 6 failed" in done.stderr
     assert files.results().keys() == {"good"}
     failures = files.failures()
-    assert failures["typo"] == "unknown: max_tokns"
+    assert failures["typo"] == "unknown fields: max_tokns"
     assert failures["type"].startswith("max_tokens: Input should be a valid integer")
     assert failures["refused"].startswith("INVALID_ARGUMENT: prompt: is empty")
     assert failures["both"].startswith("prompt and token_ids given")
-    assert failures["good"] == "id: 'good' is line 1's, too"
+    assert failures["good"] == "id: 'good' is also the id of line 1"
     assert failures[7].startswith("not JSON")
 
     server.service.requests.clear()
@@ -140,7 +140,7 @@ def test_another_file_is_not_written_to(server: FakeServer, files: Files, text: 
     files.output.write_text(text)
     done = files.generate(server.address)
     assert (done.exit_code, files.output.read_text()) == (1, text)
-    assert "out.jsonl: is no output of generate" in done.stderr
+    assert "out.jsonl: not an output of generate" in done.stderr
 
 
 def test_one_writer_at_a_time(server: FakeServer, files: Files) -> None:
@@ -156,9 +156,9 @@ def test_one_writer_at_a_time(server: FakeServer, files: Files) -> None:
     ("options", "message"),
     [
         (["--params", "{"], "--params: not JSON"),
-        (["--params", '{"temprature": 1}'], "--params: unknown: temprature"),
+        (["--params", '{"temprature": 1}'], "--params: unknown fields: temprature"),
         (["--concurrency", "0"], "--concurrency"),
-        (["--address", "127.0.0.1:1"], "the server is gone, or was never there: UNAVAILABLE"),
+        (["--address", "127.0.0.1:1"], "the server does not accept requests: UNAVAILABLE"),
     ],
 )
 def test_what_cannot_begin_is_a_plain_message(
@@ -203,7 +203,7 @@ def test_killed_and_stopped_runs_go_on_where_they_were(files: Files) -> None:
             run.send_signal(signal.SIGCONT)
             _, shown = run.communicate()
             assert run.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number], shown
-        assert "the same command goes on" in shown
+        assert "run the same command to continue" in shown
         assert lines() < len(prompts)
 
         run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

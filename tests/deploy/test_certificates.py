@@ -70,7 +70,7 @@ def test_an_inner_certificate_must_be_for_the_services_that_run_here(authority: 
     files |= {"INTERNAL_TLS_CA": authority.ca}
     plan(Layout(services=("worker",)), **files)
     plan(Layout(services=("worker",)), **files, INTERNAL_TLS_ROLES="required")
-    lacks = rf"internal_tls_cert: .*is for worker.*scheduler.*needs {role}scheduler"
+    lacks = rf"internal_tls_cert: .*is for worker.*scheduler.*add .*{role}scheduler"
     with pytest.raises(LaunchError, match=lacks):
         plan(**files)
     plain = authority.issue("plain", "DNS:localhost")

@@ -65,7 +65,7 @@ def test_the_page_from_up_to_down(launcher: Launcher, port: int) -> None:
     ui_port = free_port()
     url = f"http://127.0.0.1:{ui_port}"
     up = launcher.succeed("up", "--port", port, "--ui-port", ui_port)
-    assert f"Its page is {url}." in up
+    assert f"Its dashboard is {url}." in up
     with urlopen(f"{url}/events") as events:
         state = next(line for line in events if line.startswith(b"data: "))
     assert json.loads(state.removeprefix(b"data: "))["faults"] == []
@@ -120,7 +120,7 @@ def test_a_stack_in_the_foreground_ends_with_its_command(
     assert serving.stdout
     assert any("stop it" in line for line in serving.stdout)  # the end of the greeting
     second = launcher.fail("serve", model, "--port", port)
-    assert f"PORT: a stack runs on port {port} already" in second
+    assert f"PORT: a stack is already running on port {port}" in second
     launcher.succeed("ps", "--port", port)
     members = launcher.members(port)
     serving.send_signal(number)
@@ -141,7 +141,7 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     supervisor = named(before, "deploy.native.supervisor")
     supervisor.send_signal(number)
     state = "SILENT" if number is signal.SIGSTOP else "GONE"
-    said = f"{state} nothing that ends is restarted"
+    said = f"{state} no process is restarted"
     wait_for(lambda: said in launcher("ps", "--port", port).stdout, "ps to say so")
     assert launcher.serving(port) == 2
     if number is not signal.SIGSTOP:
@@ -203,7 +203,7 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(launcher: Launcher, 
 
 def test_a_crash_loop_ends_up_with_the_last_error(launcher: Launcher, port: int) -> None:
     refused = launcher.fail("up", "--port", port, "--services", "worker", STANDIN="crash")
-    assert "worker-0 crashes again and again: RuntimeError: out of memory, say" in refused
+    assert "worker-0 crashes repeatedly: RuntimeError: out of memory, say" in refused
     assert not launcher.members(port)
 
 

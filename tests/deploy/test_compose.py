@@ -93,7 +93,7 @@ def test_what_docker_and_podman_are_asked_to_do(launcher: Launcher, port: int) -
     ("program", "flags", "said"),
     [
         ("docker", ("--http-port", 8123), "--profile cpu --profile http up "),
-        ("podman-compose", ("--frontends", 2), "FRONTENDS: 1 with podman"),
+        ("podman-compose", ("--frontends", 2), "FRONTENDS: must be 1 with podman"),
         ("neither", (), "or podman-compose"),
     ],
 )

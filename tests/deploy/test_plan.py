@@ -50,7 +50,7 @@ def test_the_usual_port_is_the_usual_stacks(
     assert port_of(50061, **{name: str(usual)}) == usual
     busy.add(usual)
     assert port_of() not in (0, usual)
-    with pytest.raises(LaunchError, match=f"{name}: {usual} is in use; 0 does without"):
+    with pytest.raises(LaunchError, match=f"{name}: {usual} is in use; use another port"):
         plan(layout, **{name: str(usual)})
     assert not plan(layout, **{name: "0"})[0].count(service)
     for services in (("frontend",), ("scheduler", service)):  # nobody to ask, nobody to serve
@@ -87,7 +87,7 @@ def test_where_clients_need_certificates_there_is_no_http(authority: Authority) 
     stack, environment = plan(Layout(services=WITH_HTTP), **settings)
     assert not stack.http_port
     assert "NANO_ENGINE_ADDRESSES" not in environment
-    with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, and the gateway asks"):
+    with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, but the gateway"):
         plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
 
 
@@ -232,14 +232,14 @@ def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no/such/directory", "no/such/directory is no directory$"),
-        ("Qwen/Qwen3-0.6B", "no directory; from the hub it is hub:Qwen/Qwen3-0.6B@REVISION"),
-        ("hub:Qwen/Qwen3-0.6B", "no revision: hub:Qwen/Qwen3-0.6B@REVISION, where .* 40 hex"),
+        ("no/such/directory", "no/such/directory is not a directory$"),
+        ("Qwen/Qwen3-0.6B", "not a directory; for the hub, use hub:Qwen/Qwen3-0.6B@REVISION"),
+        ("hub:Qwen/Qwen3-0.6B", "no revision; use hub:Qwen/Qwen3-0.6B@REVISION. .* 40 hex"),
         ("hub:Qwen/Qwen3-0.6B@", "names no revision"),
         ("hub:Qwen/Qwen3-0.6B@../..", "names no revision"),
         ("hub:Qwen3-0.6B@main", "is not hub:OWNER/NAME@REVISION"),
-        (".", "holds no config.json"),
-        (__file__, "is no directory"),
+        (".", "has no config.json"),
+        (__file__, "is not a directory"),
     ],
 )
 def test_an_impossible_model_is_named(model: str, message: str) -> None:
@@ -292,7 +292,7 @@ def test_a_branch_of_the_hub_says_which_commit_it_was(
 ) -> None:
     _, environment = plan(MODEL="hub:somebody/demo@main")
     assert environment["NANO_MODEL"] == str(cached)
-    assert f"MODEL=hub:somebody/demo@{COMMIT} keeps to it" in capsys.readouterr().err
+    assert f"MODEL=hub:somebody/demo@{COMMIT} pins it" in capsys.readouterr().err
 
 
 def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
@@ -309,8 +309,8 @@ def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
     [
         (ENGINE_SERVICES, {"SCHEDULER_ADDRESS": "127.0.0.1:5"}, "NANO_SCHEDULER_ADDRESS is that"),
         (ENGINE_SERVICES, {"WORKER_ADDRESSES": "127.0.0.1:5"}, "NANO_WORKER_ADDRESSES is that of"),
-        (("frontend",), {}, "SERVICES has no worker and scheduler"),
-        (("scheduler", "frontend"), {}, "SERVICES has no worker and scheduler"),
+        (("frontend",), {}, "several engines need worker and scheduler in SERVICES"),
+        (("scheduler", "frontend"), {}, "several engines need worker and scheduler in SERVICES"),
     ],
 )
 def test_engines_whose_addresses_are_given_are_refused(
@@ -323,7 +323,7 @@ def test_engines_whose_addresses_are_given_are_refused(
 
 def test_ranks_elsewhere_are_those_of_one_engine() -> None:
     layout = Layout(services=ENGINE_SERVICES, ranks="0", engines=2)
-    with pytest.raises(LaunchError, match="ENGINES: with RANKS"):
+    with pytest.raises(LaunchError, match="ENGINES: must be 1 with RANKS"):
         plan(layout, TP="2", MASTER_PORT="9")
 
 

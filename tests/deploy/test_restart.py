@@ -58,8 +58,8 @@ def test_there_must_be_something_to_restart_or_scale(launcher: Launcher, port: i
         assert "no stack was started" in launcher.fail(*command)
     launcher.succeed("up", "--port", port, "--services", "frontend")
     refused = launcher.fail(*restart)
-    assert "SERVICE: this host's part of the stack has no worker" in refused
-    assert "ENGINES: SERVICES has no worker and scheduler" in launcher.fail(*scale)
+    assert "SERVICE: no worker of the stack runs on this host" in refused
+    assert "ENGINES: several engines need worker and scheduler" in launcher.fail(*scale)
     assert len(launcher.pids(port)) == 1
 
 
@@ -92,10 +92,10 @@ def test_engines_restart_one_after_another_when_their_frontends_have_left(
     fourth = launcher.pids(port)
     assert changed(third, fourth) == ["worker-0", "worker-1"]
     for words, named in (
-        (("--engine", 2), "ENGINE: 2 is none of the 2"),
+        (("--engine", 2), "ENGINE: 2 is not in [0, 1]"),
         (("--engine", 1, "--service", "frontend"), "SERVICE: an engine has no frontend"),
-        (("--engine", 1, "--model", DEMO_MODEL), "MODEL: is all engines' and frontends'"),
-        (("--model", "no/where"), "MODEL: no/where is no directory"),
+        (("--engine", 1, "--model", DEMO_MODEL), "MODEL: applies to the whole stack"),
+        (("--model", "no/where"), "MODEL: no/where is not a directory"),
     ):
         assert named in launcher.fail("restart", "--port", port, *words)
     assert launcher.pids(port) == fourth

@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_start_or_is_interrupted_leaves_the_stack_as_it_wa
     # At Ctrl-C it puts things right itself.
     scale = scale_for_ever()
     second = launcher.fail("scale", "--port", port, "--engines", 3)
-    assert "PORT: another make up, scale or restart works on its stack" in second
+    assert "PORT: another make up, scale or restart is changing its stack" in second
     scale.send_signal(signal.SIGINT)
     assert "stopping the new engines" in scale.communicate()[1]
     assert scale.returncode == 130

@@ -75,5 +75,5 @@ def test_top_waits_for_a_scheduler_and_ends_with_its_stack(launcher: Launcher, p
     with top_on_terminal(launcher, port) as (top, terminal):
         read_until(terminal, b"the scheduler does not answer", times=3)
         launcher.succeed("down", "--port", port)
-        read_until(terminal, b"no stack runs on port %d any more" % port)
+        read_until(terminal, b"the stack on port %d has stopped" % port)
         assert top.wait() == 0

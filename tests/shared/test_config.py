@@ -67,7 +67,7 @@ def test_a_bad_file_is_named(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ((), "engine_addresses: there are none"),
+        ((), "engine_addresses: must not be empty"),
         (("--engine-addresses=127.0.0.1:1,10.0.0.1:2",), "engine_addresses: 10.0.0.1:2 is not on"),
         (("--engine-addresses=127.0.0.1:1", "--host=0.0.0.0"), "host: 0.0.0.0:50051 would listen"),
     ],

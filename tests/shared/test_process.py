@@ -279,7 +279,7 @@ def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:
     subprocess.run(limited, check=True, timeout=60)
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_MOST", 1000), ("_IDLE_S", 1000)])
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_OBJECTS", 1000), ("_IDLE_S", 1000)])
 async def test_old_objects_are_left_alone_while_there_are_many_and_the_process_is_busy(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:

@@ -157,7 +157,7 @@ def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
         with page.ask("/chat", JSON, HELLO) as answer:
             assert answer.status_code == 403
             reason = answer.read().decode()
-        assert "must have a token" in reason
+        assert "need a token" in reason
         with page.ask("/events") as events:
             state = json.loads(next(events.iter_lines()).removeprefix("data: "))
         assert state["chat_obstacle"] == reason
