@@ -28,7 +28,6 @@ async def _flood(target: Target, requests: list[pb.GenerateRequest], at_once: in
         async def send() -> None:
             await target.generate(rng.choice(channels), rng.choice(requests))
 
-        await target.begin()
         await target.flood(send, at_once)
 
 
@@ -85,7 +84,6 @@ async def cancel_storm(target: Target) -> None:
             await asyncio.gather(reading, return_exceptions=True)
             target.loot.answers["cancelled"] += 1
 
-        await target.begin()
         await target.flood(send, 64)
 
 
