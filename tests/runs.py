@@ -75,14 +75,8 @@ def _soak() -> list[Run]:
         "chaos": chaos,
         "chaos, two engines": (*chaos, "--engines", "2", "--tp", "1"),
         "random cases": (
-            *(
-                "pytest",
-                "-q",
-                "--seed=random",
-                "--count=100",
-                "tests/shared",
-                "tests/scheduler_svc",
-            ),
+            *("pytest", "-q", "--seed=random", "--count=100"),
+            *("tests/shared", "tests/scheduler_svc"),
         ),
         "tests marked soak": ("pytest", "-q", "-m", "soak"),
     }

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpc import aio
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.http2 import RawConnection, connect
 
 SERVICE = "nanovllm.v1.InferenceService"
@@ -31,7 +32,7 @@ class Loot:
 
 
 class Target:
-    """A stack's door under attack, as its attacker sees it.
+    """A stack's interface under attack, as its attacker sees it.
 
     Args:
         token: the attacker's own; empty if the frontend asks for none.
@@ -57,24 +58,15 @@ class Target:
         """The seconds that are left of the attack; not positive once it is over."""
         return self._ends_at - time.monotonic()
 
-    async def begin(self) -> None:
-        """Marks the end of the attack's preparations."""
-        await self._ready()
-        self._ends_at = time.monotonic() + self._seconds
-
-    async def hold(self) -> None:
-        """Does nothing until the attack is over."""
-        await asyncio.sleep(max(0.0, self.left_s))
-
     async def flood(self, send: Callable[[], Awaitable[object]], at_once: int) -> None:
-        """Has `at_once` tasks call `send` again and again until the attack is over."""
+        """Begins the attack: until it is over, `at_once` tasks call `send` again and again."""
 
         async def again() -> None:
             while self.left_s > 0:
                 await send()
                 await asyncio.sleep(0)  # a send that never waits leaves the loop to others, too
 
-        await self._run([asyncio.create_task(again()) for _ in range(at_once)])
+        await self._run(again, at_once)
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[aio.Channel]:
@@ -100,35 +92,32 @@ class Target:
         metadata = self.metadata if metadata is None else metadata
         path = method if method.startswith("/") else f"/{SERVICE}/{method}"
         call: Any = channel.unary_unary(path)
-        self.loot.sent["calls"] += 1
-        try:
-            answer: bytes = await call(message, metadata=metadata, timeout=_CALL_TIMEOUT_S)
-        except aio.AioRpcError as error:
-            self.loot.answers[error.code().name] += 1
-            return None
-        except asyncio.CancelledError:
-            self.loot.answers["unanswered"] += 1
-            raise
-        self.loot.answers["OK"] += 1
+        answer: bytes | None = None
+        with self.counted():
+            answer = await call(message, metadata=metadata, timeout=_CALL_TIMEOUT_S)
         return answer
 
-    async def generate(self, channel: aio.Channel, request: pb.GenerateRequest | bytes) -> None:
-        """Reads a stream to its end, and counts its tokens and its status."""
-        data = request if isinstance(request, bytes) else request.SerializeToString()
-        call: Any = channel.unary_stream(
-            f"/{SERVICE}/GenerateStream",
-            response_deserializer=pb.GenerateStreamResponse.FromString,
-        )(data, metadata=self.metadata, timeout=_CALL_TIMEOUT_S)
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a call and its status; raises no error of it."""
         self.loot.sent["calls"] += 1
         try:
-            async for chunk in call:
-                self.loot.tokens += len(chunk.token_ids)
+            yield
             self.loot.answers["OK"] += 1
         except aio.AioRpcError as error:
             self.loot.answers[error.code().name] += 1
         except asyncio.CancelledError:
             self.loot.answers["unfinished"] += 1
             raise
+
+    async def generate(self, channel: aio.Channel, request: pb.GenerateRequest) -> None:
+        """Reads a stream to its end, and counts its tokens."""
+        stub: Any = InferenceServiceStub(channel)
+        call = stub.GenerateStream(request, metadata=self.metadata, timeout=_CALL_TIMEOUT_S)
+        try:
+            with self.counted():
+                async for chunk in call:
+                    self.loot.tokens += len(chunk.token_ids)
         finally:
             call.cancel()
 
@@ -153,27 +142,32 @@ class Target:
                 self.loot.answers["connections closed"] += connection.closed
 
     async def hold_connections(
-        self, count: int, use: Callable[[RawConnection], Awaitable[object]], **how: Any
+        self,
+        count: int,
+        use: Callable[[RawConnection], Awaitable[object]] | None = None,
+        **how: Any,
     ) -> None:
-        """Opens connections, as many as the server takes, uses each, and keeps all to the end."""
+        """Begins the attack: opens connections, as many as the server takes, uses each, and keeps
+        all to the end."""
         opening = asyncio.Semaphore(_CONNECTIONS_AT_ONCE)
 
         async def one() -> None:
-            async with opening:
-                held = self.raw(**how)
-                connection = await held.__aenter__()
-            try:
-                await use(connection)
-                await self.hold()
-            finally:
-                await held.__aexit__(None, None, None)
+            async with AsyncExitStack() as held:
+                async with opening:
+                    connection = await held.enter_async_context(self.raw(**how))
+                if use is not None:
+                    await use(connection)
+                await asyncio.sleep(self._seconds)
 
-        await self._run([asyncio.create_task(one()) for _ in range(count)])
+        await self._run(one, count)
 
-    async def _run(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Runs tasks until the attack is over; connections that fail are counted."""
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, None]], count: int) -> None:
+        """Runs `count` tasks until the attack is over; connections that fail are counted."""
+        await self._ready()
+        self._ends_at = time.monotonic() + self._seconds
+        tasks = [asyncio.create_task(work()) for _ in range(count)]
         try:
-            await self.hold()
+            await asyncio.sleep(self._seconds)
         finally:
             for task in tasks:
                 task.cancel()
@@ -186,37 +180,37 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Door = Literal["grpc", "engine", "events", "http", "page", "open"]  # open: without tokens
+Interface = Literal["grpc", "engine", "events", "http", "page", "open"]  # open: without tokens
 
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack on one of a stack's doors; `kills` names a service of which a process is killed
-    halfway through it."""
+    """An attack on one of a stack's interfaces. `kills` names a service, of which a process is
+    killed halfway through it."""
 
     name: str
     about: str
     play: Play
     kills: str = ""
-    door: Door = "grpc"
+    interface: Interface = "grpc"
 
     @property
     def anonymous(self) -> bool:
         """Whether it needs a stack that asks for no tokens: only such a one serves HTTP, and the
         cache's events to all of the host."""
-        return self.door in ("events", "http", "page")
+        return self.interface in ("events", "http", "page")
 
 
 ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks`
 
 
-def attack(kills: str = "", door: Door = "grpc") -> Callable[[Play], Play]:
+def attack(kills: str = "", interface: Interface = "grpc") -> Callable[[Play], Play]:
     """Lists a function as an attack: its name with hyphens, its docstring."""
 
     def add(play: Play) -> Play:
         name = getattr(play, "__name__", "").replace("_", "-")
         about = " ".join((play.__doc__ or "").split())
-        ATTACKS[name] = Attack(name, about, play, kills, door)
+        ATTACKS[name] = Attack(name, about, play, kills, interface)
         return play
 
     return add

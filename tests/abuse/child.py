@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 from tests.stack import ROOT
@@ -33,12 +32,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         self._input.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 _SILENT_S = 3.0  # without any token on any stream, health should have said something
 _SILENT_CHECKS = 100  # answers meanwhile: fewer, and the machine itself was silent
@@ -113,10 +113,6 @@ class Recorder:
         figures.errors = dict(self._errors)
         self.begin()
         return figures
-
-
-def to_json(figures: Figures) -> dict[str, object]:
-    return asdict(figures)
 
 
 def _quantiles(times_s: Sequence[float]) -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -27,7 +28,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.abuse.figures import Recorder, to_json
+from tests.abuse.figures import Recorder
 
 STREAMS = 16
 _TOKENS = 48  # so few that each stream asks for several completions in a window
@@ -136,7 +137,7 @@ class Observer:
                 while waiting():
                     self._progress.clear()
                     await self._progress.wait()
-        return to_json(self._recorder.end(stuck=waiting()))
+        return asdict(self._recorder.end(stuck=waiting()))
 
     async def _answer(self, number: int) -> list[int]:
         tokens: list[int] = []

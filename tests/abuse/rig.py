@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from deploy.health import SERVING, check_health
 from deploy.native.processes import MARKER
 from deploy.ports import free_port
-from tests.abuse.attack import Door
+from tests.abuse.attack import Interface
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
 from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack
@@ -47,10 +47,10 @@ class Rig:
     def anonymous(self) -> bool:
         return not self.attackers_token
 
-    def address(self, door: Door) -> str:
-        """Where a door is, as `host:port`."""
+    def address(self, interface: Interface) -> str:
+        """The address of an interface, as `host:port`."""
         stack = self.stack.stack
-        match door:
+        match interface:
             case "grpc":
                 return stack.address
             case "engine" | "events":
@@ -76,7 +76,7 @@ class Rig:
 def running_rig(*, anonymous: bool) -> Iterator[Rig]:
     """Runs a stack and its honest clients, who know the right answers when this returns. If
     anonymous, it serves HTTP, the page and the cache's events, too."""
-    with tempfile.TemporaryDirectory(prefix="nano-abuse") as name:
+    with tempfile.TemporaryDirectory(prefix="nano-abuse") as name, ExitStack() as started:
         directory = Path(name)
         variables: dict[str, Any] = {"model": _long_model(directory), "dtype": "float32"}
         if anonymous:
@@ -90,26 +90,20 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             environment["NANO_ENGINE_ADDRESSES"] = f"0.0.0.0:{port}"
             environment["NANO_ALLOW_PUBLIC_PLAINTEXT"] = "1"
         with _few_descriptors():
-            starting = running_stack(environment, **variables)
-            stack = starting.__enter__()
-        processes = ExitStack()
+            stack = started.enter_context(running_stack(environment, **variables))
+        scheduler = stack.stack.scheduler_address
 
         @cache
         def open_frontend() -> str:
-            scheduler = stack.stack.scheduler_address
-            return processes.enter_context(_open_frontend(directory / "model", stack, scheduler))
+            return started.enter_context(_open_frontend(directory / "model", stack, scheduler))
 
-        try:
-            options = ["--address", stack.address, "--scheduler", stack.stack.scheduler_address]
-            if not anonymous:
-                options += ["--token", HONEST_TOKEN, "--engine", engine_address]
-            with Child("tests.abuse.observer", *options) as observer:
-                observer.expect("READY")
-                token = "" if anonymous else ATTACKERS_TOKEN
-                yield Rig(stack, observer, token, engine_address, open_frontend)
-        finally:
-            processes.close()
-            starting.__exit__(None, None, None)
+        options = ["--address", stack.address, "--scheduler", scheduler]
+        if not anonymous:
+            options += ["--token", HONEST_TOKEN, "--engine", engine_address]
+        observer = started.enter_context(Child("tests.abuse.observer", *options))
+        observer.expect("READY")
+        token = "" if anonymous else ATTACKERS_TOKEN
+        yield Rig(stack, observer, token, engine_address, open_frontend)
 
 
 @contextmanager

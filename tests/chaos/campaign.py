@@ -120,16 +120,13 @@ class _Campaign:
 
 async def undisturbed(address: str, requests: list[Request]) -> dict[str, Transcript]:
     """Returns each request's transcript on an undisturbed stack, by name."""
-    client = Client(address)
 
-    async def read(request: Request) -> Transcript:
+    async def read(client: Client, request: Request) -> Transcript:
         transcript = Transcript()
         async for chunk in client.follow(request):
             transcript.add(chunk)
         return transcript
 
-    try:
-        found = await asyncio.gather(*map(read, requests))
-    finally:
-        await client.close()
+    async with Client(address) as client:
+        found = await asyncio.gather(*(read(client, request) for request in requests))
     return {request.name: each for request, each in zip(requests, found, strict=True)}

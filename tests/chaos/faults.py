@@ -48,8 +48,7 @@ class Target:
 
     async def cancel_many(self) -> None:
         """Opens many streams and cancels all of them at once."""
-        client = Client(self.stack.address)
-        try:
+        async with Client(self.stack.address) as client:
             streams = [client.follow(r) for r in self._any_requests(_CANCELLED_AT_ONCE)]
             tasks = [asyncio.ensure_future(anext(stream, None)) for stream in streams]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -58,37 +57,30 @@ class Target:
             await asyncio.gather(*tasks, return_exceptions=True)
             for stream in streams:
                 await stream.aclose()
-        finally:
-            await client.close()
 
     async def stall_readers(self) -> None:
         """Opens streams whose readers stop after one chunk, and leave later."""
-        client = Client(self.stack.address)
 
-        async def stall(request: Request) -> None:
+        async def stall(client: Client, request: Request) -> None:
             async with aclosing(client.follow(request)) as chunks:
                 await anext(chunks, None)
                 await asyncio.sleep(self.rng.uniform(1.0, 3.0))
 
-        try:
-            await asyncio.gather(*map(stall, self._any_requests(_STALLED)))
-        finally:
-            await client.close()
+        async with Client(self.stack.address) as client:
+            await asyncio.gather(*(stall(client, r) for r in self._any_requests(_STALLED)))
 
     async def poison(self) -> None:
         """Sends a request that kills any worker, every time, until it alone ends with INTERNAL."""
         params = SamplingParams(temperature=0, max_tokens=20)
-        client = Client(self.stack.address)
-        try:
-            async for _ in client.stream([*range(100, 136), *TRIGGER], params):
-                pass
-        except LLMError as error:
-            if error.code is not grpc.StatusCode.INTERNAL:
-                raise
-        else:
-            raise AssertionError("a poisoned request was answered")
-        finally:
-            await client.close()
+        async with Client(self.stack.address) as client:
+            try:
+                async for _ in client.stream([*range(100, 136), *TRIGGER], params):
+                    pass
+            except LLMError as error:
+                if error.code is not grpc.StatusCode.INTERNAL:
+                    raise
+            else:
+                raise AssertionError("a poisoned request was answered")
 
     def any_index(self, service: str) -> int:
         return self.rng.randrange(self.stack.stack.count(service))

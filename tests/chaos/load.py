@@ -19,7 +19,7 @@ from tests.waiting import WAIT_S
 
 # What a client may do with a request, by weight.
 _WAYS = {"stream": 55, "unary": 15, "cancelled": 20, "read slowly": 10}
-_SLOW_READ_S = 0.05  # before each chunk
+_SLOW_READ_S = 0.05  # after each chunk
 _PRIORITIES = (-1, 0, 0, 0, 1)
 
 
@@ -97,8 +97,7 @@ class Load:
                 await self._moved.wait()
 
     async def _send_requests(self, rng: random.Random) -> None:
-        client = Client(self._address)
-        try:
+        async with Client(self._address) as client:
             while not self._stopping:
                 request = rng.choice(self._requests)
                 (way,) = rng.choices(list(_WAYS), list(_WAYS.values()))
@@ -106,8 +105,6 @@ class Load:
                     await self._send(client, request, way, rng)
                 except LLMError as error:
                     self.outcome.failures.append(f"{request.name} ({way}): {error}")
-        finally:
-            await client.close()
 
     async def _send(self, client: Client, request: Request, way: str, rng: random.Random) -> None:
         priority = rng.choice(_PRIORITIES)
@@ -118,37 +115,21 @@ class Load:
             return
         most = rng.randint(0, expected.num_tokens) if way == "cancelled" else None
         pause_s = _SLOW_READ_S if way == "read slowly" else 0.0
-        found = await self.read(client, request, priority, most, pause_s)
+        found = await self._read(client.follow(request, priority), most, pause_s)
         self.outcome.note(way, request, found, found.compare(expected, cut=most is not None))
 
-    async def read(
-        self,
-        client: Client,
-        request: Request,
-        priority: int = 0,
-        most: int | None = None,
-        pause_s: float = 0.0,
+    async def _read(
+        self, chunks: AsyncGenerator[Chunk, None], most: int | None, pause_s: float
     ) -> Transcript:
         """Follows a stream to its end, or cancels it after `most` tokens; waits `pause_s` seconds
-        before each chunk."""
-        transcript = Transcript()
-        await self._follow(client.follow(request, priority), transcript, most, pause_s)
-        return transcript
-
-    async def _follow(
-        self,
-        chunks: AsyncGenerator[Chunk, None],
-        transcript: Transcript,
-        most: int | None,
-        pause_s: float,
-    ) -> None:
-        flow = None
+        after each chunk."""
+        transcript, flow = Transcript(), None
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     transcript.add(chunk)
                     if most is not None and transcript.num_tokens >= most:
-                        return
+                        break
                     if pause_s:
                         await asyncio.sleep(pause_s)
                     elif chunk.token_ids:
@@ -157,6 +138,7 @@ class Load:
             if flow is not None:
                 self._flows.discard(flow)
                 self._moved.set()
+        return transcript
 
     def _flowed(self, flow: Flow | None) -> Flow:
         now = time.monotonic()

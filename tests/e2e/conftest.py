@@ -8,20 +8,14 @@ import grpc
 import pytest
 
 from tests.e2e.transformers_model import TransformersModel
-from tests.stack import DEMO_MODEL, RealStack, running_stack
+from tests.stack import DEMO_MODEL, running_stack
 
 
 @pytest.fixture(scope="session")
-def demo() -> Iterator[RealStack]:
-    """An ordinary stack, shared by all tests that only send requests."""
+def demo_stack() -> Iterator[str]:
+    """The address of an ordinary stack, shared by all tests that only send requests."""
     with running_stack() as stack:
-        yield stack
-
-
-@pytest.fixture(scope="session")
-def demo_stack(demo: RealStack) -> str:
-    """The address of the ordinary stack."""
-    return demo.address
+        yield stack.address
 
 
 @pytest.fixture(scope="session")

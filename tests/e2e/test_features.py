@@ -167,7 +167,12 @@ def test_a_stream_joined_is_the_unary_answer(
     for index, completion in enumerate(whole.completions):
         mine = [chunk for chunk in chunks if chunk.index == index]
         assert "".join(chunk.text for chunk in mine) == completion.text
-        assert [t for chunk in mine for t in chunk.token_ids] == list(completion.token_ids)
+        ids: list[int] = []
+        for chunk in mine:
+            assert chunk.token_offset == len(ids)
+            ids += chunk.token_ids
+        assert ids == list(completion.token_ids)
+        assert not any(chunk.finish_reason for chunk in mine[:-1])
         assert mine[-1].finish_reason == completion.finish_reason
         joined = [row for chunk in mine for row in chunk.logprobs]
         assert [list(r.entries) for r in joined] == [list(r.entries) for r in completion.logprobs]
@@ -346,13 +351,3 @@ def test_what_cannot_be_compiled_is_refused(
         stub.Generate(request, timeout=TIMEOUT_S)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"sampling.structured_output.{field}: " in error.value.details()
-
-
-def test_token_ids_as_a_prompt_score_as_the_text(
-    stub: InferenceServiceStub, oracle: TransformersModel
-) -> None:
-    params = sampling(temperature=0, max_tokens=1, prompt_logprobs=0)
-    text = stub.Generate(request_for(params), timeout=TIMEOUT_S)
-    ids = TokenIds(ids=oracle.encode(PROMPT))
-    other = stub.Generate(GenerateRequest(token_ids=ids, sampling=params), timeout=TIMEOUT_S)
-    assert list(other.prompt_logprobs) == list(text.prompt_logprobs)

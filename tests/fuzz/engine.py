@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +15,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from frontend.api.vllm_engine.servicer import OPERATORS_METHODS, SERVICE_NAME
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.stack import OPERATORS_TOKEN, Stack, send_all
-from tests.fuzz.tally import DEADLINE_S, Tally, unary
-from tests.fuzz.values import CANARY, draw_messages
+from tests.fuzz.tally import DEADLINE_S, Tally, send
+from tests.fuzz.values import CANARY, draw_cases
 
 _OPERATOR = (("authorization", f"Bearer {OPERATORS_TOKEN}"),)
-_STREAMS = ("Generate", "GetTokenizer", "SubscribeKvEvents")
 # These may go on for as long as others generate.
 _ENDLESS = ("FlushCache", "SubscribeKvEvents")
 _ENOUGH_S = 0.5
@@ -29,49 +26,23 @@ _ENOUGH_S = 0.5
 
 async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
     """Sends the corpus and `count` messages, two thirds of them requests to generate."""
-    cases = [*_draw_cases(count, seed), *load_cases("engine")]
-    return await send_all(stack, cases, partial(_send, stack.engine))
-
-
-def _draw_cases(count: int, seed: int) -> list[Case]:
-    """Draws cases of one message, in random order."""
     few = count // 3 // len(_OTHERS)
     shares = [(method, [example], few) for method, example in _OTHERS.items()]
     shares.append(("Generate", _GENERATE, count - few * len(_OTHERS)))
-    cases = []
-    for i, (method, examples, number) in enumerate(shares):
-        drawn = draw_messages(type(examples[0]), examples, number, seed + i * count)
-        cases += [Case(method, (message,)) for message in drawn]
-    random.Random(seed).shuffle(cases)
-    return cases
+    cases = [*draw_cases(shares, seed), *load_cases("engine")]
+    return await send_all(stack, cases, partial(_send, stack.engine))
 
 
 async def _send(channel: aio.Channel, tally: Tally, case: Case) -> None:
     """Sends a case's messages, each in a call of its own; what is for operators, as one and not."""
-    is_operators = f"/{SERVICE_NAME}/{case.method}" in OPERATORS_METHODS
-    callers = ((), _OPERATOR) if is_operators else ((),)
+    path = f"/{SERVICE_NAME}/{case.method}"
+    callers = ((), _OPERATOR) if path in OPERATORS_METHODS else ((),)
     for message, metadata in itertools.product(case.messages, callers):
         try:
             async with asyncio.timeout(_ENOUGH_S if case.method in _ENDLESS else DEADLINE_S + 1):
-                await _call(channel, case.method, message, metadata)
+                await send(channel, path, message, tally, case, metadata=metadata)
         except TimeoutError:
             tally.counts["left"] += 1
-        except aio.AioRpcError as error:
-            tally.status(case, error)
-        else:
-            tally.status(case, None)
-
-
-async def _call(
-    channel: aio.Channel, method: str, message: bytes, metadata: Sequence[tuple[str, str]]
-) -> None:
-    name = f"/{SERVICE_NAME}/{method}"
-    if method not in _STREAMS:
-        await unary(channel, name, message, metadata=metadata)
-        return
-    call: Any = channel.unary_stream(name)(message, timeout=DEADLINE_S, metadata=metadata)
-    async for _ in call:
-        pass
 
 
 def _request(**fields: Any) -> vllm.GenerateRequest:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
 from typing import Any
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
+from tests.fuzz import values
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.stack import SERVICE, Stack, send_all
-from tests.fuzz.tally import DEADLINE_S, Tally, unary
-from tests.fuzz.values import CANARY, draw_messages
+from tests.fuzz.tally import Tally, send
+from tests.fuzz.values import CANARY
 
 
 async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
@@ -23,37 +25,21 @@ async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
 def draw_cases(count: int, seed: int) -> list[Case]:
     """Draws cases of one message, in random order."""
     few = count // 12
-    cases: list[Case] = []
-    shares = [
-        ("Tokenize", pb.TokenizeRequest, TOKENIZE, few),
-        ("Detokenize", pb.DetokenizeRequest, DETOKENIZE, few),
-        ("GetModel", pb.GetModelRequest, [pb.GetModelRequest()], count // 50),
+    left = count - 2 * few - count // 50
+    shares: list[tuple[str, Sequence[Message], int]] = [
+        ("Tokenize", TOKENIZE, few),
+        ("Detokenize", DETOKENIZE, few),
+        ("GetModel", [pb.GetModelRequest()], count // 50),
+        ("GenerateStream", GENERATE, left // 2),
+        ("Generate", GENERATE, left - left // 2),
     ]
-    left = count - sum(share[3] for share in shares)
-    shares.append(("GenerateStream", pb.GenerateRequest, GENERATE, left // 2))
-    shares.append(("Generate", pb.GenerateRequest, GENERATE, left - left // 2))
-    for i, (method, kind, examples, number) in enumerate(shares):
-        drawn = draw_messages(kind, examples, number, seed + i * count)
-        cases += [Case(method, (message,)) for message in drawn]
-    random.Random(seed).shuffle(cases)
-    return cases
+    return values.draw_cases(shares, seed)
 
 
 async def send_case(channel: aio.Channel, tally: Tally, case: Case, **options: Any) -> None:
     """Sends a case's messages, each in a call of its own."""
-    name = f"/{SERVICE}/{case.method}"
     for message in case.messages:
-        try:
-            if case.method == "GenerateStream":
-                call = channel.unary_stream(name)(message, timeout=DEADLINE_S, **options)
-                async for _ in call:
-                    pass
-            else:
-                await unary(channel, name, message, **options)
-        except aio.AioRpcError as error:
-            tally.status(case, error)
-        else:
-            tally.status(case, None)
+        await send(channel, f"/{SERVICE}/{case.method}", message, tally, case, **options)
 
 
 def _request(**fields: object) -> pb.GenerateRequest:
@@ -77,6 +63,12 @@ _TOOLS = pb.Chat(
     chat_template_kwargs='{"enable_thinking": false}',
     continue_final_message=True,
 )
+_STRUCTURED: list[dict[str, Any]] = [
+    {"regex": "[a-z]{2,5}"},
+    {"json_schema": '{"type": "integer"}'},
+    {"grammar": 'root ::= "a" | "b" root'},
+    {"choice": pb.Choice(options=["yes", "no"])},
+]
 GENERATE = [
     _request(text=CANARY),
     _request(token_ids=_IDS, priority=-3, cache_salt="salt", request_id="name"),
@@ -99,23 +91,9 @@ GENERATE = [
             "skip_special_tokens": False,
         },
     ),
-    _request(
-        token_ids=_IDS,
-        sampling={"structured_output": pb.StructuredOutput(regex="[a-z]{2,5}")},
-    ),
-    _request(
-        token_ids=_IDS,
-        sampling={"structured_output": pb.StructuredOutput(json_schema='{"type": "integer"}')},
-    ),
-    _request(
-        token_ids=_IDS,
-        sampling={"structured_output": pb.StructuredOutput(grammar='root ::= "a" | "b" root')},
-    ),
-    _request(
-        token_ids=_IDS,
-        sampling={
-            "structured_output": pb.StructuredOutput(choice=pb.Choice(options=["yes", "no"]))
-        },
+    *(
+        _request(token_ids=_IDS, sampling={"structured_output": pb.StructuredOutput(**kind)})
+        for kind in _STRUCTURED
     ),
 ]
 TOKENIZE = [

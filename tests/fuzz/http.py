@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 
 from grpc import aio
 
-from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.http_requests import Answer, draw_cases, exchange, is_whole
-from tests.fuzz.tally import DEADLINE_S, Tally
+from tests.fuzz.tally import DEADLINE_S, VALID, Tally
 from tests.stack import RealStack, running_stack
 
 _AT_ONCE = 8
@@ -23,10 +22,6 @@ _SMALL = {"kv_blocks": 256, "max_num_seqs": 8, "max_model_len": 192}
 _MAY = (501, 503)  # besides 2xx, 3xx and 4xx
 # The gateway says so of a model that it does not know: docs/http.md.
 _KNOWN = re.compile(r"Available: [^\"]*")
-_VALID = pb.GenerateRequest(
-    token_ids=pb.TokenIds(ids=[5, 6, 7]),
-    sampling=pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-)
 
 
 async def fuzz(_: Path, count: int, seed: int) -> Tally:
@@ -69,7 +64,7 @@ async def _fuzz(stack: RealStack, url: str, cases: Sequence[Case], tally: Tally)
 async def _stream(channel: aio.Channel) -> list[int]:
     """The tokens of a valid, greedy request."""
     tokens: list[int] = []
-    async for chunk in InferenceServiceStub(channel).GenerateStream(_VALID, timeout=DEADLINE_S):
+    async for chunk in InferenceServiceStub(channel).GenerateStream(VALID, timeout=DEADLINE_S):
         tokens += chunk.token_ids
     return tokens
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import grpc
 from grpc import aio
 
-from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, Issued
 from tests.fuzz.corpus import Case
 from tests.fuzz.frontend import draw_cases, send_case
-from tests.fuzz.tally import DEADLINE_S, Tally
+from tests.fuzz.tally import DEADLINE_S, VALID, Tally
 from tests.stack import RealStack, running_stack
 from tests.waiting import wait_for
 
@@ -77,13 +76,9 @@ class Target:
 
     def completion(self) -> list[int]:
         """Returns the tokens of a valid, greedy request."""
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[5, 6, 7]),
-            sampling=pb.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        )
         with grpc.secure_channel(self.stack.address, self.credentials, _OPTIONS) as channel:
             answer = InferenceServiceStub(channel).Generate(
-                request, metadata=_METADATA, timeout=DEADLINE_S
+                VALID, metadata=_METADATA, timeout=DEADLINE_S
             )
         return list(answer.completions[0].token_ids)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import frontend.api.servicer
 import frontend.service
@@ -17,7 +16,6 @@ import scheduler_svc.__main__ as scheduler_main
 import worker_svc.__main__ as worker_main
 from deploy.ports import free_port
 from frontend.settings import FrontendSettings
-from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
@@ -25,7 +23,7 @@ from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.frontend.conftest import DEMO, link_with_qwen3_template
 from tests.fuzz.corpus import Case
-from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
+from tests.fuzz.tally import DEADLINE_S, VALID, Tally, at_rest, wait_serving
 from tests.scheduler_svc.grammar.host import TestHost
 from worker_svc.settings import WorkerSettings
 
@@ -45,12 +43,7 @@ class Stack:
 
     async def completion(self) -> list[int]:
         """Returns the tokens of a valid, greedy request."""
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[5, 6, 7]),
-            sampling=pb.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        )
-        stub = InferenceServiceStub(self.channel)
-        answer = await stub.Generate(request, timeout=DEADLINE_S)
+        answer = await InferenceServiceStub(self.channel).Generate(VALID, timeout=DEADLINE_S)
         (completion,) = answer.completions
         return list(completion.token_ids)
 
@@ -98,22 +91,13 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
             aio.insecure_channel(settings.engine_address) as engine,
             aio.insecure_channel(scheduler) as to_s,
         ):
-            await _serving(channel, SERVICE)
+            await wait_serving(channel, SERVICE)
             yield Stack(address, channel, engine, SchedulerServiceStub(to_s))
     finally:
         for task in reversed(tasks):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         host.close()
-
-
-async def _serving(channel: aio.Channel, service: str) -> None:
-    request = health_pb2.HealthCheckRequest(service=service)
-    watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-    async for response in watch:
-        if response.status == health_pb2.HealthCheckResponse.SERVING:
-            watch.cancel()
-            return
 
 
 async def send_all(

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nano_vllm_grpc.pb import frontend_pb2
 from shared.pb.scheduler_pb2 import GetLoadResponse
 from tests.fuzz.corpus import Case
 from tests.fuzz.values import CANARY
 
+# Greedy: its answer is known once it was asked for.
+VALID = frontend_pb2.GenerateRequest(
+    token_ids=frontend_pb2.TokenIds(ids=[5, 6, 7]),
+    sampling=frontend_pb2.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+)
 DEADLINE_S = 60.0  # per call; a service that has not answered by then hangs
 
 # These mean that the service did not understand a message or expect it: never acceptable.
@@ -61,6 +69,16 @@ class Tally:
             shown = value if isinstance(value, str) else value.decode(errors="replace")
             self.text(f"{key}: {shown}", sent)
 
+    @contextmanager
+    def call(self, sent: object) -> Iterator[None]:
+        """Records how a call ends that sent `sent`."""
+        try:
+            yield
+        except aio.AioRpcError as error:
+            self.status(sent, error)
+        else:
+            self.status(sent, None)
+
     def text(self, text: str, sent: object) -> None:
         """Checks a text that a client reads."""
         if found := _INTERNAL_TEXT.search(text):
@@ -84,12 +102,19 @@ async def at_rest(load: Callable[[], Awaitable[GetLoadResponse]]) -> None:
             pass
 
 
-async def unary(channel: aio.Channel, method: str, message: bytes, **options: Any) -> bytes:
-    """Sends bytes as they are.
+async def wait_serving(channel: aio.Channel, service: str) -> None:
+    request = health_pb2.HealthCheckRequest(service=service)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
+    async for response in watch:
+        if response.status == health_pb2.HealthCheckResponse.SERVING:
+            break
+    watch.cancel()
 
-    Raises:
-        AioRpcError: with the status that the server sent.
-    """
-    call = channel.unary_unary(method, request_serializer=None, response_deserializer=None)
-    answer: bytes = await call(message, timeout=DEADLINE_S, **options)
-    return answer
+
+async def send(
+    channel: aio.Channel, path: str, message: bytes, tally: Tally, sent: object, **options: Any
+) -> None:
+    """Sends bytes as they are, reads all answers, and records that the call ended after `sent`."""
+    with tally.call(sent):
+        async for _ in channel.unary_stream(path)(message, timeout=DEADLINE_S, **options):
+            pass

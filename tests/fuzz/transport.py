@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 
 from tests import http2
-from tests.fuzz.tally import DEADLINE_S, Tally, unary
+from tests.fuzz.tally import DEADLINE_S, Tally, send
 from tests.http2 import PREFACE, RawConnection, connect, frame
 
 _PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
@@ -49,11 +49,7 @@ async def _send(
     channel: aio.Channel, name: str, message: bytes, tally: Tally, **options: object
 ) -> None:
     shown = f"{name[:80]}, {len(message)} bytes, {str(options)[:80]}"
-    try:
-        await unary(channel, name, message, **options)
-        tally.status(shown, None)
-    except aio.AioRpcError as error:
-        tally.status(shown, error)
+    await send(channel, name, message, tally, shown, **options)
 
 
 async def _methods(channel: aio.Channel, service: str, method: str, tally: Tally) -> None:
@@ -71,21 +67,15 @@ async def _methods(channel: aio.Channel, service: str, method: str, tally: Tally
         await _send(channel, name, b"\xff" * 9, tally)
     # More messages than a unary method takes.
     call = channel.stream_unary(f"/{service}/{method}")(_twice(b""), timeout=DEADLINE_S)
-    try:
+    with tally.call("two messages"):
         await call
-        tally.status("two messages", None)
-    except aio.AioRpcError as error:
-        tally.status("two messages", error)
     reflection = channel.stream_stream(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     )
     for message in (b"", b"\xff\xff", b"\x1a\x03a.b", b"\x22\x04\x0a\x00\x10\x05", b"\x3a\x00"):
-        try:
+        with tally.call(message):
             async for answer in reflection(_twice(message), timeout=DEADLINE_S):
                 tally.text(answer.decode(errors="replace").replace(".py", ""), message)
-            tally.status(message, None)
-        except aio.AioRpcError as error:
-            tally.status(message, error)
 
 
 async def _twice(message: bytes) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ fields or bytes of valid messages."""
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import mutations
+from tests.fuzz.corpus import Case
 
 # Occurs in the texts of requests, so that a reply that quotes them can be detected.
 CANARY = "canary-of-a-prompt"
@@ -49,6 +51,18 @@ def draw_messages(
 
         collect()
     return drawn[:count]
+
+
+def draw_cases(shares: Sequence[tuple[str, Sequence[Message], int]], seed: int) -> list[Case]:
+    """Draws cases of one message in random order: per method as many as asked for, meant to be like
+    its examples; the same for the same seed."""
+    count = sum(number for _, _, number in shares)
+    cases = []
+    for i, (method, examples, number) in enumerate(shares):
+        drawn = draw_messages(type(examples[0]), examples, number, seed + i * count)
+        cases += [Case(method, (message,)) for message in drawn]
+    random.Random(seed).shuffle(cases)
+    return cases
 
 
 def hostile(kind: type[Message], examples: Sequence[Message]) -> st.SearchStrategy[bytes]:

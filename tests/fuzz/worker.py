@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import worker_svc.__main__ as worker_main
 from shared.pb import worker_pb2 as pb
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.tally import DEADLINE_S, Tally, unary
-from tests.fuzz.values import draw_messages
+from tests.fuzz.tally import DEADLINE_S, Tally, send, wait_serving
+from tests.fuzz.values import draw_cases
 from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
 
 SERVICE = worker_main.SERVICE_NAME
@@ -82,12 +80,7 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
     serving = asyncio.create_task(worker_main.serve(settings))
     try:
         async with aio.insecure_channel(address) as channel:
-            request = health_pb2.HealthCheckRequest(service=SERVICE)
-            watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-            async for response in watch:
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            watch.cancel()
+            await wait_serving(channel, SERVICE)
             yield Target(address, channel)
     finally:
         serving.cancel()
@@ -98,17 +91,26 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
     """Sends `count` messages, most of them steps, and the corpus. After every few, a valid step
     must get the same tokens as at first."""
     tally = Tally()
-    messages = _messages(count, seed)
+    few = count // 20
+    configure = pb.ConfigureRequest(
+        epoch=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=128
+    )
+    shares: list[tuple[str, Sequence[Message], int]] = [
+        ("GetInfo", [pb.GetInfoRequest()], few // 4),
+        ("Configure", [configure], few),
+        ("Execute", examples(), count - few - few // 4),
+    ]
+    cases = draw_cases(shares, seed)
     await target.configure()
     expected = await _valid_step(target)
     for first in range(0, count, _PER_EPOCH):
-        few = messages[first : first + _PER_EPOCH]
-        await _send(target, tally, few)
+        some = cases[first : first + _PER_EPOCH]
+        await _send(target, tally, some)
         if await _valid_step(target) != expected:
-            tally.problem("a valid step got other tokens", few[-1][1])
+            tally.problem("a valid step got other tokens", some[-1])
         await target.configure()
     for case in load_cases("worker"):
-        await _send(target, tally, [(case.method, message) for message in case.messages])
+        await _send(target, tally, [Case(case.method, (each,)) for each in case.messages])
         await target.configure()
     await _hostile_sequences(target, tally)
     await target.configure()
@@ -117,58 +119,31 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
     return tally
 
 
-def _messages(count: int, seed: int) -> list[tuple[str, bytes]]:
-    """Draws pairs of method and message, in random order."""
-    few = count // 20
-    configure = [
-        pb.ConfigureRequest(epoch=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=128)
-    ]
-    shares: list[tuple[str, type[Message], Sequence[Message], int]] = [
-        ("GetInfo", pb.GetInfoRequest, [pb.GetInfoRequest()], few // 4),
-        ("Configure", pb.ConfigureRequest, configure, few),
-    ]
-    left = count - few - few // 4
-    shares.append(("Execute", pb.StepRequest, examples(), left))
-    messages: list[tuple[str, bytes]] = []
-    for i, (method, kind, of_kind, number) in enumerate(shares):
-        drawn = draw_messages(kind, of_kind, number, seed + i * count)
-        messages += [(method, message) for message in drawn]
-    random.Random(seed).shuffle(messages)
-    return messages
-
-
-async def _send(target: Target, tally: Tally, messages: Sequence[tuple[str, bytes]]) -> None:
-    """Sends messages; steps share a stream until one of them ends it."""
+async def _send(target: Target, tally: Tally, cases: Sequence[Case]) -> None:
+    """Sends cases of one message; steps share a stream until one of them ends it."""
     call = None
-    for method, message in messages:
-        if method != "Execute":
-            await _send_unary(target, tally, method, message)
-            if method == "Configure":  # it may have begun a new epoch
+    for case in cases:
+        (message,) = case.messages
+        if case.method != "Execute":
+            if case.method == "Configure" and len(message) % 2:
+                message += pb.ConfigureRequest(epoch=target.epoch + 1).SerializeToString()
+            await send(target.channel, f"/{SERVICE}/{case.method}", message, tally, case)
+            if case.method == "Configure":  # it may have begun a new epoch
                 await target.configure()
                 call = None
             continue
         call = call or target.execute()
         try:
             if await _step(target, call, target.due(message), tally):
-                tally.status(Case(method, (message,)), None)
+                tally.status(case, None)
                 continue
-            tally.problem("the stream ended without a reason", Case(method, (message,)))
+            tally.problem("the stream ended without a reason", case)
         except aio.AioRpcError as error:
-            tally.status(Case(method, (message,)), error)
+            tally.status(case, error)
         call = None
     if call is not None:
         call.cancel()
         await target.configure()  # its accepted steps belong to the old epoch
-
-
-async def _send_unary(target: Target, tally: Tally, method: str, message: bytes) -> None:
-    if method == "Configure" and len(message) % 2:
-        message += pb.ConfigureRequest(epoch=target.epoch + 1).SerializeToString()
-    try:
-        await unary(target.channel, f"/{SERVICE}/{method}", message)
-        tally.status(Case(method, (message,)), None)
-    except aio.AioRpcError as error:
-        tally.status(Case(method, (message,)), error)
 
 
 async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list[int] | None:

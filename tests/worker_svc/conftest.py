@@ -23,3 +23,20 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_oracle(tiny_dir: Path) -> Qwen3ForCausalLM:
     """The same model in transformers."""
     return Qwen3ForCausalLM.from_pretrained(tiny_dir).eval()
+
+
+@pytest.fixture
+def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache directory, empty."""
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    return path
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)

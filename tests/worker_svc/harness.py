@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,21 +182,13 @@ class Batch:
         )
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> Step:
-        """Does the same and decodes it. The previous step counts as one with as many rows, all
-        sampling."""
+        """Does the same and decodes it, as if all rows of the step before had sampled."""
         request = self.request(chunks, **kwargs)
-        request.step_id = 1
-        known = np.maximum(np.frombuffer(request.input_ids, "<i4"), 0).tobytes()
-        step = decode_step(_replaced(request, input_ids=known), self.limits, None)
-        return Step(**{**step.__dict__, "input_ids": np.frombuffer(request.input_ids, "<i4")})
-
-
-def _replaced(request: StepRequest, **fields: Any) -> StepRequest:
-    other = StepRequest()
-    other.CopyFrom(request)
-    for name, value in fields.items():
-        setattr(other, name, value)
-    return other
+        rows = self.limits.max_num_seqs
+        before: Any = SimpleNamespace(
+            step_id=request.step_id - 1, num_seqs=rows, samples=np.ones(rows, np.bool_)
+        )
+        return decode_step(request, self.limits, before)
 
 
 def limits(**overrides: int) -> StepLimits:

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from tests.worker_svc.harness import save_model, worker_settings
-from tests.worker_svc.unprivileged import run_read_only
+from tests.worker_svc.untrusted import untrusted
 from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.weights import fingerprint
@@ -20,12 +18,17 @@ from worker_svc.weights.fingerprint import ModelFiles
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Whose digests are kept though it is new."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprint, "_SETTLED_NS", -(10**18))
     save_model(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def digests(cache_home: Path) -> Path:
+    """The folder that keeps them."""
+    return cache_home / "nano-vllm-grpc" / "digests"
 
 
 @pytest.fixture
@@ -45,10 +48,6 @@ def weights(model: Path) -> Path:
     return model / "model.safetensors"
 
 
-def digests(model: Path) -> Path:
-    return model.parent / "cache" / "nano-vllm-grpc" / "digests"
-
-
 def change_a_byte(path: Path) -> None:
     """In the middle, at a later tick of the file system's clock."""
     before = path.stat()
@@ -66,23 +65,11 @@ def change_a_byte(path: Path) -> None:
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_one_byte_makes_another_model(model: Path) -> None:
-    first = ModelFiles(model).fingerprint
-    change_a_byte(weights(model))
-    assert ModelFiles(model).fingerprint != first
-
-
 def test_the_configuration_counts(model: Path) -> None:
     first = ModelFiles(model).fingerprint
     config = model / "config.json"
     config.write_text(config.read_text() + " ")
     assert ModelFiles(model).fingerprint != first
-
-
-def test_a_second_start_hashes_nothing(model: Path, hashed: list[str]) -> None:
-    first = ModelFiles(model).fingerprint
-    assert ModelFiles(model).fingerprint == first
-    assert hashed == ["model.safetensors"]
 
 
 def test_only_a_shard_that_changed_is_hashed_again(model: Path, hashed: list[str]) -> None:
@@ -136,10 +123,10 @@ def test_other_ranks_wait_for_the_first(
 
 def test_a_link_to_another_blob(model: Path) -> None:
     """As an update in the cache of Hugging Face's hub."""
-    blob = weights(model).rename(model / "0123")
-    weights(model).symlink_to(blob)
     first = ModelFiles(model).fingerprint
-    other = model / "4567"
+    blob, other = weights(model).rename(model / "0123"), model / "4567"
+    weights(model).symlink_to(blob)
+    assert ModelFiles(model).fingerprint == first
     other.write_bytes(blob.read_bytes())
     change_a_byte(other)
     weights(model).unlink()
@@ -148,17 +135,17 @@ def test_a_link_to_another_blob(model: Path) -> None:
 
 
 def test_a_file_that_has_just_changed_is_not_remembered(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, digests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock of its file system may not have ticked when it changes again."""
     monkeypatch.setattr(fingerprint, "_SETTLED_NS", 10**18)
     os.utime(weights(model), (1, 1))
     ModelFiles(model)
-    assert list(digests(model).iterdir()) == []
+    assert list(digests.iterdir()) == []
 
 
 def test_a_file_that_changes_meanwhile_is_not_remembered(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, digests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fingerprint._hash
 
@@ -169,7 +156,7 @@ def test_a_file_that_changes_meanwhile_is_not_remembered(
 
     monkeypatch.setattr(fingerprint, "_hash", hash_and_change)
     ModelFiles(model)
-    assert list(digests(model).iterdir()) == []
+    assert list(digests.iterdir()) == []
 
 
 def test_weights_that_change_while_they_are_loaded(model: Path) -> None:
@@ -181,20 +168,24 @@ def test_weights_that_change_while_they_are_loaded(model: Path) -> None:
         files.check_unchanged()
 
 
-def test_weights_that_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_read(
+    model: Path, digests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(file: Any) -> str:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(fingerprint, "_hash", fail)
     with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read: .*Input/output"):
         ModelFiles(model)
-    assert list(digests(model).iterdir()) == []
+    assert list(digests.iterdir()) == []
 
 
 @pytest.mark.parametrize("size", [0, 20, 40, -1])
-def test_a_broken_digest_is_replaced(model: Path, hashed: list[str], size: int) -> None:
+def test_a_broken_digest_is_replaced(
+    model: Path, digests: Path, hashed: list[str], size: int
+) -> None:
     first = ModelFiles(model).fingerprint
-    (kept,) = digests(model).iterdir()
+    (kept,) = digests.iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(whole[:size])
     assert ModelFiles(model).fingerprint == first
@@ -202,46 +193,17 @@ def test_a_broken_digest_is_replaced(model: Path, hashed: list[str], size: int) 
     assert kept.read_bytes() == whole
 
 
-def is_foreign(path: Path) -> None:
-    os.chown(path, 12345, -1)
-
-
-def is_writable(path: Path) -> None:
-    path.chmod(path.stat().st_mode | stat.S_IWOTH)
-
-
-def is_a_link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
-def is_of_another_kind(path: Path) -> None:
-    folder = path.is_dir()
-    path.rename(path.with_name("elsewhere"))
-    if folder:
-        path.touch()
-    else:
-        os.mkfifo(path)
-
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-
-
 @pytest.mark.parametrize("of_folder", [True, False])
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(is_foreign, marks=as_root),
-        is_writable,
-        is_a_link,
-        is_of_another_kind,
-    ],
-)
+@untrusted
 def test_a_cache_that_cannot_be_used_costs_the_hashing(
-    model: Path, hashed: list[str], change: Callable[[Path], None], of_folder: bool
+    model: Path,
+    digests: Path,
+    hashed: list[str],
+    change: Callable[[Path], None],
+    of_folder: bool,
 ) -> None:
     first = ModelFiles(model).fingerprint
-    (kept,) = digests(model).iterdir()
+    (kept,) = digests.iterdir()
     change(kept.parent if of_folder else kept)
     with capture_logs() as logs:
         assert ModelFiles(model).fingerprint == first
@@ -249,41 +211,17 @@ def test_a_cache_that_cannot_be_used_costs_the_hashing(
     assert [each["log_level"] for each in logs if "not kept" in each["event"]] == ["warning"]
 
 
-READ_ONLY = """
-from pathlib import Path
-from structlog.testing import capture_logs
-from tests.worker_svc.unprivileged import give_up_root
-from worker_svc.weights.fingerprint import ModelFiles
-
-give_up_root()
-with capture_logs() as logs:
-    print(ModelFiles(Path("model")).fingerprint)
-print(*(each["event"] for each in logs if each["log_level"] == "warning"), sep="\\n")
-"""
-
-
-def test_read_only_directory() -> None:
-    with TemporaryDirectory() as directory:  # pytest's are closed to other users
-        model = Path(directory, "model")
-        save_model(model)
-        weights(model).chmod(0o644)
-        found = run_read_only(Path(directory), READ_ONLY)
-        assert found == [ModelFiles(model).fingerprint, "digests of weights are not kept"]
-
-
-def test_no_home(model: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("could not determine home directory")
-
+def test_without_a_home_they_are_hashed_each_time(
+    model: Path, hashed: list[str], request: pytest.FixtureRequest
+) -> None:
     first = ModelFiles(model).fingerprint
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
+    request.getfixturevalue("no_home")
     assert ModelFiles(model).fingerprint == first
     assert len(hashed) == 2
 
 
 def test_digests_used_last_are_kept(
-    model: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, digests: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprint, "_KEPT", 2)
     others = [model.parent / name for name in ("b", "c")]
@@ -291,10 +229,10 @@ def test_digests_used_last_are_kept(
         save_model(other)
     for number, each in enumerate([model, others[0], model, others[1]]):
         ModelFiles(each)
-        for path in digests(model).iterdir():  # what was just touched is the newest
+        for path in digests.iterdir():  # what was just touched is the newest
             if path.stat().st_mtime > 1000:
                 os.utime(path, (number, number))
     assert len(hashed) == 3
-    assert len(list(digests(model).iterdir())) == 2
+    assert len(list(digests.iterdir())) == 2
     ModelFiles(model)
     assert len(hashed) == 3

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimes, size_of
@@ -45,13 +44,6 @@ class Watched:
         self.gave_up.set()
         self.watch.stop()
 
-    def __enter__(self) -> Watched:
-        self.watch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.watch.stop()
-
     def looks(self, times: int) -> None:
         """Returns after `times` looks of the watch at what is going on."""
         with self._looked:
@@ -61,14 +53,10 @@ class Watched:
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    with Watched() as watched:
-        yield watched
-
-
-def test_an_activity_that_does_not_end_is_a_hang(watched: Watched) -> None:
-    with watched.watch.doing("configuring epoch 7", 0.05):
-        assert watched.gave_up.wait(60)
-    assert watched.reason == "configuring epoch 7 does not end"
+    watched = Watched()
+    watched.watch.start()
+    yield watched
+    watched.watch.stop()
 
 
 def test_a_first_step_may_compile_and_later_ones_may_not_hang(watched: Watched) -> None:
@@ -127,4 +115,3 @@ def test_a_step_may_take_a_few_times_as_long_as_those_of_its_size() -> None:
 def test_work_grows_with_tokens_and_context() -> None:
     sizes = [size_of(step_of(*args)) for args in ((1, 0), (64, 0), (64, 8000), (2048, 8000))]
     assert sizes == sorted(set(sizes))
-    assert np.all(np.diff(sizes) > 0)

@@ -17,18 +17,11 @@ def fit(memory: int, **settings: int) -> int:
     return blocks_that_fit(limits, memory, block_bytes=MIB, block_size=16, max_model_len=100)
 
 
-def test_as_many_as_fit() -> None:
-    assert fit(10 * MIB) == 10
-    assert fit(11 * MIB - 1) == 10
-
-
-def test_no_more_than_all_sequences_of_a_step_can_use() -> None:
+def test_as_many_as_fit_but_no_more_than_all_sequences_of_a_step_can_use() -> None:
+    assert fit(10 * MIB) == fit(11 * MIB - 1) == 10
     assert fit(1000 * MIB) == 28
     assert fit(1000 * MIB, max_num_seqs=1) == 7
-
-
-def test_as_many_as_were_asked_for() -> None:
-    assert fit(10 * MIB, kv_blocks=2000) == 2000
+    assert fit(10 * MIB, kv_blocks=2000) == 2000  # as many as were asked for
 
 
 def test_too_little_for_one_sequence() -> None:

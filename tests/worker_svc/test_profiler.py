@@ -10,15 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from grpc import aio
 
 from shared.pb.worker_pb2 import StartProfileRequest, StopProfileRequest
 from tests.waiting import wait_for
 from tests.worker_svc.device import DEVICE
 from tests.worker_svc.harness import Batch
-from tests.worker_svc.test_server import Worker, running, tokens
+from tests.worker_svc.test_server import INVALID, PRECONDITION, Worker, refused, running, tokens
 from worker_svc.profiling.profiler import PIECE_STEPS
 
 
@@ -35,11 +33,15 @@ async def worker(tiny_dir: Path, tmp_path: Path, directory: Path) -> AsyncIterat
 
 
 class Steps:
-    """Decodes of one sequence, one after another."""
+    """Decodes of one sequence, one after another, in a new epoch."""
 
-    def __init__(self, worker: Worker, batch: Batch) -> None:
+    def __init__(self, batch: Batch, call: Any) -> None:
         self._batch = batch
-        self._call = worker.execute()
+        self._call = call
+
+    @classmethod
+    async def begin(cls, worker: Worker, epoch: int = 1) -> Steps:
+        return cls(await worker.configure(epoch), await worker.execute())
 
     async def run(self, count: int) -> list[list[int]]:
         """The tokens of the next steps."""
@@ -65,33 +67,23 @@ def steps_of(trace: str | Path) -> int:
     return steps
 
 
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
-
-
 async def test_a_profile_has_the_steps_between_its_start_and_its_stop(
     worker: Worker, directory: Path
 ) -> None:
-    steps = Steps(worker, await worker.configure(1))
+    steps = await Steps.begin(worker)
     before = await steps.run(3)
     started = await worker.stub.StartProfile(StartProfileRequest())
-    assert await refusal(worker.stub.StartProfile(StartProfileRequest())) == (
-        grpc.StatusCode.FAILED_PRECONDITION,
-        "a profile is in progress: StopProfile ends it",
-    )
+    details = await refused(worker.stub.StartProfile(StartProfileRequest()), PRECONDITION)
+    assert details == "a profile is in progress: StopProfile ends it"
     during = await steps.run(4)
     stopped = await worker.stub.StopProfile(StopProfileRequest())
     after = await steps.run(3)
     assert stopped.trace == started.trace
     assert os.listdir(directory) == [os.path.basename(stopped.trace)]
     assert steps_of(stopped.trace) == 4
-    assert await refusal(worker.stub.StopProfile(StopProfileRequest())) == (
-        grpc.StatusCode.FAILED_PRECONDITION,
-        "no profile is in progress",
-    )
-    unprofiled = Steps(worker, await worker.configure(2))
+    details = await refused(worker.stub.StopProfile(StopProfileRequest()), PRECONDITION)
+    assert details == "no profile is in progress"
+    unprofiled = await Steps.begin(worker, 2)
     assert await unprofiled.run(10) == before + during + after
 
 
@@ -99,7 +91,7 @@ async def test_a_profile_has_the_steps_between_its_start_and_its_stop(
 async def test_a_profile_ends_by_itself_after_its_steps(
     worker: Worker, directory: Path, num_steps: int
 ) -> None:
-    steps = Steps(worker, await worker.configure(1))
+    steps = await Steps.begin(worker)
     for stops in (True, False, True):  # one that has ended need not be stopped
         started = await worker.stub.StartProfile(StartProfileRequest(num_steps=num_steps))
         await steps.run(num_steps + 3)
@@ -113,7 +105,7 @@ async def test_a_profile_ends_by_itself_after_its_steps(
 
 
 async def test_what_a_profile_records(worker: Worker) -> None:
-    steps = Steps(worker, await worker.configure(1))
+    steps = await Steps.begin(worker)
     everything = StartProfileRequest(activities=["CPU", "MEM"], with_stack=True, record_shapes=True)
     await worker.stub.StartProfile(everything)
     await steps.run(2)
@@ -141,19 +133,17 @@ async def test_what_a_profile_records(worker: Worker) -> None:
 async def test_what_cannot_be_recorded_is_refused(
     worker: Worker, request_: StartProfileRequest, reason: str
 ) -> None:
-    expected = (grpc.StatusCode.INVALID_ARGUMENT, reason)
-    assert await refusal(worker.stub.StartProfile(request_)) == expected
+    assert await refused(worker.stub.StartProfile(request_), INVALID) == reason
 
 
 async def test_a_trace_that_cannot_be_written_is_a_reason_not_a_fault(
     worker: Worker, directory: Path
 ) -> None:
-    steps = Steps(worker, await worker.configure(1))
+    steps = await Steps.begin(worker)
     await worker.stub.StartProfile(StartProfileRequest())
     shutil.rmtree(directory)
     await steps.run(2)
-    code, details = await refusal(worker.stub.StopProfile(StopProfileRequest()))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    details = await refused(worker.stub.StopProfile(StopProfileRequest()), PRECONDITION)
     assert details.startswith("profile_directory: ")
     assert await steps.run(1)
 
@@ -161,7 +151,5 @@ async def test_a_trace_that_cannot_be_written_is_a_reason_not_a_fault(
 async def test_without_a_directory_profiling_is_off(tiny_dir: Path, tmp_path: Path) -> None:
     async with running(tiny_dir, tmp_path) as worker:
         await worker.service.load()
-        assert await refusal(worker.stub.StartProfile(StartProfileRequest())) == (
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "profiling is off: profile_directory is unset",
-        )
+        details = await refused(worker.stub.StartProfile(StartProfileRequest()), PRECONDITION)
+        assert details == "profiling is off: profile_directory is unset"

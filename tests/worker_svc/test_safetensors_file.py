@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,24 @@ from worker_svc.weights.files import WeightReader
 from worker_svc.weights.safetensors_file import DTYPES, read_tensors
 
 CPU = torch.device("cpu")
-A = torch.arange(6.0).view(2, 3)
-B = torch.arange(4, dtype=torch.bfloat16)
-SIZE = A.nbytes + B.nbytes
+A_BYTES, B_BYTES = 24, 8  # of the tensors in `header`
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "x.safetensors"
-    save_file({"a": A, "b": B}, path)
-    return path
+    return tmp_path / "x.safetensors"
 
 
-def write(path: Path, header: object, data: bytes = bytes(SIZE)) -> None:
+def contents(header: object, data: bytes = bytes(A_BYTES + B_BYTES)) -> bytes:
+    """Of a file with this header, which need not be one."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return struct.pack("<Q", len(text)) + text + data
 
 
 def header(**changes: Any) -> dict[str, Any]:
     a = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     b = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
     return {"__metadata__": {"format": "pt"}, "a": a, "b": b | changes}
-
-
-def refused(path: Path, message: str) -> None:
-    with pytest.raises(ModelError, match=rf"^x\.safetensors: {message}"):
-        WeightReader(path.parent, torch.float32, CPU)
 
 
 def test_reads_what_the_library_writes(tmp_path: Path) -> None:
@@ -59,83 +50,60 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         reader.check_all_read()
 
 
+WHOLE = contents(header())
+
+
 def test_header_made_here_is_read(path: Path) -> None:
     """So that the others are refused for what they change."""
-    write(path, header())
+    path.write_bytes(WHOLE)
     assert read_tensors(path)["b"].shape == (4,)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dtype": "F4"}, "b: dtype F4 is not one of BOOL"),
-        ({"dtype": ["F32"]}, r"b: dtype \['F32'\] is not one of"),
-        ({"shape": [5]}, r"b: BF16 of shape \[5\] does not take the bytes 24 to 32"),
-        ({"shape": [-2, -2]}, r"b: shape \[-2, -2\] .* have to be natural"),
-        ({"shape": [4.0]}, "b: shape .* have to be natural"),
-        ({"shape": [True, 4]}, "b: shape .* have to be natural"),
-        ({"shape": 4}, "b: dtype, shape and data_offsets are needed"),
-        ({"shape": [1 << 62, 4]}, "b: BF16 of shape .* does not take"),
-        ({"data_offsets": [24]}, "b: dtype, shape and data_offsets are needed"),
-        ({"data_offsets": [-8, 0]}, "b: .* -8 to 0 have to be natural"),
-        ({"data_offsets": [32, 24]}, "b: .* does not take the bytes 32 to 24"),
-        ({"data_offsets": [32, 40]}, r"cut short: b ends at byte \d+ of \d+"),
-        ({"data_offsets": [1 << 62, (1 << 62) + 8]}, "cut short: b ends"),
-        ({"data_offsets": [16, 24]}, "b begins at byte .*, the data before it ends at"),
-        ({"data_offsets": [0, 8]}, "a begins at byte .*, the data before it ends at"),
-        ({"shape": [3], "data_offsets": [26, 32]}, "b begins at byte"),
-        ({"shape": [3], "data_offsets": [24, 30]}, "2 bytes belong to no tensor"),
-    ],
-)
-def test_entries_that_lie(path: Path, changes: dict[str, Any], message: str) -> None:
-    write(path, header(**changes))
-    refused(path, message)
+LIES: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "F4"}, "b: dtype F4 is not one of BOOL"),
+    ({"dtype": ["F32"]}, r"b: dtype \['F32'\] is not one of"),
+    ({"shape": [5]}, r"b: BF16 of shape \[5\] does not take the bytes 24 to 32"),
+    ({"shape": [-2, -2]}, r"b: shape \[-2, -2\] .* have to be natural"),
+    ({"shape": [4.0]}, "b: shape .* have to be natural"),
+    ({"shape": [True, 4]}, "b: shape .* have to be natural"),
+    ({"shape": 4}, "b: dtype, shape and data_offsets are needed"),
+    ({"shape": [1 << 62, 4]}, "b: BF16 of shape .* does not take"),
+    ({"data_offsets": [24]}, "b: dtype, shape and data_offsets are needed"),
+    ({"data_offsets": [-8, 0]}, "b: .* -8 to 0 have to be natural"),
+    ({"data_offsets": [32, 24]}, "b: .* does not take the bytes 32 to 24"),
+    ({"data_offsets": [32, 40]}, r"cut short: b ends at byte \d+ of \d+"),
+    ({"data_offsets": [1 << 62, (1 << 62) + 8]}, "cut short: b ends"),
+    ({"data_offsets": [16, 24]}, "b begins at byte .*, the data before it ends at"),
+    ({"data_offsets": [0, 8]}, "a begins at byte .*, the data before it ends at"),
+    ({"shape": [3], "data_offsets": [26, 32]}, "b begins at byte"),
+    ({"shape": [3], "data_offsets": [24, 30]}, "2 bytes belong to no tensor"),
+]
+NO_ENTRY = "a: dtype, shape and data_offsets are needed"
+NO_FILE = "not a safetensors file"
+DEEP, LONG_NUMBER = b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"
+REFUSED = [
+    *((contents(header(**changes)), message) for changes, message in LIES),
+    *((contents({"a": entry}), NO_ENTRY) for entry in (None, 3, [], {})),
+    *((contents(text), NO_FILE) for text in (b"", b"[]", b"{", b"\xff", DEEP, LONG_NUMBER)),
+    # A header longer than the file.
+    *((struct.pack("<Q", n) + WHOLE[8:], NO_FILE) for n in (1 << 62, (1 << 64) - 1, 1000)),
+    *((WHOLE[:-cut], "cut short: ") for cut in (1, B_BYTES + 1)),
+    *((WHOLE[:length], NO_FILE) for length in (20, 7, 0)),
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"],
-    ids=["empty", "list", "cut", "not UTF-8", "deep", "long number"],
-)
-def test_header_that_is_none(path: Path, text: bytes) -> None:
-    write(path, text)
-    refused(path, "not a safetensors file")
-
-
-@pytest.mark.parametrize("entry", [None, 3, [], {}])
-def test_entry_that_is_none(path: Path, entry: object) -> None:
-    write(path, {"a": entry})
-    refused(path, "a: dtype, shape and data_offsets are needed")
-
-
-@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, SIZE + 300])
-def test_header_longer_than_the_file(path: Path, length: int) -> None:
-    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    refused(path, "not a safetensors file")
-
-
-@pytest.mark.parametrize(
-    ("cut", "message"),
-    [
-        (lambda size: size - 1, "cut short: b ends at byte"),
-        (lambda size: size - B.nbytes - 1, "cut short: "),
-        (lambda size: 20, "not a safetensors file"),
-        (lambda size: 7, "not a safetensors file"),
-        (lambda size: 0, "not a safetensors file"),
-    ],
-    ids=["last byte", "two tensors", "header", "length", "everything"],
-)
-def test_file_cut_short(path: Path, cut: Callable[[int], int], message: str) -> None:
-    write(path, header())
-    os.truncate(path, cut(path.stat().st_size))
-    refused(path, message)
+@pytest.mark.parametrize(("content", "message"), REFUSED, ids=[each[1] for each in REFUSED])
+def test_a_broken_file_is_refused(path: Path, content: bytes, message: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=rf"^x\.safetensors: {message}"):
+        WeightReader(path.parent, torch.float32, CPU)
 
 
 def test_file_cut_short_while_it_is_read(path: Path) -> None:
     """With a mapping this would be a SIGBUS."""
-    write(path, header())
+    path.write_bytes(WHOLE)
     with WeightReader(path.parent, torch.float32, CPU) as reader:
-        os.truncate(path, path.stat().st_size - B.nbytes - 4)
+        os.truncate(path, path.stat().st_size - B_BYTES - 4)
         with pytest.raises(ModelError, match=r"x\.safetensors: cut short: a is not all there"):
             reader.read_into(torch.empty(2, 3), "a")
         reader.read("a", range(1), range(3))

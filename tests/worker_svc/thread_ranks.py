@@ -61,6 +61,10 @@ def on_ranks(ranks: int, run: Callable[[TensorParallel], Result]) -> list[Result
         return list(pool.map(lambda rank: run(ThreadRank(rank, parts, barrier)), range(ranks)))
 
 
+def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
 def shard(logits: torch.Tensor, tp: TensorParallel) -> tuple[VocabPartition, torch.Tensor]:
     """A rank's part of whole logits [N, vocab], NaN in the padding."""
     vocab = VocabPartition(logits.shape[1], tp.rank, tp.size)

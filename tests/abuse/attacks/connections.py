@@ -26,19 +26,13 @@ async def _flood(target: Target, what: str, frames: Callable[[RawConnection], li
                 target.loot.sent[what] += len(each)
                 await asyncio.sleep(0)
 
-    await target.begin()
     await target.flood(send, _AT_ONCE)
 
 
 @attack()
 async def silent_sockets(target: Target) -> None:
     """1,500 connections that never say a word, each a descriptor."""
-
-    async def stay_silent(connection: RawConnection) -> None:
-        pass
-
-    await target.begin()
-    await target.hold_connections(_SILENT, stay_silent, preface=False)
+    await target.hold_connections(_SILENT, preface=False)
 
 
 @attack()
@@ -50,19 +44,13 @@ async def half_prefaces(target: Target) -> None:
             await connection.send(http2.PREFACE[number : number + 1])
             await asyncio.sleep(0.1)
 
-    await target.begin()
     await target.hold_connections(500, trickle, preface=False)
 
 
 @attack()
 async def idle_connections(target: Target) -> None:
     """1,500 connections that shake hands, and then make no call."""
-
-    async def idle(connection: RawConnection) -> None:
-        pass
-
-    await target.begin()
-    await target.hold_connections(_SILENT, idle)
+    await target.hold_connections(_SILENT)
 
 
 @attack()
@@ -73,7 +61,6 @@ async def connect_storm(target: Target) -> None:
         async with target.raw(reads=False):
             pass
 
-    await target.begin()
     await target.flood(send, 50)
 
 

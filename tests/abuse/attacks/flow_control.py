@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from functools import partial
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests import http2
@@ -34,6 +35,11 @@ async def _open(
     return streams
 
 
+async def _start(target: Target, connection: RawConnection) -> list[int]:
+    """Begins long completions; returns their streams."""
+    return await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
+
+
 @attack(kills="worker")
 async def unread_watches(target: Target) -> None:
     """Health watches with a window of 0, while a worker dies: news that cannot be delivered."""
@@ -42,30 +48,21 @@ async def unread_watches(target: Target) -> None:
         for body in (http2.message(b""), http2.message(b"\x0a\x1c" + SERVICE.encode())):
             await _open(target, connection, f"{HEALTH}/Watch", body, _STREAMS)
 
-    await target.begin()
     await target.hold_connections(20, watch, window=0)
 
 
 @attack()
 async def shut_windows(target: Target) -> None:
     """Long completions with a window of 0: what is not read has to be kept by someone."""
-
-    async def start(connection: RawConnection) -> None:
-        await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
-
-    await target.begin()
-    await target.hold_connections(4, start, window=0)
+    await target.hold_connections(4, partial(_start, target), window=0)
 
 
 @attack()
 async def unread_sockets(target: Target) -> None:
     """Long completions with the largest window, on sockets that are never read."""
-
-    async def start(connection: RawConnection) -> None:
-        await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
-
-    await target.begin()
-    await target.hold_connections(4, start, window=http2.LARGEST_WINDOW, reads=False)
+    await target.hold_connections(
+        4, partial(_start, target), window=http2.LARGEST_WINDOW, reads=False
+    )
 
 
 @attack()
@@ -73,7 +70,7 @@ async def tiny_windows(target: Target) -> None:
     """Long completions read byte by byte: a frame of 9 bytes and more for each byte of window."""
 
     async def start(connection: RawConnection) -> None:
-        streams = await _open(target, connection, _GENERATE, http2.message(LONG_COMPLETION), 8)
+        streams = await _start(target, connection)
         one = struct.pack(">I", 1)
         updates = [http2.frame(http2.WINDOW_UPDATE, one, stream=stream) for stream in streams]
         while target.left_s > 0 and not connection.closed:
@@ -81,7 +78,6 @@ async def tiny_windows(target: Target) -> None:
             target.loot.sent["window updates"] += len(updates) * 8
             await asyncio.sleep(0.005)
 
-    await target.begin()
     await target.hold_connections(4, start, window=1)
 
 
@@ -96,7 +92,6 @@ async def half_sent(target: Target) -> None:
             await connection.send(headers, http2.frame(http2.DATA, half, stream=stream))
             target.loot.sent["streams"] += 1
 
-    await target.begin()
     await target.hold_connections(1, start)
 
 
@@ -118,5 +113,4 @@ async def slow_messages(target: Target) -> None:
                 target.loot.sent["bytes"] += len(_PIECE)
             await asyncio.sleep(0.01)
 
-    await target.begin()
     await target.hold_connections(4, start)

@@ -19,7 +19,6 @@ async def _flood(target: Target, outputs: Iterator[pb.StructuredOutput], at_once
             sampling = pb.SamplingParams(max_tokens=64, structured_output=next(outputs))
             await target.generate(channel, pb.GenerateRequest(text="Once", sampling=sampling))
 
-        await target.begin()
         await target.flood(send, at_once)
 
 

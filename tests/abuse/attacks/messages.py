@@ -26,7 +26,6 @@ async def _flood(target: Target, method: str, *messages: bytes, at_once: int = _
             number += 1
             await target.ask(channel, method, messages[number % len(messages)])
 
-        await target.begin()
         await target.flood(send, at_once)
 
 
@@ -157,7 +156,6 @@ async def metadata(target: Target) -> None:
             for each in (many, large):
                 await target.ask(channel, "GetModel", b"", [*target.metadata, *each])
 
-        await target.begin()
         await target.flood(send, 16)
 
 

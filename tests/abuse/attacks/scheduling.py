@@ -28,7 +28,6 @@ async def _flood(target: Target, requests: list[pb.GenerateRequest], at_once: in
         async def send() -> None:
             await target.generate(rng.choice(channels), rng.choice(requests))
 
-        await target.begin()
         await target.flood(send, at_once)
 
 
@@ -59,7 +58,7 @@ async def long_prompts(target: Target) -> None:
     await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 16)], 4)
 
 
-@attack(door="open")
+@attack(interface="open")
 async def anonymous_prompts(target: Target) -> None:
     """Prompts of 32,768 tokens, of which 32 fill the queue, through a frontend without tokens, on
     the scheduler of those that ask for tokens: 48 at once."""
@@ -85,7 +84,6 @@ async def cancel_storm(target: Target) -> None:
             await asyncio.gather(reading, return_exceptions=True)
             target.loot.answers["cancelled"] += 1
 
-        await target.begin()
         await target.flood(send, 64)
 
 

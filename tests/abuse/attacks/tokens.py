@@ -17,7 +17,6 @@ _LARGE = pb.GenerateRequest(text="a" * (1 << 20)).SerializeToString()
 async def no_token(target: Target) -> None:
     """Calls without a token, 64 at a time, each with a message of 1 MiB."""
     async with target.channel() as channel:
-        await target.begin()
         await target.flood(lambda: target.ask(channel, "Generate", _LARGE, ()), 64)
 
 
@@ -31,7 +30,6 @@ async def wrong_tokens(target: Target) -> None:
             guess = (("authorization", f"Bearer {next(guesses)}"),)
             await target.ask(channel, "GetModel", b"", guess)
 
-        await target.begin()
         await target.flood(send, 64)
 
 
@@ -39,7 +37,6 @@ async def wrong_tokens(target: Target) -> None:
 async def unknown_methods(target: Target) -> None:
     """Calls of methods that do not exist, 64 at a time."""
     async with target.channel() as channel:
-        await target.begin()
         await target.flood(lambda: target.ask(channel, "/a.B/C", b"", ()), 64)
 
 
@@ -47,7 +44,6 @@ async def unknown_methods(target: Target) -> None:
 async def health_checks(target: Target) -> None:
     """Health checks, which need no token, 64 at a time."""
     async with target.channel() as channel:
-        await target.begin()
         await target.flood(lambda: target.ask(channel, f"{HEALTH}/Check", b"", ()), 64)
 
 
@@ -63,5 +59,4 @@ async def health_watchers(target: Target) -> None:
             target.loot.sent["streams"] += 1
             await asyncio.sleep(0)
 
-    await target.begin()
     await target.hold_connections(20, watch)

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
+from tests.worker_svc.harness import Batch, limits
 from tools.make_model import BASE_CONFIG, SHAPES
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.config import ModelConfig, RopeConfig
@@ -131,22 +132,10 @@ def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
 
 
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int) -> Step:
-    queries, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
-    blocks = -(-contexts // block_size)
-    total = int(queries.sum())
-    return Step(
-        step_id=1,
-        input_ids=np.zeros(total, np.int32),
-        positions=np.zeros(total, np.int32),
-        slot_mapping=np.zeros(total, np.int32),
-        query_lens=queries,
-        context_lens=contexts,
-        block_table=np.zeros(blocks.sum(), np.int32),
-        block_table_offsets=np.concatenate(([0], blocks.cumsum())).astype(np.int32),
-        samples=np.ones(len(queries), np.bool_),
-        temperatures=np.ones(len(queries), np.float32),
-        seeds=np.zeros(len(queries), np.uint64),
-    )
+    batch = Batch(limits(block_size=block_size, max_model_len=MAX_MODEL_LEN))
+    lengths = list(enumerate(zip(query_lens, context_lens, strict=True)))
+    batch.contexts = {seq: context - new for seq, (new, context) in lengths}
+    return batch.step([(seq, [0] * new) for seq, (new, _) in lengths])
 
 
 def on_fake_gpu(arrays: list[np.ndarray]) -> StepTensors:

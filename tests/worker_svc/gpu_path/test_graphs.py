@@ -163,6 +163,13 @@ def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(
         assert decode(runner, make_batch(runner, NUM_BLOCKS)) == tokens
 
 
+def unconfigured(model: Path) -> ModelRunner:
+    settings = worker_settings(
+        model, attention="triton", max_num_seqs=4, block_size=16, kv_blocks=1
+    )
+    return ModelRunner(settings, GpuPlatform(settings))
+
+
 def failing(cause: Exception) -> Callable[..., Callable[[], None]]:
     """A capture that fails as torch's do: ending it fails too."""
 
@@ -180,10 +187,7 @@ def test_a_failed_capture_is_said_and_nothing_counts_as_configured(
     small_dir: Path, tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Configuring the same number of blocks again is not taken for done."""
-    settings = worker_settings(
-        small_dir, attention="triton", max_num_seqs=4, block_size=16, kv_blocks=1
-    )
-    runner = ModelRunner(settings, GpuPlatform(settings))
+    runner = unconfigured(small_dir)
     with monkeypatch.context() as patched:
         patched.setattr(GpuPlatform, "capture", failing(RuntimeError("not permitted")))
         with pytest.raises(CaptureError, match=r"a step of 4 sequences cannot be captured"):
@@ -212,8 +216,7 @@ def test_how_a_failed_capture_ends(
 ) -> None:
     """It ends with the cause, not with the error of ending the capture; and a lost rank or device
     is no reason not to start again."""
-    settings = worker_settings(small_dir, attention="triton", max_num_seqs=4, kv_blocks=1)
-    runner = ModelRunner(settings, GpuPlatform(settings))
+    runner = unconfigured(small_dir)
     monkeypatch.setattr(GpuPlatform, "capture", failing(cause))
     with pytest.raises(ends_as, match=reason):
         runner.configure(1, NUM_BLOCKS)
@@ -221,8 +224,7 @@ def test_how_a_failed_capture_ends(
 
 @cpu_only
 def test_nobody_waits_for_graphs_of_an_epoch_that_is_over(small_dir: Path) -> None:
-    settings = worker_settings(small_dir, attention="triton", max_num_seqs=4, kv_blocks=1)
-    runner = ModelRunner(settings, GpuPlatform(settings))
+    runner = unconfigured(small_dir)
     asked = iter((False, False, True))  # before each of three sizes
     with pytest.raises(SupersededError):
         runner.configure(1, NUM_BLOCKS, superseded=lambda: next(asked))

@@ -8,13 +8,6 @@ from tests.worker_svc.quantization.exact import use_exact_weights
 
 
 @pytest.fixture(autouse=True)
-def exact_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_weights(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also begins with an empty cache of packed weights."""
     use_exact_weights(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache directory, empty."""
-    path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
-    return path

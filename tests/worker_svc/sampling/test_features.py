@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tests.worker_svc.harness import Asked, Batch, limits
-from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
+from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
 from worker_svc.kv_cache import TokenCache
 from worker_svc.sampling.features import FeatureSampler, feature_tensors
@@ -114,10 +114,6 @@ def expected(
     return scores[0]
 
 
-def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
-    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
-
-
 def random_asked(rng: np.random.Generator, vocab: int, length: int) -> Asked:
     """Asks for any combination, each feature in about half of the rows, and at least a bias."""
 
@@ -153,34 +149,6 @@ def test_combinations_equal_transformers(seed: int, vocab: int, ranks: int) -> N
         ours = ours / (temperatures[row] or 1)
         assert torch.equal(ours == -torch.inf, theirs == -torch.inf), (row, features)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        Asked(repetition_penalty=1.8),
-        Asked(presence_penalty=0.7, prompt_len=3),
-        Asked(frequency_penalty=0.7, prompt_len=3),
-        Asked(bias={0: 2.0, 300: -1.0}),
-        Asked(bias={7: -INF}),
-        Asked(allowed=[0, 31, 32, 63, 64, 300]),
-        Asked(top_k=1),
-        Asked(top_k=5),
-        Asked(top_p=0.3),
-        Asked(min_p=0.2),
-        Asked(min_p=1.0),
-    ],
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_alone_equals_transformers(asked: Asked, ranks: int) -> None:
-    """Other rows' logits stay."""
-    text = [7, 7, 9, 7, 0, 300, 300, 64]
-    logits = random_logits(4, VOCAB, 1)
-    rows = {0: Asked(logprobs=2), 1: Asked(), 3: asked}
-    (ours,) = process(logits, make_step([[7], [9], [0], text], rows, [0.5] * 4), ranks) / 0.5
-    theirs = expected(logits[3], text, asked, 0.5)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert not torch.equal(ours, logits[3] / 0.5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

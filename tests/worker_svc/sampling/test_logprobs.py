@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.thread_ranks import OPS, on_ranks, shard
+from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
 from worker_svc.sampling.logprobs import PIECE, LogprobScorer, asked_for
 
@@ -24,10 +24,6 @@ def score(logits: torch.Tensor, tokens: list[int], counts: list[int], ranks: int
     for other in others:
         assert all(map(np.array_equal, first, other))
     return first
-
-
-def random_logits(rows: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
 def expected(
@@ -54,7 +50,7 @@ def test_the_likeliest_and_the_token_itself(
     seed = vocab + max_count
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    logits = random_logits(24, vocab, seed, dtype)
+    logits = random_logits(24, vocab, seed).to(dtype)
     logits[0] = 1.0
     tokens = rng.integers(vocab, size=24).tolist()
     counts = [0, max_count, *rng.integers(max_count + 1, size=22).tolist()]
@@ -66,7 +62,7 @@ def test_the_likeliest_and_the_token_itself(
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_do_not_change_a_bit(ranks: int) -> None:
-    logits = random_logits(20, 1001, 3, torch.float32)
+    logits = random_logits(20, 1001, 3)
     tokens, counts = list(range(0, 1000, 50)), [30] * 20
     assert all(
         map(np.array_equal, score(logits, tokens, counts), score(logits, tokens, counts, ranks))
@@ -74,7 +70,7 @@ def test_ranks_do_not_change_a_bit(ranks: int) -> None:
 
 
 def test_only_tokens_themselves() -> None:
-    logits = random_logits(3, 301, 5, torch.float32)
+    logits = random_logits(3, 301, 5)
     ids, values = score(logits, [5, 300, 0], [0, 0, 0])
     assert ids.tolist() == [5, 300, 0]
     np.testing.assert_allclose(values, logits.log_softmax(1)[range(3), ids], atol=1e-5)
@@ -82,7 +78,7 @@ def test_only_tokens_themselves() -> None:
 
 def test_pieces_do_not_change_a_bit() -> None:
     rows = 2 * PIECE + 3
-    logits = random_logits(rows, 50, 6, torch.float32)
+    logits = random_logits(rows, 50, 6)
     tokens = [i % 50 for i in range(rows)]
     ids, values = score(logits, tokens, [2] * rows)
     for start in (0, PIECE - 1, 2 * PIECE):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.errors import InvalidArgumentError
-from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
+from shared.pb.worker_pb2 import StepRequest
 from shared.sampling_params import COLUMNS
 from tests.worker_svc.harness import (
     Asked,
@@ -171,20 +171,28 @@ def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> 
 def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
     """Any bytes are either a step or refused: no other exception, and no index out of range."""
     rng = np.random.default_rng(seed)
-    columns = [("features", each.name) for each in SamplingFeatures.DESCRIPTOR.fields]
-    columns += [("prompt_logprobs", each.name) for each in PromptLogprobs.DESCRIPTOR.fields]
-    for _ in range(700):
+    for _ in range(1400):
         request: Any = valid()
+        request.copies = i4([0, 3, 1, 4])
+        columns = [
+            (message, field.name)
+            for message in (request, request.features, request.prompt_logprobs)
+            for field in message.DESCRIPTOR.fields
+            if field.type == field.TYPE_BYTES
+        ]
         for place in rng.choice(len(columns), rng.integers(1, 4), replace=False):
             message, column = columns[place]
-            data = bytearray(getattr(getattr(request, message), column))
-            data[rng.integers(len(data))] = rng.integers(256)
-            data = data[: rng.integers(len(data) + 1) or None]
-            setattr(getattr(request, message), column, bytes(data))
+            data = bytearray(getattr(message, column))
+            for _ in range(rng.integers(1, 3)):
+                data[rng.integers(len(data))] = rng.integers(256)
+            setattr(message, column, bytes(data[: rng.integers(len(data) + 1) or None]))
         try:
             step = decode(request)
         except InvalidArgumentError:
             continue
+        assert ((step.block_table >= 0) & (step.block_table < LIMITS.num_blocks)).all()
+        assert step.slot_mapping.max() < LIMITS.num_blocks * LIMITS.block_size
+        assert ((step.copies >= 0) & (step.copies < LIMITS.num_blocks)).all()
         assert step.features
         assert step.prompt_targets
         assert step.samples[step.features.rows].all()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.worker_svc.untrusted import untrusted
 from worker_svc.kernels.cpu import compiled
 
 pytestmark = pytest.mark.launches_nothing
@@ -101,21 +102,7 @@ def test_a_broken_file_is_replaced(folder: Path, suffix: str, content: bytes) ->
     assert start() == (True, [])
 
 
-def writable_by_others(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def linked(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to(folder.with_name("elsewhere"))
-
-
-def a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
-
-
-@pytest.mark.parametrize("change", [writable_by_others, linked, a_file])
+@untrusted
 def test_a_folder_that_others_may_have_written_is_not_used(folder: Path, change: Any) -> None:
     start()
     change(folder)

@@ -75,15 +75,27 @@ def test_equals_the_reference(
     check([*contexts, 0], seed=rows, splits=splits, tile=None, **shape)
 
 
-@pytest.mark.parametrize("group", by_device(cpu=[1, 3, 8, 17], gpu=[1, 5, 8]))
-def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
-    check([5, 33], seed=group, heads=2 * group, kv_heads=2, splits=group % 2 + 1)
-
-
-@pytest.mark.parametrize("head_dim", by_device(cpu=[16, 18, 80, 256], gpu=[64, 256]))
-def test_any_head_dim(head_dim: int) -> None:
-    check([5, 33], seed=head_dim, head_dim=head_dim)
-    check([5, 33], seed=head_dim, head_dim=head_dim, splits=2)
+@pytest.mark.parametrize(
+    ("heads", "block_size", "splits", "tile"),
+    by_device(
+        cpu=[
+            (Heads(2, 2, 16), 16, 1, 32),
+            (Heads(6, 2, 18), 20, 3, 16),
+            (Heads(8, 1, 80), 112, 8, 16),
+            (Heads(17, 1, 256), 256, 2, 128),
+        ],
+        gpu=[
+            (Heads(2, 2, 64), 20, 2, None),
+            (Heads(10, 2, 256), 112, 7, None),
+            (Heads(16, 2, 64), 256, 32, None),
+        ],
+    ),
+    ids=str,
+)
+def test_any_shape(heads: Heads, block_size: int, splits: int, tile: int | None) -> None:
+    """Even more splits than a sequence has tiles, or positions."""
+    shape = {**heads._asdict(), "block_size": block_size, "splits": splits, "tile": tile}
+    check([1, 3, 0, 17, 65, 150], seed=heads.head_dim, **shape)
 
 
 @pytest.mark.parametrize(
@@ -95,17 +107,6 @@ def test_contexts_at_the_bounds_of_blocks_and_tiles(block_size: int, tile: int |
     bounds = {bound for each in tiles for bound in (each, block_size, each + block_size)}
     contexts = sorted({1} | {bound + d for bound in bounds for d in (-1, 0, 1)})
     check(contexts, seed=0, block_size=block_size, tile=tile, heads=1, head_dim=16, splits=2)
-
-
-@pytest.mark.parametrize("splits", by_device(cpu=(2, 3, 8), gpu=(2, 7, 32)))
-def test_any_number_of_splits(splits: int) -> None:
-    """Even more than a sequence has tiles, or positions."""
-    check([1, 3, 17, 64, 65, 150], seed=splits, splits=splits, heads=2, head_dim=16)
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_padding_gives_zeros(splits: int) -> None:
-    check([0, 20, 0], seed=0, splits=splits, head_dim=16)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -138,22 +139,6 @@ def test_caches_beyond_32_bit_offsets(tmp_path: Path) -> None:
     small = random_batch([1] * len(contexts), contexts, seed=0, **shape)
     batch = in_a_large_cache(small, tmp_path / "cache")
     assert_close(run(batch, list(range(len(contexts))), splits=1), small.reference())
-
-
-def test_random_batches() -> None:
-    rng = random.Random(1)
-    for _ in range(by_device(cpu=2, gpu=4)):
-        kv_heads = rng.choice([1, 2])
-        check(
-            [rng.choice([0, rng.randint(1, 8), rng.randint(1, 200)]) for _ in range(4)],
-            seed=rng.randrange(2**32),
-            splits=rng.randint(1, 6),
-            tile=by_device(cpu=rng.choice([16, 32, 128]), gpu=None),
-            kv_heads=kv_heads,
-            heads=kv_heads * rng.randint(1, 8),
-            head_dim=2 * rng.randint(8, 40),
-            block_size=rng.choice([16, 20, 32, 112, 256]),
-        )
 
 
 @pytest.mark.launches_nothing

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +82,26 @@ def test_equals_the_reference(heads: Heads, block_size: int, dtype: torch.dtype)
     check(queries, contexts, seed=0, tile=None, **shape)
 
 
-@pytest.mark.parametrize("group", by_device(cpu=[1, 3, 8, 17], gpu=[1, 5, 8]))
-def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
-    check([9, 20], [9, 30], seed=group, heads=2 * group, kv_heads=2, head_dim=16)
-
-
-@pytest.mark.parametrize("head_dim", by_device(cpu=[16, 18, 80], gpu=[64, 256]))
-def test_any_head_dim(head_dim: int) -> None:
-    check([19, 33], [19, 40], seed=head_dim, head_dim=head_dim)
+@pytest.mark.parametrize(
+    ("heads", "block_size", "tile"),
+    by_device(
+        cpu=[
+            (Heads(2, 2, 16), 16, 32),
+            (Heads(6, 2, 18), 20, 16),
+            (Heads(8, 1, 80), 112, 16),
+            (Heads(17, 1, 40), 256, 128),
+        ],
+        gpu=[
+            (Heads(2, 2, 64), 20, None),
+            (Heads(10, 2, 256), 112, None),
+            (Heads(16, 2, 64), 256, None),
+        ],
+    ),
+    ids=str,
+)
+def test_any_shape(heads: Heads, block_size: int, tile: int | None) -> None:
+    shape = {**heads._asdict(), "block_size": block_size, "tile": tile}
+    check([1, 9, 20, 33], [8, 9, 30, 120], seed=heads.head_dim, **shape)
 
 
 @pytest.mark.parametrize(
@@ -141,23 +152,6 @@ def test_caches_beyond_32_bit_offsets(tmp_path: Path) -> None:
     small = random_batch([queries], [context], seed=0, **shape)
     batch = in_a_large_cache(small, tmp_path / "cache")
     assert_close(run(batch, [0], tile=None), small.reference())
-
-
-def test_random_batches() -> None:
-    rng = random.Random(1)
-    for _ in range(3):
-        kv_heads = rng.choice([1, 2])
-        contexts = [rng.randint(1, rng.choice([8, 120])) for _ in range(3)]
-        check(
-            [rng.randint(1, context) for context in contexts],
-            contexts,
-            seed=rng.randrange(2**32),
-            tile=by_device(cpu=rng.choice([16, 32, 128]), gpu=None),
-            kv_heads=kv_heads,
-            heads=kv_heads * rng.randint(1, 8),
-            head_dim=2 * rng.randint(8, 40),
-            block_size=rng.choice([16, 20, 32, 112, 256]),
-        )
 
 
 @pytest.mark.launches_nothing

@@ -1,4 +1,4 @@
-"""Attacks on a stack's other doors: the HTTP gateway, the page, and the engine protocol."""
+"""Attacks on a stack's other interfaces: the HTTP gateway, the page, and the engine protocol."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import json
 from typing import Any
 
-from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
@@ -49,7 +48,7 @@ async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
         writer.transport.abort()
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_half_sent(target: Target) -> None:
     """500 connections to the gateway that send a head or a body, a few bytes at a time, and
     never all of it."""
@@ -65,30 +64,23 @@ async def http_half_sent(target: Target) -> None:
             await connection.send(b" ")
             await asyncio.sleep(_PIECE_EVERY_S)
 
-    await target.begin()
     await target.hold_connections(500, trickle, **_RAW)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_connections(target: Target) -> None:
     """1,500 connections to the gateway that never say a word, each a descriptor."""
-
-    async def stay_silent(connection: RawConnection) -> None:
-        pass
-
-    await target.begin()
-    await target.hold_connections(1_500, stay_silent, **_RAW)
+    await target.hold_connections(1_500, **_RAW)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_abandoned(target: Target) -> None:
     """Streams over HTTP that are dropped at their first event, 32 at a time."""
     request = _post(target, "/v1/completions", _LONG)
-    await target.begin()
     await target.flood(lambda: _ask(target, request, b"data: "), 32)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_large_bodies(target: Target) -> None:
     """Bodies of 4 MiB over HTTP: one long text, many messages, many lists; 4 at once."""
     message = {"role": "user", "content": "a"}
@@ -102,11 +94,10 @@ async def http_large_bodies(target: Target) -> None:
         {"model": "model", "messages": _MESSAGES, "metadata": [[]] * (_LIMIT // 4 - 100)},
     ]
     requests = itertools.cycle([_post(target, "/v1/chat/completions", body) for body in bodies])
-    await target.begin()
     await target.flood(lambda: _ask(target, next(requests)), 4)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_kept_items(target: Target) -> None:
     """Conversations over HTTP, each with an item of 4 MiB for the gateway to keep; 4 at once."""
     text = {"type": "message", "role": "user", "content": "word " * (_LIMIT // 5 - 100)}
@@ -117,30 +108,27 @@ async def http_kept_items(target: Target) -> None:
         name = json.loads(answer.rpartition(b"\r\n\r\n")[2])["id"]
         await _ask(target, _post(target, f"/v1/conversations/{name}/items", {"items": [text]}))
 
-    await target.begin()
     await target.flood(keep, 4)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_stalled_bodies(target: Target) -> None:
     """4,200 requests over HTTP whose bodies never come, more than the gateway has places for, each
     sent again when it is refused."""
     request = _post(target, "/v1/completions", _LONG, 1 << 20)
-    await target.begin()
     await target.flood(lambda: _ask(target, request), 4_200)
 
 
-@attack(door="page")
+@attack(interface="page")
 async def page_polls(target: Target) -> None:
     """The page and its chat, opened again and again, 64 at a time, and left at the first event."""
     watch = f"GET /events HTTP/1.1\r\nhost: {target.address}\r\n\r\n".encode()
     chat = _post(target, "/chat", {"messages": _MESSAGES})
     requests = itertools.cycle([watch, chat])
-    await target.begin()
     await target.flood(lambda: _ask(target, next(requests)), 64)
 
 
-@attack(door="events")
+@attack(interface="events")
 async def cache_watchers(target: Target) -> None:
     """A prefix cache of 20,000 tokens, watched and left after a whole snapshot, 64 at a time."""
     path = f"/{SERVICE_NAME}/SubscribeKvEvents"
@@ -152,15 +140,12 @@ async def cache_watchers(target: Target) -> None:
 
         async def read_snapshot() -> None:
             call = watch(request)
-            target.loot.sent["calls"] += 1
             try:
-                async for batch in call:
-                    target.loot.answers["parts"] += 1
-                    if batch.snapshot.index == batch.snapshot.count - 1:
-                        target.loot.answers["OK"] += 1
-                        return
-            except aio.AioRpcError as error:
-                target.loot.answers[error.code().name] += 1
+                with target.counted():
+                    async for batch in call:
+                        target.loot.answers["parts"] += 1
+                        if batch.snapshot.index == batch.snapshot.count - 1:
+                            break
             finally:
                 call.cancel()
 
@@ -169,11 +154,10 @@ async def cache_watchers(target: Target) -> None:
             prompt = vllm.GenerateRequest(request_id=f"long {number}", tokenized=long)
             prompt.sampling_params.max_tokens = 1
             await target.ask(channel, f"/{SERVICE_NAME}/Generate", prompt.SerializeToString())
-        await target.begin()
         await target.flood(read_snapshot, 64)
 
 
-@attack(door="engine")
+@attack(interface="engine")
 async def engine_flood(target: Target) -> None:
     """Requests for one token by the engine protocol, 64 at a time, each aborted as it is made."""
     numbers = itertools.count()
@@ -192,21 +176,19 @@ async def engine_flood(target: Target) -> None:
                 target.ask(channel, f"/{SERVICE_NAME}/Abort", abort),
             )
 
-        await target.begin()
         await target.flood(send, 64)
 
 
-@attack(door="engine")
+@attack(interface="engine")
 async def foreign_aborts(target: Target) -> None:
     """Aborts of the ids that others' requests by the engine protocol have, 16 at a time."""
     names = [str(number) for number in range(STREAMS)]
     abort = vllm.AbortRequest(request_ids=names).SerializeToString()
     async with target.channel() as channel:
-        await target.begin()
         await target.flood(lambda: target.ask(channel, f"/{SERVICE_NAME}/Abort", abort), 16)
 
 
-@attack(door="engine")
+@attack(interface="engine")
 async def tokenizer_files(target: Target) -> None:
     """Downloads of the tokenizer's files by the engine protocol, 32 at a time."""
     async with target.channel() as channel:
@@ -215,10 +197,8 @@ async def tokenizer_files(target: Target) -> None:
             call: Any = channel.unary_stream(f"/{SERVICE_NAME}/GetTokenizer")(
                 b"", metadata=target.metadata
             )
-            target.loot.sent["calls"] += 1
-            async for chunk in call:
-                target.loot.answers["bytes"] += len(chunk)
-            target.loot.answers["OK"] += 1
+            with target.counted():
+                async for chunk in call:
+                    target.loot.answers["bytes"] += len(chunk)
 
-        await target.begin()
         await target.flood(send, 32)
