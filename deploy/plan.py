@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -34,8 +32,6 @@ HttpPort = Literal["auto"] | Annotated[int, Field(ge=0, le=65535)]
 
 class StackSettings(PublicSettings):
     """The services' settings that the launcher acts on or fills in."""
-
-    program: ClassVar[str] = "nano-vllm-grpc"
 
     model: str = "models/demo"
     served_model_name: str = ""
@@ -82,8 +78,7 @@ def read_settings(environment: Environment) -> StackSettings:
     Raises:
         SettingsError: a NANO_ variable is unknown or impossible.
     """
-    with _environ(environment):
-        return load_settings(StackSettings, [])
+    return load_settings(StackSettings, [], environment)
 
 
 def plan_stack(
@@ -190,13 +185,13 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
     Raises:
         SettingsError: a service would refuse a value; the message names it.
     """
-    with _environ(environment):
-        return {
-            "frontends": load_settings(FrontendSettings, []),
-            "scheduler": load_settings(SchedulerSettings, []),
-            "workers": load_settings(WorkerSettings, ["--rank", str(first_rank)]),
-            "launcher": load_settings(StackSettings, []),
-        }
+    rank = ["--rank", str(first_rank)]
+    return {
+        "frontends": load_settings(FrontendSettings, [], environment),
+        "scheduler": load_settings(SchedulerSettings, [], environment),
+        "workers": load_settings(WorkerSettings, rank, environment),
+        "launcher": load_settings(StackSettings, [], environment),
+    }
 
 
 def public_tls(settings: StackSettings) -> ClientTls | None:
@@ -259,16 +254,3 @@ def _parse_ranks(text: str | None, tp: int) -> range:
     if not first <= last < tp:
         raise LaunchError(f"RANKS: {text!r} is not within 0-{tp - 1}, the ranks of TP={tp}")
     return range(first, last + 1)
-
-
-@contextmanager
-def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Makes os.environ `values` for a while, because settings are read from nowhere else."""
-    saved = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
