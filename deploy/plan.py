@@ -16,7 +16,7 @@ from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
 from deploy.ports import choose_port, free_port, is_free
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
-from frontend.callers.auth import Tokens
+from frontend.callers.tenants import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
 from nano_vllm_grpc.tls import ClientTls, FileError
 from scheduler_svc.settings import SchedulerSettings

@@ -21,10 +21,6 @@ class RoundRobin(Generic[Owner, Item]):
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def count(self, owner: Owner) -> int:
-        """The number of an owner's items."""
-        return len(self._queues.get(owner, ()))
-
     def add(self, owner: Owner, item: Item) -> None:
         self._queues.setdefault(owner, OrderedDict())[item] = None
 

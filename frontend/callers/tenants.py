@@ -11,13 +11,18 @@ Tokens of one name are one client's, so that one can be replaced by another whil
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from nano_vllm_grpc.tls import FileError
+
+log = structlog.get_logger(__name__)
 
 _MIN_TOKEN_LENGTH = 16
 _MAX_PRIORITY = (1 << 31) - 1
@@ -75,6 +80,61 @@ def read_clients(path: str) -> dict[str, Client]:
             raise FileError(message) from None  # the cause quotes the line
     clients = {name: Client(**known) for name, known in facts.items()}
     return {token: clients[name] for token, name in names.items()}
+
+
+class Tokens:
+    """The tokens of a file that may change.
+
+    Emptying the file locks everybody out. If it is deleted or broken, nothing changes.
+
+    Raises:
+        FileError: the file cannot be used, or holds no token.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stamp = self._read_stamp()
+        self._clients = _by_digest(path)
+        if not self._clients:
+            raise FileError(f"auth_tokens_file: {path} holds no token")
+
+    def named(self, name: str) -> Client | None:
+        """The client of that name, if the file has one."""
+        self._reread()
+        return next((each for each in self._clients.values() if each.name == name), None)
+
+    def find(self, token: str) -> Client | None:
+        """The client whose token this is, or None if it is unknown."""
+        self._reread()
+        # The time taken tells something about digests at most, which nobody can choose by prefix.
+        return self._clients.get(_digest(token))
+
+    def _reread(self) -> None:
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._clients = _by_digest(self._path)
+        except FileError as error:
+            log.warning("tokens not reloaded", reason=str(error))
+        else:
+            log.info("tokens reloaded", tokens=len(self._clients))
+
+    def _read_stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _by_digest(path: str) -> dict[bytes, Client]:
+    return {_digest(token): client for token, client in read_clients(path).items()}
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _read_line(line: str) -> tuple[str, dict[str, Any]]:

@@ -26,7 +26,6 @@ MAX_BYTES_PER_CALLER = MAX_BYTES // 2
 
 _MAX_READ_S = 30.0  # for one message to arrive
 _MAX_WAIT_S = 30.0  # for a place
-_MAX_LINE = 4096  # messages of one caller that wait for a place
 _PATIENCE_S = 1.0  # with slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
 
@@ -130,8 +129,6 @@ class MessageMemory:
     async def _wait(self, caller: Caller) -> None:
         """Waits for a place and takes it."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._waiting.count(caller.name) >= _MAX_LINE:
-            raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
         waiting = _Waiting(caller, granted)
         self._waiting.add(caller.name, waiting)
         self._grant()

@@ -32,18 +32,16 @@ class Turns:
 
     @asynccontextmanager
     async def half_the_time(self, caller: str) -> AsyncIterator[None]:
-        """Waits for a turn, in which work is done without awaiting anything; rests as long as that
-        took."""
+        """Waits for a turn, in which work is done without awaiting anything. Nobody has a turn for
+        as long as that took."""
         await self.take(caller)
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             yield
         finally:
-            self.rest(asyncio.get_running_loop().time() - began)
-
-    def rest(self, seconds: float) -> None:
-        """Permits nothing for so long from now on: work that took much has been done."""
-        self._rests_until = asyncio.get_running_loop().time() + seconds
+            now = loop.time()
+            self._rests_until = now + (now - began)
 
     def _grant(self) -> None:
         loop = asyncio.get_running_loop()

@@ -26,11 +26,10 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 )
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
-from shared.rpc import reading
 from shared.rpc.callers import CALLER, Caller
 from shared.rpc.interceptors import wrap_behavior
 from shared.rpc.message_memory import MessageMemory
-from shared.rpc.reading import MessageReader, let_go
+from shared.rpc.reading import MessageReader, release_message
 from shared.rpc.server import Server
 from tests.http2 import connect
 from tests.shared.test_wire_scan import FLOODS
@@ -80,7 +79,7 @@ class Service(InferenceServiceServicer):
     ) -> None:
         size = len(request.text)
         del request
-        let_go()
+        release_message()
         await context.write(pb.GenerateStreamResponse(text=str(size)))
         await self.leave.wait()
 
@@ -165,42 +164,56 @@ async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
             assert await call.code() is grpc.StatusCode.OK
 
 
+class Parse:
+    """Stands in for a message type, and for its `FromString`."""
+
+    DESCRIPTOR = pb.TokenizeRequest.DESCRIPTOR
+
+    def __init__(self, parse: Callable[[bytes], object]) -> None:
+        self.__self__, self._parse = self, parse
+
+    def __call__(self, data: bytes) -> object:
+        return self._parse(data)
+
+
+def sender(data: bytes) -> Any:
+    return Mock(peer=lambda: "ipv4:1.2.3.4:5", read=AsyncMock(return_value=data))
+
+
+LARGE = pb.TokenizeRequest(text="x" * 100_000).SerializeToString()
+
+
 async def test_large_messages_are_parsed_one_per_turn_of_the_loop() -> None:
-    size = 100_000
     reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-
-    async def read() -> bytes:
-        return bytes(size)
-
-    context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
     with counting_turns() as turns:
-
-        def parse(data: bytes) -> None:
-            turns.done(len(data))
-
-        await asyncio.gather(*(reader._read(context, parse) for _ in range(16)))
-    assert turns.total == 16 * size
-    assert turns.max == size
+        parse = Parse(lambda data: turns.done(len(data)))
+        await asyncio.gather(*(reader._read(sender(LARGE), parse) for _ in range(16)))
+    assert turns.total == 16 * len(LARGE)
+    assert turns.max == len(LARGE)
 
 
 async def test_after_a_large_message_others_have_as_much_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-    clock = Mock(monotonic=Mock(side_effect=[0.0, 1000.0]))
-    parsed: list[int] = []
+    loop, later_s, parsed = asyncio.get_running_loop(), 0.0, list[int]()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + later_s)
 
-    async def read(size: int) -> None:
-        context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=AsyncMock(return_value=bytes(size)))
-        await reader._read(context, lambda data: parsed.append(len(data)))
+    def parse_for_long(data: bytes) -> None:
+        nonlocal later_s
+        later_s += 1000
+        parsed.append(len(data))
 
-    monkeypatch.setattr(reading, "time", clock)  # parsing takes 1000 s
-    calls = [asyncio.create_task(read(size)) for size in (100_000, 100_000, 100)]
-    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    calls = [
+        asyncio.create_task(reader._read(sender(data), Parse(parse_for_long)))
+        for data in (LARGE, LARGE, b"")
+    ]
+    await asyncio.wait(calls[:2], return_when=asyncio.FIRST_COMPLETED)
     await calls[2]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert sorted(parsed) == [100, 100_000]
+    assert sorted(parsed) == [0, len(LARGE)]
     for each in calls:
         each.cancel()
 
@@ -293,5 +306,5 @@ async def test_two_calls_begin_per_turn_of_the_loop() -> None:
             return b"short"
 
         context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
-        await asyncio.gather(*(reader._read(context, lambda _: None) for _ in range(16)))
+        await asyncio.gather(*(reader._read(context, Parse(len)) for _ in range(16)))
     assert (turns.total, turns.max) == (16, 2)

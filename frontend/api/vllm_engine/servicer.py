@@ -32,7 +32,7 @@ from shared.errors import (
     OutOfRangeError,
     UnimplementedError,
 )
-from shared.rpc.reading import let_go
+from shared.rpc.reading import release_message
 from shared.rpc.turns import Turns
 from shared.sampling_params import DEFAULTS, NUMBERS
 
@@ -76,7 +76,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             generate_request(request), context, truncate=truncate, with_text=False
         )
         del request
-        let_go()
+        release_message()
         with self._listed(generation):
             try:
                 await self._write(generation, context, streamed)
