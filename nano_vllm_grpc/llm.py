@@ -43,7 +43,8 @@ class LLM:
             one, `model` is required.
         model: directory of the model to start a private stack with.
         connections, max_in_flight, max_retry_wait_s, tls, token: as for `AsyncLLM`.
-        variables: the private stack's; those of `make up`, in lower case.
+        variables: the private stack's; those of `make up`, in lower case. vLLM's
+            `tensor_parallel_size`, `gpu_memory_utilization` and `enforce_eager` are accepted, too.
     """
 
     def __init__(
