@@ -6,9 +6,8 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 Archive = tuple[bytes, str]  # and its SHA-256 in hexadecimal digits
 Stamp = tuple[int, int, int] | None
@@ -39,19 +38,19 @@ class TokenizerArchive:
     def __init__(
         self,
         directory: Path,
-        on_thread: Callable[[Callable[[], Archive]], Coroutine[Any, Any, Archive]],
+        on_thread: Callable[[Callable[[], Archive]], asyncio.Future[Archive]],
     ) -> None:
         self._paths = [directory / name for name in _NAMES]
         self._on_thread = on_thread
         self._stamps: list[Stamp] = []
-        self._making: asyncio.Task[Archive] | None = None
+        self._making: asyncio.Future[Archive] | None = None
 
     async def read(self) -> Archive:
         """Returns the archive and its SHA-256 in hexadecimal digits."""
         stamps, made = [_stamp(path) for path in self._paths], self._making
         if made is None or stamps != self._stamps or (made.done() and made.exception()):
             self._stamps = stamps
-            made = self._making = asyncio.create_task(self._on_thread(self._make))
+            made = self._making = self._on_thread(self._make)
         return await asyncio.shield(made)
 
     def _make(self) -> Archive:
