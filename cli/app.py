@@ -159,7 +159,7 @@ def restart(
         float, typer.Option(min=0, help="for streams to leave an engine, or to end")
     ] = DRAIN_S,
 ) -> int:
-    """Restart processes one after another, or engines, each once the one before serves."""
+    """Restart processes or engines one after another. Each waits until the previous one serves."""
     return restart_processes(_directory(port), service, engine, model, drain_timeout_s)
 
 
@@ -222,7 +222,7 @@ def generate(
     ] = "{}",
     token_ids: Annotated[bool, typer.Option("--token-ids", help="write them, too")] = False,
 ) -> int:
-    """Complete all prompts of a file. Stopped at any point, the same command goes on."""
+    """Complete all prompts of a file. A stopped run resumes with the same command."""
     # Imported here, as the other commands do without it.
     from cli.generate.run import Options, generate_file
 

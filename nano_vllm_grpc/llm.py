@@ -212,7 +212,7 @@ class LLM:
         try:
             return future.result()
         finally:
-            future.cancel()  # the requests must not go on if the wait was interrupted
+            future.cancel()  # the requests must not continue if the wait was interrupted
 
 
 def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

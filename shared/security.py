@@ -1,4 +1,4 @@
-"""Settings that decide who may connect, who may call, and who may eavesdrop."""
+"""Settings that decide who may connect, call and eavesdrop."""
 
 from __future__ import annotations
 

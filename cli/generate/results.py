@@ -20,7 +20,7 @@ class Results:
     Failures go to a file beside it, which each run begins anew: what failed is tried again.
 
     Raises:
-        CommandError: the file is another's, or somebody else is writing it.
+        CommandError: something else made the file, or another process is writing it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -91,7 +91,7 @@ class _Batch:
         if self.failed:
             words += f"; {self.failed} failed, see {self._results.failures_path}"
         if self._done + self.failed < total:
-            words += "; the same command goes on"
+            words += "; the same command resumes"
         return words
 
     async def _work(self, llm: AsyncLLM, lines: Iterator[tuple[int, bytes]]) -> None:

@@ -1,9 +1,9 @@
 """The audit trail: a log line for each request, when it ends, and its share of the counters.
 
-A line says who asked (client, peer), for what (method, model, numbers of tokens), and what came of
-it. It holds no text and no token of the client's. Calls that generate nothing, refused ones among
-them, may come by the thousand: of those alike, the first is logged at once, the others as one line
-per second, with their count.
+A line names the client and its peer, the method, the model, the numbers of tokens and the outcome.
+It holds no text and no token of the client's. Calls that generate nothing, such as refused ones,
+may come by the thousand. The first of a kind is logged at once, the others as one line per second
+with their count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.rpc.callers import host_of
 log = structlog.get_logger(__name__)
 
 _INTERVAL_S = 1.0
-# Kinds of lines per interval; what is beyond is one kind, whose peers are not told apart.
+# Kinds of lines per interval. All further lines are one kind, without their clients and peers.
 MAX_KINDS = 256
 _OK, _CANCELLED = StatusCode.OK.name, StatusCode.CANCELLED.name
 _REFUSALS = {
@@ -141,7 +141,7 @@ class Audit:
         )
 
     def _flush(self) -> None:
-        """Logs what has been counted; kinds that go on to come are not logged at once again."""
+        """Logs the counts. A kind that keeps coming is counted again, not logged at once."""
         counted = {kind: count for kind, count in self._counts.items() if count}
         for kind, count in counted.items():
             _log_kind(kind, count)

@@ -1,5 +1,5 @@
-"""Decides who may call a public service, by token, and how many calls a client may have open; and
-has each call recorded.
+"""Admits calls to a public service by token, limits how many calls a client may have open, and has
+each call recorded.
 
 Health stays open, for load balancers.
 """

@@ -1,4 +1,4 @@
-"""The call that is being served, and its trace, known to all that is done for it."""
+"""The call that is being served, and its trace, known to all code that serves it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A generation's share of a call: what was asked of the model, and what came of it so far."""
+    """A generation's share of a call: the request to the model, and the result so far."""
 
     request_id: str
     model: str
@@ -77,7 +77,7 @@ class CallTrace:
 
 @dataclass(slots=True)
 class Call:
-    """A call by `client`, or by nobody known if that is None."""
+    """A call by `client`, or by an anonymous caller if that is None."""
 
     method: str  # of the service, or "other"
     peer: str  # as gRPC writes it
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def caller(self) -> str:
-        """The one that limits and turns are counted by: the client, or the peer's host."""
+        """The name that limits and turns are counted by: the client's, or the peer's host."""
         return self.client.name if self.client else network_of(self.peer)
 
 

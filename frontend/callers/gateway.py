@@ -34,8 +34,8 @@ class GatewayAddress:
     stack's own user, without TLS and tokens, neither of which gateways have for it: they have asked
     their own callers for them.
 
-    Where clients have names, all that call here are one, `http`, whose line in the tokens file says
-    what it may.
+    Where clients have names, all callers here are one client, `http`, whose line in the tokens
+    file has its limits.
 
     Args:
         address: on loopback, or a Unix socket, which only this user can open anyway.
@@ -51,7 +51,7 @@ class GatewayAddress:
         self._find = find
 
     def client(self) -> Client | None:
-        """The client that those who call here are."""
+        """The client of all callers here."""
         if self._find is None:
             return None
         return self._find(_HTTP) or Client(_HTTP)
@@ -59,7 +59,7 @@ class GatewayAddress:
     def check(self, peer: str) -> None:
         """
         Args:
-            peer: who calls, as gRPC writes it.
+            peer: the caller's address, as gRPC writes it.
 
         Raises:
             PermissionDeniedError: it is not a process of this user.

@@ -1,4 +1,4 @@
-"""The tokens file: who may call, by which name, and within which limits.
+"""The tokens file: the clients that may call, their names and their limits.
 
     # a token, then what is known of its client, in any order; only the token is needed
     k3J9...  name=acme weight=2 max_requests=64 max_bytes=8MiB priorities=0..10
@@ -106,7 +106,7 @@ class Tokens:
     def find(self, token: str) -> Client | None:
         """The client whose token this is, or None if it is unknown."""
         self._reread()
-        # The time taken tells something about digests at most, which nobody can choose by prefix.
+        # The time taken reveals digests at most, whose prefixes no caller can choose.
         return self._clients.get(_digest(token))
 
     def _reread(self) -> None:

@@ -53,7 +53,7 @@ class FairThreads:
         loop = asyncio.get_running_loop()
         while self._idle and self._waiting:
             job = self._waiting.pop()
-            if not job.result.done():  # else nobody waits for it any more
+            if not job.result.done():  # else it was cancelled
                 self._idle -= 1
                 run = loop.run_in_executor(self._pool, job.work)
                 run.add_done_callback(partial(self._done, job.result))

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from shared.errors import UnavailableError
 from shared.rpc.interceptors import Context, SpanInterceptor
 
-# These go on for as long as their clients want: gRPC's own services, health watches above all, and
-# those that watch the prefix cache.
+# These last as long as their clients want: gRPC's own services, above all health watches, and
+# watches of the prefix cache.
 _ENDLESS = (
     "/grpc.health.",
     "/grpc.reflection.",
@@ -43,8 +43,8 @@ class OpenCalls(SpanInterceptor):
             return
 
     def end(self) -> None:
-        """Ends every open call, and any yet to come, with UNAVAILABLE: its client has what was sent
-        so far and can go on elsewhere."""
+        """Ends every open call, and any later one, with UNAVAILABLE. Its client has all chunks so
+        far and can continue elsewhere."""
         self._ending = True
         for task in self._tasks:
             task.cancel()

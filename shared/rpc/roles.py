@@ -1,8 +1,8 @@
-"""Roles of the services' certificates: as which service its owner may call others says a URI among
-the names in one, such as `urn:nano-vllm-grpc:role:worker`.
+"""Roles of the services' certificates. A URI among a certificate's names says as which service its
+owner may call others, such as `urn:nano-vllm-grpc:role:worker`.
 
-A certificate without any may do what every service may, unless roles are required. Servers need no
-role: whoever dials them checks that their certificate has the host's name, as gRPC can check.
+A certificate without a role may do what every service may, unless roles are required. Servers need
+no role: their callers check that the certificate has the host's name, as gRPC can check.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_killed_and_stopped_runs_go_on_where_they_were(files: Files) -> None:
             run.send_signal(signal.SIGCONT)
             _, shown = run.communicate()
             assert run.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number], shown
-        assert "the same command goes on" in shown
+        assert "the same command resumes" in shown
         assert lines() < len(prompts)
 
         run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

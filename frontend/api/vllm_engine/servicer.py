@@ -40,7 +40,7 @@ Context = aio.ServicerContext[Any, Any]
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-# What is not for every client: it slows everybody, or shows what others ask.
+# Not for every client: these slow all clients, or show what others ask.
 EVENTS_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
 OPERATORS_METHODS = (
     EVENTS_METHOD,
@@ -66,7 +66,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._began_at = time.monotonic()
         self._received_at = datetime.now(UTC)
         self._event_turns = Turns(1)  # a snapshot has hundreds of blocks per message
-        # By caller and the id that it chose: nobody aborts another's.
+        # By caller and the id that it chose: no caller aborts another caller's requests.
         self._open: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
