@@ -31,7 +31,7 @@ class Loot:
 
 
 class Target:
-    """A stack's door under attack, as its attacker sees it.
+    """A stack's interface under attack, as its attacker sees it.
 
     Args:
         token: the attacker's own; empty if the frontend asks for none.
@@ -186,37 +186,37 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Door = Literal["grpc", "engine", "events", "http", "page", "open"]  # open: without tokens
+Interface = Literal["grpc", "engine", "events", "http", "page", "open"]  # open: without tokens
 
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack on one of a stack's doors; `kills` names a service of which a process is killed
-    halfway through it."""
+    """An attack on one of a stack's interfaces. `kills` names a service, of which a process is
+    killed halfway through it."""
 
     name: str
     about: str
     play: Play
     kills: str = ""
-    door: Door = "grpc"
+    interface: Interface = "grpc"
 
     @property
     def anonymous(self) -> bool:
         """Whether it needs a stack that asks for no tokens: only such a one serves HTTP, and the
         cache's events to all of the host."""
-        return self.door in ("events", "http", "page")
+        return self.interface in ("events", "http", "page")
 
 
 ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks`
 
 
-def attack(kills: str = "", door: Door = "grpc") -> Callable[[Play], Play]:
+def attack(kills: str = "", interface: Interface = "grpc") -> Callable[[Play], Play]:
     """Lists a function as an attack: its name with hyphens, its docstring."""
 
     def add(play: Play) -> Play:
         name = getattr(play, "__name__", "").replace("_", "-")
         about = " ".join((play.__doc__ or "").split())
-        ATTACKS[name] = Attack(name, about, play, kills, door)
+        ATTACKS[name] = Attack(name, about, play, kills, interface)
         return play
 
     return add

@@ -69,7 +69,7 @@ def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
     none = _window(rig, seconds)
     usual = _cores(used, cpu_s(directory), time.monotonic() - began_at)
     pids, before_mb = rig.stack.pids(), memory_mb(directory)
-    options = ["--address", rig.address(attack.door), "--seconds", str(seconds)]
+    options = ["--address", rig.address(attack.interface), "--seconds", str(seconds)]
     options += ["--token", rig.attackers_token] if rig.attackers_token else []
     with Child("tests.abuse.attacker", attack.name, *options) as attacker:
         attacker.expect("READY")

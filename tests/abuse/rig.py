@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from deploy.health import SERVING, check_health
 from deploy.ports import free_port
 from deploy.supervisor import MARKER
-from tests.abuse.attack import Door
+from tests.abuse.attack import Interface
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
 from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack
@@ -47,10 +47,10 @@ class Rig:
     def anonymous(self) -> bool:
         return not self.attackers_token
 
-    def address(self, door: Door) -> str:
-        """Where a door is, as `host:port`."""
+    def address(self, interface: Interface) -> str:
+        """The address of an interface, as `host:port`."""
         stack = self.stack.stack
-        match door:
+        match interface:
             case "grpc":
                 return stack.address
             case "engine" | "events":

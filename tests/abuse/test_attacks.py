@@ -36,7 +36,7 @@ def rig() -> Iterator[Rig]:
 
 async def play(rig: Rig, name: str, enough: Callable[[Loot], bool]) -> Loot:
     """Plays an attack until it has done enough."""
-    address = rig.address(ATTACKS[name].door)
+    address = rig.address(ATTACKS[name].interface)
     target = Target(address, rig.attackers_token, _FOREVER_S, nothing)
     playing = asyncio.create_task(ATTACKS[name].play(target))
     done = asyncio.create_task(

@@ -59,7 +59,7 @@ async def long_prompts(target: Target) -> None:
     await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 16)], 4)
 
 
-@attack(door="open")
+@attack(interface="open")
 async def anonymous_prompts(target: Target) -> None:
     """Prompts of 32,768 tokens, of which 32 fill the queue, through a frontend without tokens, on
     the scheduler of those that ask for tokens: 48 at once."""

@@ -1,4 +1,4 @@
-"""Attacks on a stack's other doors: the HTTP gateway, the page, and the engine protocol."""
+"""Attacks on a stack's other interfaces: the HTTP gateway, the page, and the engine protocol."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
         writer.transport.abort()
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_half_sent(target: Target) -> None:
     """500 connections to the gateway that send a head or a body, a few bytes at a time, and
     never all of it."""
@@ -69,7 +69,7 @@ async def http_half_sent(target: Target) -> None:
     await target.hold_connections(500, trickle, **_RAW)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_connections(target: Target) -> None:
     """1,500 connections to the gateway that never say a word, each a descriptor."""
 
@@ -80,7 +80,7 @@ async def http_connections(target: Target) -> None:
     await target.hold_connections(1_500, stay_silent, **_RAW)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_abandoned(target: Target) -> None:
     """Streams over HTTP that are dropped at their first event, 32 at a time."""
     request = _post(target, "/v1/completions", _LONG)
@@ -88,7 +88,7 @@ async def http_abandoned(target: Target) -> None:
     await target.flood(lambda: _ask(target, request, b"data: "), 32)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_large_bodies(target: Target) -> None:
     """Bodies of 4 MiB over HTTP: one long text, many messages, many lists; 4 at once."""
     message = {"role": "user", "content": "a"}
@@ -106,7 +106,7 @@ async def http_large_bodies(target: Target) -> None:
     await target.flood(lambda: _ask(target, next(requests)), 4)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_kept_items(target: Target) -> None:
     """Conversations over HTTP, each with an item of 4 MiB for the gateway to keep; 4 at once."""
     text = {"type": "message", "role": "user", "content": "word " * (_LIMIT // 5 - 100)}
@@ -121,7 +121,7 @@ async def http_kept_items(target: Target) -> None:
     await target.flood(keep, 4)
 
 
-@attack(door="http")
+@attack(interface="http")
 async def http_stalled_bodies(target: Target) -> None:
     """4,200 requests over HTTP whose bodies never come, more than the gateway has places for, each
     sent again when it is refused."""
@@ -130,7 +130,7 @@ async def http_stalled_bodies(target: Target) -> None:
     await target.flood(lambda: _ask(target, request), 4_200)
 
 
-@attack(door="page")
+@attack(interface="page")
 async def page_polls(target: Target) -> None:
     """The page and its chat, opened again and again, 64 at a time, and left at the first event."""
     watch = f"GET /events HTTP/1.1\r\nhost: {target.address}\r\n\r\n".encode()
@@ -140,7 +140,7 @@ async def page_polls(target: Target) -> None:
     await target.flood(lambda: _ask(target, next(requests)), 64)
 
 
-@attack(door="events")
+@attack(interface="events")
 async def cache_watchers(target: Target) -> None:
     """A prefix cache of 20,000 tokens, watched and left after a whole snapshot, 64 at a time."""
     path = f"/{SERVICE_NAME}/SubscribeKvEvents"
@@ -173,7 +173,7 @@ async def cache_watchers(target: Target) -> None:
         await target.flood(read_snapshot, 64)
 
 
-@attack(door="engine")
+@attack(interface="engine")
 async def engine_flood(target: Target) -> None:
     """Requests for one token by the engine protocol, 64 at a time, each aborted as it is made."""
     numbers = itertools.count()
@@ -196,7 +196,7 @@ async def engine_flood(target: Target) -> None:
         await target.flood(send, 64)
 
 
-@attack(door="engine")
+@attack(interface="engine")
 async def foreign_aborts(target: Target) -> None:
     """Aborts of the ids that others' requests by the engine protocol have, 16 at a time."""
     names = [str(number) for number in range(STREAMS)]
@@ -206,7 +206,7 @@ async def foreign_aborts(target: Target) -> None:
         await target.flood(lambda: target.ask(channel, f"/{SERVICE_NAME}/Abort", abort), 16)
 
 
-@attack(door="engine")
+@attack(interface="engine")
 async def tokenizer_files(target: Target) -> None:
     """Downloads of the tokenizer's files by the engine protocol, 32 at a time."""
     async with target.channel() as channel:
