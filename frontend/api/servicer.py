@@ -74,7 +74,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def _prompt_logprobs(
         self, message: type[pb.GenerateResponse | pb.GenerateStreamResponse], delta: Delta
     ) -> bytes:
-        """Serializes a delta's `prompt_logprobs`, and lets go of them."""
+        """Serializes a delta's `prompt_logprobs`, and drops them."""
         rows, delta.prompt_logprobs = delta.prompt_logprobs, ()
         table = self._tokenizer.full_table
         return await self._tokenizer.on_thread(

@@ -1,4 +1,4 @@
-"""Reads the messages of calls: late, within limits, and no more at once than the loop can bear."""
+"""Reads the messages of calls: late, within limits, and a few per turn of the loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CALLS_AT_ONCE = 2
 # 25 ms each.
 _LARGE_BYTES = 64 << 10
 
-# Streams that anybody may send; those between services are read as they come.
+# Streams that any caller may send; those between services are read as they come.
 _PUBLIC_STREAMS = "/grpc.reflection."
 
 _HOLD: ContextVar[Hold] = ContextVar("hold")

@@ -99,7 +99,7 @@ def tokens_of(chunks: list[Any], index: int) -> list[int]:
         ({"ignore_eos": True, "min_tokens": 3}, {"ignore_eos": True, "min_tokens": 3}),
     ],
 )
-async def test_both_doors_answer_alike(
+async def test_both_interfaces_answer_alike(
     service: Service, engine: Any, theirs: dict[str, Any], ours: dict[str, Any], stream: bool
 ) -> None:
     service.scheduler.next_token = echo_from_seed
@@ -390,7 +390,7 @@ async def test_what_gateways_ask_before_they_send_requests(
     assert server.uptime_seconds > 0
 
 
-async def test_health_and_the_door_follow_the_engine(
+async def test_health_and_the_engine_protocol_follow_the_engine(
     service: Service, engine: Any, settings: FrontendSettings
 ) -> None:
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy

@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer as one archive, for who tokenizes elsewhere."""
+"""The files of a model's tokenizer as one archive, for gateways, which tokenize themselves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MADE_AT = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
 
 
 class TokenizerArchive:
-    """A ZIP archive of the tokenizer's files in `directory`, made when it is first asked for and
-    when the files have changed. However many ask, one makes it.
+    """A ZIP archive of the tokenizer's files in `directory`, made at the first request
+    and when the files have changed. However many calls ask for it, one makes it.
 
     Args:
         on_thread: runs what would block the event loop.
