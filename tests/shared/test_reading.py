@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
 from shared.rpc.callers import CALLER, Caller
-from shared.rpc.interceptors import wrap_behavior
+from shared.rpc.interceptors import Context, SpanInterceptor
 from shared.rpc.message_memory import MessageMemory
 from shared.rpc.reading import MessageReader, release_message
 from shared.rpc.server import Server
@@ -39,33 +39,22 @@ from tests.waiting import until
 SERVICE = "nanovllm.v1.InferenceService"
 
 
-class Door(aio.ServerInterceptor):
-    """Lets calls through when told to, as one of Alice's."""
+class Gate(SpanInterceptor):
+    """Lets calls through once it is open, as Alice's."""
 
     def __init__(self) -> None:
         self.arrived = 0
         self.open = asyncio.Event()
         self.refuses = False
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-
-        def wait(behavior: Any) -> Any:
-            async def call(request: Any, context: Any) -> Any:
-                self.arrived += 1
-                await self.open.wait()
-                if self.refuses:
-                    raise UnauthenticatedError("no")
-                CALLER.set(Caller("alice", 1 << 20))
-                return await behavior(request, context)
-
-            return call
-
-        return wrap_behavior(handler, wait)
+    @asynccontextmanager
+    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
+        self.arrived += 1
+        await self.open.wait()
+        if self.refuses:
+            raise UnauthenticatedError("no")
+        CALLER.set(Caller("alice", 1 << 20))
+        yield
 
 
 class Service(InferenceServiceServicer):
@@ -93,19 +82,19 @@ class Service(InferenceServiceServicer):
 
 
 class Rig:
-    def __init__(self, address: str, door: Door, service: Service, server: Server) -> None:
-        self.address, self.door, self.service, self.server = address, door, service, server
+    def __init__(self, address: str, gate: Gate, service: Service, server: Server) -> None:
+        self.address, self.gate, self.service, self.server = address, gate, service, server
         self.channel = aio.insecure_channel(address)
         self.stub: Any = InferenceServiceStub(self.channel)
 
 
 @asynccontextmanager
 async def serving(tmp_path: Path) -> AsyncIterator[Rig]:
-    door, service = Door(), Service()
-    server = Server(load_settings(FrontendSettings, []), SERVICE, interceptors=[door])
+    gate, service = Gate(), Service()
+    server = Server(load_settings(FrontendSettings, []), SERVICE, interceptors=[gate])
     add_InferenceServiceServicer_to_server(service, server.grpc)
     await server.start(address := f"unix:{tmp_path}/s")
-    rig = Rig(address, door, service, server)
+    rig = Rig(address, gate, service, server)
     try:
         yield rig
     finally:
@@ -119,13 +108,13 @@ async def test_nothing_is_read_before_a_call_is_let_through(tmp_path: Path) -> N
         calls = range(1, 41, 2)
         for stream in calls:
             client.open_call(stream, f"/{SERVICE}/GenerateStream")
-        await until(lambda: rig.door.arrived == len(calls), "calls")
+        await until(lambda: rig.gate.arrived == len(calls), "calls")
         message = pb.GenerateRequest(text="x" * (1 << 20)).SerializeToString()
         await client.wait_until(lambda: client.stream_window == 64 << 10)
         assert client.window == 64 << 10
         assert not client.windows
         # Its message gets more room as soon as a call is let through.
-        rig.door.open.set()
+        rig.gate.open.set()
         await client.send_long_message(1, message)
         await client.wait_until(lambda: b"1048576" in client.received.get(1, b""))
 
@@ -136,8 +125,8 @@ async def test_a_refused_call_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(MessageMemory, "receive", fail)
     async with serving(tmp_path) as rig:
-        rig.door.refuses = True
-        rig.door.open.set()
+        rig.gate.refuses = True
+        rig.gate.open.set()
         with pytest.raises(aio.AioRpcError) as raised:
             await rig.stub.Tokenize(pb.TokenizeRequest(text="x" * 1000))
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -145,7 +134,7 @@ async def test_a_refused_call_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
         calls = []
         tracemalloc.start()
         try:
@@ -220,7 +209,7 @@ async def test_after_a_large_message_others_have_as_much_time(
 
 async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
         message = pb.TokenizeRequest(text="x" * 1000)
         calls = [rig.stub.Tokenize(message) for _ in range(3)]
         memory = memory_of(rig.server)
@@ -237,7 +226,7 @@ async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -
 async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str) -> None:
     """Counts the loop's iterations while a message is walked over, of which none may be long."""
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
         iterations, walking = 0, True
 
         async def count() -> None:
@@ -258,7 +247,7 @@ async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str
 
 async def test_a_call_without_a_message_is_an_invalid_argument(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
 
         async def nothing() -> AsyncIterator[bytes]:
             return
