@@ -271,4 +271,4 @@ def _call() -> Call:
 
 def _shares_cache() -> bool:
     client = _call().client
-    return client is not None and client.shares_cache
+    return client is not None and client.cache == "shared"

@@ -9,9 +9,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-Archive = tuple[bytes, str]  # and its SHA-256 in hexadecimal digits
-Stamp = tuple[int, int, int] | None
+from nano_vllm_grpc.tls import Stamp, stamp_of
 
+Archive = tuple[bytes, str]  # and its SHA-256 in hexadecimal digits
 # As vLLM's own server of this protocol has them (smg-grpc-servicer).
 _NAMES = (
     "tokenizer.json",
@@ -47,7 +47,7 @@ class TokenizerArchive:
 
     async def read(self) -> Archive:
         """Returns the archive and its SHA-256 in hexadecimal digits."""
-        stamps, made = [_stamp(path) for path in self._paths], self._making
+        stamps, made = [stamp_of(path) for path in self._paths], self._making
         if made is None or stamps != self._stamps or (made.done() and made.exception()):
             self._stamps = stamps
             made = self._making = self._on_thread(self._make)
@@ -60,11 +60,3 @@ class TokenizerArchive:
                 entry = zipfile.ZipInfo(path.name, _MADE_AT)
                 file.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
         return archive.getvalue(), hashlib.sha256(archive.getbuffer()).hexdigest()
-
-
-def _stamp(path: Path) -> Stamp:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
