@@ -45,9 +45,7 @@ class StackSettings(PublicSettings):
     profile_directory: str = ""
     http_port: HttpPort = Field("auto", description="the HTTP gateway's port; 0: none")
     ui_port: HttpPort = Field("auto", description="the page's port, on loopback; 0: none")
-    master_port: int = Field(
-        default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
-    )
+    master_port: int = 0
 
     # For the launcher's own requests, if clients must have a certificate.
     client_cert: str = ""

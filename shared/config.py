@@ -78,6 +78,8 @@ _NAMES_OF_SERVICES = """
     ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
+# Names that PyTorch's launchers and clusters set, without our prefix.
+_PYTORCH_NAMES = ("master_addr", "master_port")
 # Settings of a stack's clients, including the launcher, which may share the services' environment.
 _CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
 
@@ -95,7 +97,10 @@ def load_settings(
     given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
     if unknown := given.keys() - variables:
         raise SettingsError(f"unknown in the environment: {', '.join(sorted(unknown))}")
-    values: dict[str, Any] = _read_file(given.get(PREFIX + "CONFIG_FILE", ""))
+    values: dict[str, Any] = {
+        name: environment[name.upper()] for name in _PYTORCH_NAMES if name.upper() in environment
+    }
+    values |= _read_file(given.get(PREFIX + "CONFIG_FILE", ""))
     values |= {variables[name]: value for name, value in given.items()}
     own = {name: value for name, value in values.items() if name in cls.model_fields}
     cli: Any = {"_cli_parse_args": args, "_cli_kebab_case": True, "_cli_prog_name": cls.program}
