@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from shared.config import ServiceSettings, load_settings
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from shared.security import SecuritySettings
 
 _TIMEOUT_S = 5.0
 
@@ -55,7 +55,7 @@ def stats_reader(address: str, scheduler_address: str | None) -> ReadStats:
             return _no_stats
         scheduler_address = f"unix:{socket}"
 
-    dialer = SecuritySettings.model_validate({}).dialer
+    dialer = load_settings(ServiceSettings, []).dialer
 
     async def read() -> EngineStats:
         async with dialer.open(scheduler_address) as channel:

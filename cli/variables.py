@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperOption
 
 from deploy.plan import Layout, StackSettings
 from deploy.stack import SERVICES
@@ -37,7 +38,26 @@ NOT_OPTIONS = (
     "rank",
 )
 
+# What `--help` shows; `--help-all` shows all.
+_COMMON = (
+    *("model", "device", "dtype", "quantization", "kv_dtype", "tp", "max_num_seqs"),
+    *("max_num_batched_tokens", "max_model_len", "kv_blocks", "memory_utilization"),
+    *("attention", "enforce_eager", "max_waiting", "host", "port", "served_model_name"),
+    *("tls_cert", "tls_key", "auth_tokens_file", "http_port", "ui_port"),
+)
+# vLLM's names, which are accepted beside ours.
+_VLLM_NAMES = {"tp": "tensor_parallel_size", "memory_utilization": "gpu_memory_utilization"}
+
 _Host = partial(typer.Option, rich_help_panel="This host")
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        for parameter in context.command.params:
+            if isinstance(parameter, TyperOption):
+                parameter.hidden = False
+        print(context.get_help())
+        raise typer.Exit
 
 
 def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
@@ -49,9 +69,21 @@ def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
     def call(
         frontends: Annotated[int, _Host(min=1, help="processes that share the port")] = 1,
         engines: Annotated[int, _Host(min=1, help="each is a scheduler and its workers")] = 1,
-        services: Annotated[str, _Host(help="services to run on this host")] = " ".join(SERVICES),
-        ranks: Annotated[str | None, _Host(help="ranks to run on this host: 2, or 0-3")] = None,
-        metrics: Annotated[Literal["0", "1"], _Host(help="serve metrics to Prometheus")] = "1",
+        services: Annotated[
+            str, _Host(hidden=True, help="services to run on this host")
+        ] = " ".join(SERVICES),
+        ranks: Annotated[
+            str | None, _Host(hidden=True, help="ranks to run on this host: 2, or 0-3")
+        ] = None,
+        metrics: Annotated[
+            Literal["0", "1"], _Host(hidden=True, help="serve metrics to Prometheus")
+        ] = "1",
+        _: Annotated[
+            bool,
+            typer.Option(
+                "--help-all", callback=_show_all, is_eager=True, help="show all options and exit"
+            ),
+        ] = False,
         **values: Any,
     ) -> int:
         environment = dict(os.environ)
@@ -78,8 +110,13 @@ def _settings() -> dict[str, Parameter]:
         for name, field in settings.model_fields.items():
             common = name in ServiceSettings.model_fields
             if common == (settings is ServiceSettings) and name not in (*found, *NOT_OPTIONS):
+                names = [name, *filter(None, [_VLLM_NAMES.get(name)])]
                 option = typer.Option(
-                    help=_help(field), metavar=_metavar(field.annotation), rich_help_panel=panel
+                    *(f"--{each.replace('_', '-')}" for each in names),
+                    help=_help(field),
+                    metavar=_metavar(field.annotation),
+                    rich_help_panel=panel,
+                    hidden=name not in _COMMON,
                 )
                 found[name] = Parameter(
                     name,

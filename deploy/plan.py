@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -18,7 +16,7 @@ from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
 from deploy.ports import choose_port, free_port, is_free
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
-from frontend.callers.auth import Tokens
+from frontend.callers.tenants import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
 from nano_vllm_grpc.tls import ClientTls, FileError
 from scheduler_svc.settings import SchedulerSettings
@@ -35,8 +33,6 @@ HttpPort = Literal["auto"] | Annotated[int, Field(ge=0, le=65535)]
 class StackSettings(PublicSettings):
     """The services' settings that the launcher reads or sets."""
 
-    program: ClassVar[str] = "nano-vllm-grpc"
-
     model: str = "models/demo"
     served_model_name: str = ""
     tp: int = Field(1, gt=0)
@@ -49,9 +45,7 @@ class StackSettings(PublicSettings):
     profile_directory: str = ""
     http_port: HttpPort = Field("auto", description="port of the HTTP gateway; 0: none")
     ui_port: HttpPort = Field("auto", description="port of the dashboard, on loopback; 0: none")
-    master_port: int = Field(
-        default_factory=lambda: os.environ.get("MASTER_PORT", 0), validate_default=True
-    )
+    master_port: int = 0
 
     # For the launcher's own requests, if clients must have a certificate.
     client_cert: str = ""
@@ -82,8 +76,7 @@ def read_settings(environment: Environment) -> StackSettings:
     Raises:
         SettingsError: a NANO_ variable is unknown or invalid.
     """
-    with _environ(environment):
-        return load_settings(StackSettings, [])
+    return load_settings(StackSettings, [], environment)
 
 
 def plan_stack(
@@ -203,13 +196,13 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
     Raises:
         SettingsError: a service would reject a value; the message names it.
     """
-    with _environ(environment):
-        return {
-            "frontends": load_settings(FrontendSettings, []),
-            "scheduler": load_settings(SchedulerSettings, []),
-            "workers": load_settings(WorkerSettings, ["--rank", str(first_rank)]),
-            "launcher": load_settings(StackSettings, []),
-        }
+    rank = ["--rank", str(first_rank)]
+    return {
+        "frontends": load_settings(FrontendSettings, [], environment),
+        "scheduler": load_settings(SchedulerSettings, [], environment),
+        "workers": load_settings(WorkerSettings, rank, environment),
+        "launcher": load_settings(StackSettings, [], environment),
+    }
 
 
 def public_tls(settings: StackSettings) -> ClientTls | None:
@@ -272,16 +265,3 @@ def _parse_ranks(text: str | None, tp: int) -> range:
     if not first <= last < tp:
         raise LaunchError(f"RANKS: {text!r} is not within 0-{tp - 1}, the ranks of TP={tp}")
     return range(first, last + 1)
-
-
-@contextmanager
-def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Temporarily replaces os.environ by `values`; settings are read from nowhere else."""
-    saved = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)

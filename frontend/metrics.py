@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from frontend.callers.usage import Usage
+from frontend.callers.audit import Usage
 from shared.telemetry.metrics import RECOVERY_SECONDS, Histogram, ServiceMetrics
 
 # vLLM's buckets.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from frontend.api.generations import Generations
 from frontend.api.servicer import SERVICE_NAME, InferenceServicer
-from frontend.callers.audit import Audit
-from frontend.callers.auth import ClientInterceptor, Tokens
-from frontend.callers.door import Door
-from frontend.callers.usage import Usage
+from frontend.callers.audit import Audit, Usage
+from frontend.callers.auth import ClientInterceptor
+from frontend.callers.gateway import GatewayAddress
+from frontend.callers.tenants import Tokens
 from frontend.engines.pool import Engines
 from frontend.metrics import RequestMetrics
 from frontend.settings import FrontendSettings
@@ -42,7 +42,7 @@ def public_server(
     services = [pb.DESCRIPTOR.services_by_name["InferenceService"]]
     tokens = Tokens(path) if path else None
     operators_methods: set[str] = set()
-    door: Door | None = None
+    gateway: GatewayAddress | None = None
     if settings.engine_address:
         # Its packages are installed for gateways alone.
         from frontend.api.vllm_engine import servicer as engine
@@ -51,7 +51,8 @@ def public_server(
         operators_methods = set(engine.OPERATORS_METHODS)
         if settings.serves_gateway:
             methods = {f"/{engine.SERVICE_NAME}/{name}" for name in engine.PROTOCOL.methods_by_name}
-            door = Door(settings.engine_address, methods, tokens.named if tokens else None)
+            find = tokens.named if tokens else None
+            gateway = GatewayAddress(settings.engine_address, methods, find)
             operators_methods.remove(engine.EVENTS_METHOD)
     paths = {
         f"/{service.full_name}/{name}": name
@@ -74,7 +75,7 @@ def public_server(
                 operators_methods,
                 Tokens(operators_path) if operators_path else None,
                 tracing,
-                door,
+                gateway,
             )
         ],
         reuse_port=True,
@@ -85,7 +86,7 @@ def public_server(
 async def serve(
     server: Server, settings: FrontendSettings, metrics: RequestMetrics | None = None
 ) -> None:
-    """Runs the service on `server` until it is told to stop.
+    """Runs the service on `server` until it stops.
 
     Raises:
         ModelFilesError: the model directory cannot be used.
@@ -94,17 +95,17 @@ async def serve(
     directory = Path(settings.model)
     facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
-    door: Server | None = None
+    engine_server: Server | None = None
     opened = False
 
     async def set_serving(serving: bool) -> None:
         nonlocal opened
-        if door:
+        if engine_server:
             if serving and not opened:
                 # Not before: gateways ask once, when they can connect, what the model is.
                 opened = True
-                await door.start(settings.engine_address)
-            await door.set_serving(serving)
+                await engine_server.start(settings.engine_address)
+            await engine_server.set_serving(serving)
         await server.set_serving(serving)
 
     engines = Engines(
@@ -120,7 +121,7 @@ async def serve(
     if settings.engine_address:
         from frontend.api.vllm_engine import servicer as engine
 
-        door = Server(
+        engine_server = Server(
             settings,
             engine.SERVICE_NAME,
             reuse_port=True,
@@ -130,13 +131,13 @@ async def serve(
         servicer = engine.VllmEngineServicer(
             generations, directory, report_cached_tokens=settings.report_cached_tokens
         )
-        engine.add_to_server(servicer, door.grpc)  # type: ignore[no-untyped-call]
+        engine.add_to_server(servicer, engine_server.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")
     try:
         async with asyncio.TaskGroup() as tasks:
             connection = tasks.create_task(engines.run())
-            await asyncio.gather(*(each.wait() for each in (server, door) if each))
+            await asyncio.gather(*(each.wait() for each in (server, engine_server) if each))
             connection.cancel()
     except* OSError as errors:
-        raise errors.exceptions[0] from None  # the door's address
+        raise errors.exceptions[0] from None  # the engine protocol's address
     tokenizer.close()

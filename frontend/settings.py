@@ -78,13 +78,14 @@ class FrontendSettings(PublicSettings):
     index: int = Field(0, ge=0, description="of this frontend among those that share the port")
     operator_tokens_file: str = Field(
         "",
-        description="who sends a token on one of its lines may flush, profile and watch the cache",
+        description="operators send a token on one of its lines; they may flush, profile and watch "
+        "the cache",
     )
     engine_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )
     report_cached_tokens: bool = Field(
-        False, description="tell callers of engine_addresses how much of a prompt was cached"
+        False, description="report to callers of engine_addresses how much of a prompt was cached"
     )
 
     _split = field_validator("engine_addresses", "scheduler_addresses", mode="before")(split_commas)

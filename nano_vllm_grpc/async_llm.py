@@ -41,7 +41,7 @@ class AsyncLLM:
                 print(chunk.text, end="")
 
     If a server goes away, or says when to come back, the request is sent again, to another server
-    if there is one: a broken stream goes on after the tokens received, without an error, a gap or a
+    if there is one: a broken stream resumes after the tokens received, without an error, a gap or a
     repetition. Every method may raise `nano_vllm_grpc.errors.LLMError`.
 
     Args:
@@ -95,7 +95,7 @@ class AsyncLLM:
             timeout_s: deadline of each request, from when it is sent.
             priority: lower goes first.
             cache_salt: cached prefixes are shared only among requests with the same salt.
-            resume_token_ids: the tokens that the completion already has, to go on after; for
+            resume_token_ids: the tokens that the completion already has, to resume after; for
                 several prompts, a list of such lists.
         """
         items = as_prompts(prompts)
@@ -183,7 +183,7 @@ class AsyncLLM:
 
         Args:
             timeout_s, priority, cache_salt: as for `generate`.
-            resume_token_ids: the tokens that the completion already has, to go on after.
+            resume_token_ids: the tokens that the completion already has, to resume after.
         """
         params = sampling_params or SamplingParams()
         request = ResumableRequest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,7 +13,6 @@ from grpc import ChannelConnectivity, aio
 
 from nano_vllm_grpc.connections import Connection, Connections
 from nano_vllm_grpc.errors import UnavailableError, from_rpc_error
-from nano_vllm_grpc.merge import merge
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.resume import Call, ResumableRequest
 from nano_vllm_grpc.retry import Retries
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 Response = TypeVar("Response")
+Item = TypeVar("Item")
 Received = tuple[Call, pb.GenerateStreamResponse]
 
 
@@ -68,7 +68,7 @@ class Calls:
                 break
             (call,) = rest
         each_one = [self.stream(request, each_call, deadline) for each_call in rest]
-        async with aclosing(merge(each_one)) as received:
+        async with aclosing(_merge(each_one)) as received:
             async for each in received:
                 yield each
 
@@ -97,3 +97,27 @@ class Calls:
         if isinstance(typed, UnavailableError) and typed.retry_after_s is None:
             connection.failed()
         return retries.next_delay(typed, reached=self._reached)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """Yields the items of all streams as they arrive, asking each for its next one only once the
+    last was taken. The first error ends them all, as does closing."""
+    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    del waiting[task]
+                    continue
+                stream = waiting.pop(task)
+                yield item
+                waiting[asyncio.ensure_future(anext(stream))] = stream
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

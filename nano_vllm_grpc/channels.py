@@ -1,7 +1,7 @@
 """Channels between processes, and the options that both ends of a connection must agree on.
 
-A process that dies says goodbye: the kernel closes its connections. Nobody does so if a host
-vanishes, the network is partitioned or a process is stopped. So both ends ping while there are
+The kernel closes the connections of a process that dies, but not if a host vanishes, the network is
+partitioned or a process is stopped. So both ends ping while there are
 calls, and end a connection whose pings go unanswered: it is found dead within one and a half times
 the keepalive interval. gRPC answers pings by itself, in its own threads: a stream may stay silent
 for ever.

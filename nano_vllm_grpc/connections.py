@@ -1,14 +1,33 @@
-"""Connections to the frontends of a server."""
+"""Connections to the frontends of a server: their channels, TLS and the bearer token."""
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from nano_vllm_grpc.connection import connect
-from nano_vllm_grpc.tls import ClientTls
+from grpc import aio
 
+from nano_vllm_grpc.channels import keepalive_options, open_channel, stays_on_host
+from nano_vllm_grpc.errors import LLMError
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from nano_vllm_grpc.tls import ClientTls, FileError
+
+if TYPE_CHECKING:
+    from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
+
+_OPTIONS = (
+    # A whole prompt with logprobs can exceed gRPC's 4 MB.
+    ("grpc.max_receive_message_length", -1),
+    # Otherwise channels to one address share a connection, and with it a frontend.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    *keepalive_options(),
+)
 _REST_S = 1.0  # how long a failed connection rests if there are others
 
 
@@ -17,7 +36,7 @@ class Connection:
 
     def __init__(self, address: str, tls: ClientTls | None, token: str | None) -> None:
         self.address = address
-        self.channel, self.stub = connect(address, tls, token)
+        self.channel, self.stub = _connect(address, tls, token)
         self.calls = 0  # in progress
         self.rests_until = 0.0  # time.monotonic
 
@@ -78,3 +97,35 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
     if not addresses:
         raise ValueError(f"address {address!r} names no server; give host:port or unix:path")
     return addresses
+
+
+def _connect(
+    address: str, tls: ClientTls | None, token: str | None
+) -> tuple[aio.Channel, InferenceServiceAsyncStub]:
+    """Opens a channel for the running event loop, with a stub on it that sends the token along.
+
+    Args:
+        tls, token: None to use the environment (NANO_TLS_CA and so on, NANO_TOKEN).
+
+    Raises:
+        LLMError: a file of `tls` cannot be used, or others could read the token in transit.
+    """
+    tls = tls or ClientTls.from_environment()
+    token = token or os.environ.get("NANO_TOKEN")
+    allowed = os.environ.get("NANO_ALLOW_PUBLIC_PLAINTEXT", "0").lower() in ("1", "true")
+    if token and tls is None and not stays_on_host(address) and not allowed:
+        raise LLMError(
+            f"token: would be sent to {address} in plaintext: give tls, or set "
+            "NANO_ALLOW_PUBLIC_PLAINTEXT=1 if the network is private"
+        )
+    try:
+        channel = open_channel(address, tls, _OPTIONS)
+    except FileError as error:
+        raise LLMError(str(error)) from error
+    stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
+    if token:
+        # Not with an interceptor: those of grpc.aio cost a task and a queue per stream.
+        metadata = (("authorization", f"Bearer {token}"),)
+        for name, call in vars(stub).items():
+            setattr(stub, name, functools.partial(call, metadata=metadata))
+    return channel, stub

@@ -43,7 +43,8 @@ class LLM:
             one, `model` is required.
         model: directory of the model to start a private stack with.
         connections, max_in_flight, max_retry_wait_s, tls, token: as for `AsyncLLM`.
-        variables: the private stack's; those of `make up`, in lower case.
+        variables: the private stack's; those of `make up`, in lower case. vLLM's
+            `tensor_parallel_size`, `gpu_memory_utilization` and `enforce_eager` are accepted, too.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class LLM:
         try:
             return future.result()
         finally:
-            future.cancel()  # the requests must not go on if the wait was interrupted
+            future.cancel()  # the requests must not continue if the wait was interrupted
 
 
 def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

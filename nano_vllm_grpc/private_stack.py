@@ -27,7 +27,8 @@ class PrivateStack:
 
     Args:
         model: directory of the model.
-        variables: those of `make up`, in lower case, such as `tp=2` or `max_num_seqs=64`.
+        variables: those of `make up`, in lower case, such as `tp=2` or `max_num_seqs=64`, or as
+            vLLM names them, such as `tensor_parallel_size=2`.
 
     Raises:
         StackError: the stack did not start, and the message is the launcher's; or this is an

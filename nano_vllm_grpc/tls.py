@@ -106,7 +106,7 @@ def read_file(path: str) -> bytes:
         raise FileError(f"{path}: {error.strerror}") from error
 
 
-def stamp_of(*paths: str) -> Stamp:
+def stamp_of(*paths: str | os.PathLike[str]) -> Stamp:
     """A value that changes when a file does; empty while one is missing."""
     try:
         found = [os.stat(path) for path in paths if path]

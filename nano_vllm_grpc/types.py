@@ -98,7 +98,7 @@ class Chunk:
     token_ids: list[int]
     token_offset: int  # index in the completion of the first of token_ids
     logprobs: list[dict[int, float]]  # per token, by token id, the chosen one first
-    # Likewise per token of the prompt, on the request's first chunk; empty for the first token.
+    # As `logprobs`, per token of the prompt, on the request's first chunk. The first is empty.
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from nano_vllm_grpc.errors import InvalidRequestError
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -23,6 +23,8 @@ from nano_vllm_grpc.types import (
     Usage,
     is_chat,
 )
+
+Decoded = TypeVar("Decoded")
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_EOS: "eos",
@@ -90,7 +92,6 @@ def encode_detokenize(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
 
 
 def decode_chunk(message: pb.GenerateStreamResponse) -> Chunk:
-    usage, timings = message.usage, message.timings
     return Chunk(
         request_id=message.request_id,
         index=message.index,
@@ -102,20 +103,8 @@ def decode_chunk(message: pb.GenerateStreamResponse) -> Chunk:
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
         stop_reason=message.stop_reason,
         score=message.score,
-        usage=Usage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_prompt_tokens=usage.cached_prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-        )
-        if message.HasField("usage")
-        else None,
-        timings=Timings(
-            queue_s=timings.queue_s,
-            first_token_s=timings.first_token_s,
-            total_s=timings.total_s,
-        )
-        if message.HasField("timings")
-        else None,
+        usage=_decode(Usage, message.usage) if message.HasField("usage") else None,
+        timings=_decode(Timings, message.timings) if message.HasField("timings") else None,
     )
 
 
@@ -126,10 +115,13 @@ def decode_model(message: pb.GetModelResponse) -> ModelInfo:
         vocab_size=message.vocab_size,
         eos_token_ids=list(message.eos_token_ids),
         default_sampling=_decode_sampling(message.default_sampling),
-        capacity=EngineCapacity(
-            **{f.name: getattr(message.capacity, f.name) for f in fields(EngineCapacity)}
-        ),
+        capacity=_decode(EngineCapacity, message.capacity),
     )
+
+
+def _decode(kind: type[Decoded], message: Any) -> Decoded:
+    """A `kind` with the fields of a message that has the same ones."""
+    return kind(**{name: getattr(message, name) for name in kind.__annotations__})
 
 
 def _encode_chat(chat: Sequence[Message] | Chat) -> pb.Chat:

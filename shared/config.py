@@ -11,20 +11,16 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import NoDecode
 
-from shared.security import PREFIX as PREFIX
 from shared.security import SecuritySettings
+
+PREFIX = "NANO_"
 
 Addresses = Annotated[tuple[str, ...], NoDecode]
 AutoInt = Literal["auto"] | Annotated[int, Field(gt=0)]
@@ -38,8 +34,7 @@ class SettingsError(ValueError):
 class ServiceSettings(SecuritySettings):
     """The settings that every service has."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
-    program: ClassVar[str]  # the command that reads them
+    program: ClassVar[str] = "nano-vllm-grpc"  # the command that reads them
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
@@ -68,21 +63,10 @@ class ServiceSettings(SecuritySettings):
     def callers_need_tokens(self) -> bool:
         return False
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_file(cls))
-
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
-# The services' own settings. No service imports another, yet each must tell the others' settings
-# from misspelt ones, so a new setting is named here, too.
+# The settings of single services. A service must tell the other services' settings from misspelt
+# ones, but imports no other service, and an image may hold one alone. So they are named here, too.
 _NAMES_OF_SERVICES = """
     allow_public_plaintext attention auth_tokens_file block_size device dtype
     enforce_eager engine_addresses engine_name engines_on_host gateway_policy host http_port index
@@ -94,24 +78,34 @@ _NAMES_OF_SERVICES = """
     ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
+# Names that PyTorch's launchers and clusters set, without our prefix.
+_PYTORCH_NAMES = ("master_addr", "master_port")
 # Settings of a stack's clients, including the launcher, which may share the services' environment.
 _CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
 
 
-def load_settings(cls: type[Settings], args: list[str]) -> Settings:
+def load_settings(
+    cls: type[Settings], args: list[str], environment: Mapping[str, str] = os.environ
+) -> Settings:
     """Reads flags, environment and file.
 
     Raises:
         SettingsError: settings are unknown or impossible; the message names each.
     """
-    ours = {name for name in os.environ if name.startswith(PREFIX)}
-    known = {PREFIX + name.upper() for name in (*KNOWN_NAMES, *_CLIENT_NAMES, "config_file")}
-    unknown = ours - known
-    if unknown:
+    names = (*KNOWN_NAMES, *_CLIENT_NAMES, "config_file")
+    variables = {PREFIX + name.upper(): name for name in names}
+    given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+    if unknown := given.keys() - variables:
         raise SettingsError(f"unknown in the environment: {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {
+        name: environment[name.upper()] for name in _PYTORCH_NAMES if name.upper() in environment
+    }
+    values |= _read_file(given.get(PREFIX + "CONFIG_FILE", ""))
+    values |= {variables[name]: value for name, value in given.items()}
+    own = {name: value for name, value in values.items() if name in cls.model_fields}
     cli: Any = {"_cli_parse_args": args, "_cli_kebab_case": True, "_cli_prog_name": cls.program}
     try:
-        return cls(**cli)
+        return cls(**cli, **own)
     except ValidationError as error:
         raise SettingsError("; ".join(_describe(e) for e in error.errors())) from error
 
@@ -126,9 +120,8 @@ def settings_or_exit(cls: type[Settings], args: list[str]) -> Settings:
         raise SystemExit(2) from None
 
 
-def _read_file(cls: type[BaseSettings]) -> dict[str, Any]:
-    """Reads the part of NANO_CONFIG_FILE that is for `cls`; `{}` if there is no file."""
-    path = os.environ.get(PREFIX + "CONFIG_FILE")
+def _read_file(path: str) -> dict[str, Any]:
+    """Reads the settings in a TOML file; `{}` if there is no file."""
     if not path:
         return {}
     try:
@@ -137,7 +130,7 @@ def _read_file(cls: type[BaseSettings]) -> dict[str, Any]:
         raise SettingsError(f"{PREFIX}CONFIG_FILE: {error}") from error
     if unknown := values.keys() - KNOWN_NAMES:
         raise SettingsError(f"unknown in {path}: {', '.join(sorted(unknown))}")
-    return {name: value for name, value in values.items() if name in cls.model_fields}
+    return values
 
 
 def _describe(error: Any) -> str:

@@ -1,5 +1,5 @@
-"""Things that wait, taken in turn among their owners (Nagle, RFC 970), each one's oldest first:
-however many one has, another's waits for one of them at a time."""
+"""Waiting items, taken in turn among their owners (Nagle, RFC 970), each owner's oldest first.
+However many items an owner has, another owner waits for one of them at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ class RoundRobin(Generic[Owner, Item]):
     """Takes constant time for all but `heads`. Items are compared by identity or as they say."""
 
     def __init__(self) -> None:
-        # By owner, the one whose turn it is first; none is empty.
+        # By owner, the next one first; none is empty.
         self._queues: OrderedDict[Owner, OrderedDict[Item, None]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._queues)
-
-    def count(self, owner: Owner) -> int:
-        """The number of an owner's items."""
-        return len(self._queues.get(owner, ()))
 
     def add(self, owner: Owner, item: Item) -> None:
         self._queues.setdefault(owner, OrderedDict())[item] = None
@@ -37,16 +33,16 @@ class RoundRobin(Generic[Owner, Item]):
                 del self._queues[owner]
 
     def heads(self) -> Iterator[tuple[Owner, Item]]:
-        """Each owner's oldest item, the one first whose turn it is."""
+        """Each owner's oldest item, the next owner's first."""
         for owner, queue in self._queues.items():
             yield owner, next(iter(queue))
 
     def pop(self) -> Item:
-        """Takes the oldest item of the owner whose turn it is."""
+        """Takes the next owner's oldest item."""
         return self.pop_of(next(iter(self._queues)))
 
     def pop_of(self, owner: Owner) -> Item:
-        """Takes the oldest item of this owner, who then goes behind the others."""
+        """Takes this owner's oldest item. The owner then goes behind the others."""
         queue = self._queues[owner]
         item, _ = queue.popitem(last=False)
         if queue:

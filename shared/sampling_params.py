@@ -1,9 +1,10 @@
-"""The numeric sampling parameters, each defined once: name, default, ranges, column of a step.
+"""The sampling parameters, each defined once: name, default, ranges, column of a step.
 
-A field of `SamplingNumbers` is a parameter. It has the same name in `SamplingParams` of
+A field of `SamplingNumbers` is a numeric parameter. It has the same name in `SamplingParams` of
 frontend.proto and in `TokenSampling` of scheduler.proto; its column is one of `SamplingFeatures` in
 worker.proto. The frontend takes its defaults and checks from these definitions, the scheduler its
-checks and columns, and the workers their checks: none of them trusts what it is sent.
+checks and columns, and the workers their checks: each checks what it is sent, and nothing behind
+that checks it again.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Bounds:
 
     public: Range  # what the frontend takes from clients
     engine: Range  # what the scheduler and the workers can run; contains `public`
+    with_beams: float | None = None  # the only value that goes with beam search; None: none does
 
 
 class Effect(enum.Enum):
@@ -63,7 +65,6 @@ class Parameter(Bounds):
     column: str  # of SamplingFeatures: int32 where the default is an int, else float32; empty: none
     effect: Effect | None  # how the column changes logits
     from_model: bool  # generation_config.json may set another default
-    with_beams: float  # the only value that goes with beam search
 
     @property
     def whole(self) -> bool:
@@ -154,8 +155,15 @@ BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": Bounds(public=Range(1), engine=Range(1, _MAX_INT32)),
     "logprobs": Bounds(public=Range(0, 20), engine=Range(0, 1000)),
     "prompt_logprobs": Bounds(public=Range(0, 20), engine=Range(0, 1000)),
-    "n": Bounds(public=Range(1, 16), engine=Range(1, 64)),
+    "n": Bounds(public=Range(1, 16), engine=Range(1, 64), with_beams=1),
     "beam_width": Bounds(public=Range(0, 16), engine=Range(0, 64)),
     # Keeps lengths raised to its power finite.
     "length_penalty": Bounds(public=Range(-10, 10), engine=Range(-10, 10)),
 }
+# Of these, beam search takes any value.
+WITH_BEAMS = ("max_tokens", "beam_width", "length_penalty")
+
+# Of the parameters that are lists or maps.
+MAX_ITEMS: Mapping[str, int] = {"stop": 16, "stop_token_ids": 64, "logit_bias": 1024}
+MAX_STOP_LENGTH = 1024  # characters
+LOGIT_BIAS = Range(-100, 100)

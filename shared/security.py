@@ -1,24 +1,22 @@
-"""Settings that decide who may connect, who may call, and who may eavesdrop."""
+"""Settings that decide who may connect, call and eavesdrop."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from nano_vllm_grpc.channels import KEEPALIVE_S, stays_on_host
 from nano_vllm_grpc.tls import ClientTls
 from shared.channels import Dialer
 from shared.tls import ServerTls
 
-PREFIX = "NANO_"
-
 
 class SecuritySettings(BaseSettings):
     """Settings of TLS between services, which trust each other: mutual TLS or none."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
     # Of the settings that `server_tls` is made of, and the one that lets a server do without.
     _tls_prefix: ClassVar[str] = "internal_tls"
     _plaintext: ClassVar[str] = "allow_plaintext"
@@ -34,6 +32,17 @@ class SecuritySettings(BaseSettings):
     )
     reflection: Literal["auto", "on", "off"] = Field("auto", description="auto: off with tokens")
     keepalive_s: float = Field(KEEPALIVE_S, gt=0, description="between pings of silent streams")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *_: PydanticBaseSettingsSource,
+        **__: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Takes flags and what it is given; `load_settings` reads the environment and files."""
+        return (init_settings,)
 
     @model_validator(mode="after")
     def _check_internal_tls(self) -> Self:
@@ -87,6 +96,6 @@ def _check_stays(name: str, address: str, what: str, prefix: str, permission: st
     if not stays_on_host(address):
         raise ValueError(
             f"{name}: {address} would {what} in plaintext: set {prefix}_cert and the other TLS "
-            f"settings ({PREFIX}{prefix.upper()}_CERT, ...), or {permission} "
-            f"({PREFIX}{permission.upper()}=1) if the network is private"
+            f"settings (NANO_{prefix.upper()}_CERT, ...), or {permission} "
+            f"(NANO_{permission.upper()}=1) if the network is private"
         )

@@ -27,7 +27,7 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class Generations:
-    """Starts generations with one model, for every door of the frontend."""
+    """Starts generations with one model, for both interfaces of the frontend."""
 
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, engines: Engines) -> None:
         self.facts = facts

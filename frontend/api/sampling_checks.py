@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,25 +13,20 @@ from frontend.text.model_files import ModelFacts
 from frontend.text.structured_output import check_structured_output
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.sampling_params import BOUNDS, FILTERS, NUMBERS, Range, SamplingNumbers
+from shared.sampling_params import (
+    BOUNDS,
+    FILTERS,
+    LOGIT_BIAS,
+    MAX_ITEMS,
+    MAX_STOP_LENGTH,
+    NUMBERS,
+    WITH_BEAMS,
+    Range,
+    SamplingNumbers,
+)
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_LENGTH = 1024  # characters
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIASES = 1024
 # Log-probabilities of several completions together; one alone is bounded by the model's length.
 MAX_LOGPROB_ENTRIES = 1 << 20
-
-_LOGIT_BIAS = Range(-100, 100)
-
-# Parameters that beam search excludes, each with the one value that it allows (None: no value).
-_NOT_WITH_BEAMS: Mapping[str, float | None] = {
-    "n": 1,
-    **{name: each.with_beams for name, each in NUMBERS.items()},
-    "seed": None,
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
 
 
 def check_sampling(
@@ -45,9 +40,7 @@ def check_sampling(
     Raises:
         InvalidArgumentError: a field is out of range, or two contradict each other.
     """
-    for name, bounds in BOUNDS.items():
-        if _is_set(sampling, name):
-            _check_range(f"sampling.{name}", getattr(sampling, name), bounds.public)
+    _check_by_table(sampling)
     logit_bias = _logit_bias(sampling.logit_bias, vocab_size)
     _check_contradictions(sampling, logit_bias)
     max_tokens = _max_tokens(sampling, room)
@@ -57,23 +50,22 @@ def check_sampling(
         max_tokens=max_tokens,
         min_tokens=_min_tokens(sampling.min_tokens, max_tokens),
         eos_token_ids=() if sampling.ignore_eos else facts.eos_token_ids,
-        stop_token_ids=_stop_token_ids(sampling.stop_token_ids, vocab_size),
-        stop=_stop_strings(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        stop=tuple(sampling.stop),
         include_stop=sampling.include_stop_in_output,
-        show_special=_is_set(sampling, "skip_special_tokens") and not sampling.skip_special_tokens,
+        show_special=not _value(sampling, "skip_special_tokens", True),
     )
+    check_token_ids("sampling.stop_token_ids", ends.stop_token_ids, vocab_size)
     if sampling.beam_width:
-        penalty = sampling.length_penalty if _is_set(sampling, "length_penalty") else 1.0
+        penalty = _value(sampling, "length_penalty", 1.0)
         return replace(ends, beam_width=sampling.beam_width, length_penalty=penalty)
     checked = replace(
         ends,
         **_numbers(sampling, facts.defaults, vocab_size),
-        seed=sampling.seed if _is_set(sampling, "seed") else secrets.randbits(64),
+        seed=_value(sampling, "seed", secrets.randbits(64)),
         logit_bias=logit_bias,
-        logprobs=sampling.logprobs if _is_set(sampling, "logprobs") else None,
-        prompt_logprobs=(
-            sampling.prompt_logprobs if _is_set(sampling, "prompt_logprobs") else None
-        ),
+        logprobs=_value(sampling, "logprobs", None),
+        prompt_logprobs=_value(sampling, "prompt_logprobs", None),
         n=sampling.n or 1,
         grammar=(
             check_structured_output(sampling.structured_output)
@@ -120,6 +112,26 @@ def _is_set(sampling: pb.SamplingParams, name: str) -> bool:
     return sampling.HasField(name)  # type: ignore[arg-type]  # wants a literal
 
 
+def _value(sampling: pb.SamplingParams, name: str, default: Any) -> Any:
+    return getattr(sampling, name) if _is_set(sampling, name) else default
+
+
+def _check_by_table(sampling: pb.SamplingParams) -> None:
+    for name, bounds in BOUNDS.items():
+        if _is_set(sampling, name):
+            _check_range(f"sampling.{name}", getattr(sampling, name), bounds.public)
+    for name, limit in MAX_ITEMS.items():
+        count = len(getattr(sampling, name))
+        if count > limit:
+            raise InvalidArgumentError(f"sampling.{name}", f"{count} given; the limit is {limit}")
+    for index, stop in enumerate(sampling.stop):
+        if not 0 < len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidArgumentError(
+                f"sampling.stop[{index}]",
+                f"{len(stop)} characters; must be 1 to {MAX_STOP_LENGTH}",
+            )
+
+
 def _check_contradictions(
     sampling: pb.SamplingParams, logit_bias: Sequence[tuple[int, float]]
 ) -> None:
@@ -136,21 +148,29 @@ def _check_contradictions(
                 f"{sampling.length_penalty:g} without sampling.beam_width; it is for beam search",
             )
         return
-    others = {
+    excluded = {
         "structured_output": structured,
         "logit_bias": bool(logit_bias),
         "stop": bool(sampling.stop),
+        "seed": _is_set(sampling, "seed"),
     }
-    for name, neutral in _NOT_WITH_BEAMS.items():
-        others[name] = _is_set(sampling, name) and getattr(sampling, name) != neutral
-    for name, given in others.items():
+    for name, given in excluded.items():
         if given:
-            neutral = _NOT_WITH_BEAMS.get(name)
+            raise _not_with_beams(sampling, name)
+    for name, bounds in BOUNDS.items():
+        neutral = bounds.with_beams
+        if name not in WITH_BEAMS and _value(sampling, name, neutral) != neutral:
             instead = "" if neutral is None else f" or give {neutral:g}"
-            raise InvalidArgumentError(
-                "sampling.beam_width",
-                f"{sampling.beam_width} cannot go with sampling.{name}; leave that out{instead}",
-            )
+            raise _not_with_beams(sampling, name, instead)
+
+
+def _not_with_beams(
+    sampling: pb.SamplingParams, name: str, instead: str = ""
+) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "sampling.beam_width",
+        f"{sampling.beam_width} cannot go with sampling.{name}; leave that out{instead}",
+    )
 
 
 def _numbers(
@@ -158,9 +178,7 @@ def _numbers(
 ) -> dict[str, Any]:
     """The numeric parameters. Values without effect are replaced by the defaults, because a step is
     faster if no row asks for anything."""
-    values = {
-        name: getattr(sampling if _is_set(sampling, name) else defaults, name) for name in NUMBERS
-    }
+    values = {name: _value(sampling, name, getattr(defaults, name)) for name in NUMBERS}
     if values["temperature"] == 0:
         values |= {name: NUMBERS[name].default for name in FILTERS}
     if values["top_k"] >= vocab_size:
@@ -171,13 +189,12 @@ def _numbers(
 def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """The nonzero biases, ascending by id."""
     field = "sampling.logit_bias"
-    _check_count(field, biases, MAX_LOGIT_BIASES)
     for token_id, value in sorted(biases.items()):
         if token_id >= vocab_size:
             raise InvalidArgumentError(
                 field, f"{token_id} is not below the vocabulary's size, {vocab_size}"
             )
-        _check_range(f"{field}[{token_id}]", value, _LOGIT_BIAS)
+        _check_range(f"{field}[{token_id}]", value, LOGIT_BIAS)
     return tuple((token_id, value) for token_id, value in sorted(biases.items()) if value)
 
 
@@ -216,29 +233,6 @@ def _check_logprob_entries(sampling: Sampling) -> None:
         )
 
 
-def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    field = "sampling.stop_token_ids"
-    _check_count(field, token_ids, MAX_STOP_TOKEN_IDS)
-    check_token_ids(field, token_ids, vocab_size)
-    return tuple(token_ids)
-
-
-def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
-    _check_count("sampling.stop", stops, MAX_STOP_STRINGS)
-    for index, stop in enumerate(stops):
-        if not 0 < len(stop) <= MAX_STOP_STRING_LENGTH:
-            raise InvalidArgumentError(
-                f"sampling.stop[{index}]",
-                f"{len(stop)} characters; must be 1 to {MAX_STOP_STRING_LENGTH}",
-            )
-    return tuple(stops)
-
-
 def _check_range(field: str, value: float, valid: Range) -> None:
     if value not in valid:
         raise InvalidArgumentError(field, f"{value} is out of range; must be {valid}")
-
-
-def _check_count(field: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise InvalidArgumentError(field, f"{len(values)} given; the limit is {limit}")

@@ -15,7 +15,7 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import (
     InferenceServiceServicer,
 )
-from shared.rpc.reading import let_go
+from shared.rpc.reading import release_message
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
@@ -33,7 +33,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> bytes:
         generation = await self._generations.start(request, context)
         del request
-        let_go()
+        release_message()
         wholes = [
             WholeCompletion(index, self._tokenizer.full_table)
             for index in range(generation.request.sampling.num_completions)
@@ -57,7 +57,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> None:
         generation = await self._generations.start(request, context)
         del request
-        let_go()
+        release_message()
         request_id, table = generation.request.request_id, self._tokenizer.full_table
         while not generation.ended:
             deltas = await generation.next_deltas()
@@ -74,7 +74,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def _prompt_logprobs(
         self, message: type[pb.GenerateResponse | pb.GenerateStreamResponse], delta: Delta
     ) -> bytes:
-        """Serializes a delta's `prompt_logprobs`, and lets go of them."""
+        """Serializes a delta's `prompt_logprobs`, and drops them."""
         rows, delta.prompt_logprobs = delta.prompt_logprobs, ()
         table = self._tokenizer.full_table
         return await self._tokenizer.on_thread(

@@ -1,9 +1,9 @@
 """The audit trail: a log line for each request, when it ends, and its share of the counters.
 
-A line says who asked (client, peer), for what (method, model, numbers of tokens), and what came of
-it. It holds no text and no token of the client's. Calls that generate nothing, refused ones among
-them, may come by the thousand: of those alike, the first is logged at once, the others as one line
-per second, with their count.
+A line names the client and its peer, the method, the model, the numbers of tokens and the outcome.
+It holds no text and no token of the client's. Calls that generate nothing, such as refused ones,
+may come by the thousand. The first of a kind is logged at once, the others as one line per second
+with their count.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import asyncio
 import contextvars
 import re
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
 from grpc import StatusCode, aio
 
 from frontend.callers.call import CALL, Call, Work
-from frontend.callers.usage import Usage
 from shared.errors import ServiceError
 from shared.rpc.callers import host_of
 
 log = structlog.get_logger(__name__)
 
 _INTERVAL_S = 1.0
-# Kinds of lines per interval; what is beyond is one kind, whose peers are not told apart.
+# Kinds of lines per interval. All further lines are one kind, without their clients and peers.
 MAX_KINDS = 256
 _OK, _CANCELLED = StatusCode.OK.name, StatusCode.CANCELLED.name
 _REFUSALS = {
@@ -40,6 +41,40 @@ _REFUSALS = {
 }
 # The field or limit at the start of an error's message.
 _NAMED = re.compile(r"([a-z_]+)[.\[:]")
+
+
+@dataclass(slots=True)
+class ClientUsage:
+    """Counters of one client; none ever falls."""
+
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and outcome
+    refusals: Counter[str] = field(default_factory=Counter)  # by reason
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Usage:
+    """The counters by client's name; all callers without one are the client ''."""
+
+    def __init__(self) -> None:
+        self.clients: defaultdict[str, ClientUsage] = defaultdict(ClientUsage)
+
+    def add(self, call: Call, outcome: str, refused_for: str, work: Work | None) -> None:
+        """Counts a call that has ended.
+
+        Args:
+            outcome: how its completions ended, else its status.
+            refused_for: the limit or field that it was refused for; empty if it was not refused.
+        """
+        usage = self.clients[call.client.name if call.client else ""]
+        usage.requests[call.method, outcome] += 1
+        if refused_for:
+            usage.refusals[refused_for] += 1
+        if work is not None:
+            usage.prompt_tokens += work.prompt_tokens
+            usage.cached_prompt_tokens += work.cached_prompt_tokens
+            usage.completion_tokens += work.completion_tokens
 
 
 class _Kind(NamedTuple):
@@ -106,7 +141,7 @@ class Audit:
         )
 
     def _flush(self) -> None:
-        """Logs what has been counted; kinds that go on to come are not logged at once again."""
+        """Logs the counts. A kind that keeps coming is counted again, not logged at once."""
         counted = {kind: count for kind, count in self._counts.items() if count}
         for kind, count in counted.items():
             _log_kind(kind, count)

@@ -1,32 +1,29 @@
-"""Decides who may call a public service, by token, and how many calls a client may have open; and
-has each call recorded.
+"""Admits calls to a public service by token, limits how many calls a client may have open, and has
+each call recorded.
 
 Health stays open, for load balancers.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import inspect
-import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import grpc
-import structlog
 from grpc import aio
 from grpc_health.v1 import health
 
 from frontend.callers.audit import Audit
 from frontend.callers.call import Call
-from frontend.callers.door import Door
-from frontend.callers.refusals import Refusals
-from frontend.callers.tenants import Client, read_clients
-from frontend.callers.tracing import AskedTraces, traced
-from nano_vllm_grpc.tls import FileError
+from frontend.callers.gateway import GatewayAddress
+from frontend.callers.rates import CallerRates
+from frontend.callers.tenants import Client, Tokens
+from frontend.callers.tracing import ASKED_PER_SECOND, traced
 from shared.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -36,65 +33,18 @@ from shared.errors import (
     UnimplementedError,
 )
 from shared.rpc.callers import CALLER, Caller, network_of
-from shared.rpc.interceptors import within, wrap_behavior
+from shared.rpc.interceptors import Context, within, wrap_behavior
 from shared.rpc.message_memory import MAX_BYTES_PER_CALLER
 from shared.telemetry.tracing import Tracing
 
-log = structlog.get_logger(__name__)
-
-Context = aio.ServicerContext[Any, Any]
-
 _SCHEME = "bearer "
 _RETRY_AFTER_S = 1.0
-_NOBODY = ""  # the caller of calls that nobody known makes
+_ANONYMOUS = ""  # the caller of calls without a good token
+# Refusals per second that a caller gets at once, after as many in a burst. The next ones wait, but
+# no more than so many: a caller that has them all open may as well have its answers.
+_REFUSALS_PER_SECOND = 50.0
+_MAX_WAITING_REFUSALS = 128
 _OPEN = f"/{health.SERVICE_NAME}/"
-
-
-class Tokens:
-    """The tokens of a file that may change.
-
-    Emptying the file locks everybody out. If it is deleted or broken, nothing changes.
-
-    Raises:
-        FileError: the file cannot be used, or holds no token.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._stamp = self._read_stamp()
-        self._clients = _by_digest(path)
-        if not self._clients:
-            raise FileError(f"auth_tokens_file: {path} holds no token")
-
-    def named(self, name: str) -> Client | None:
-        """The client of that name, if the file has one."""
-        self._reread()
-        return next((each for each in self._clients.values() if each.name == name), None)
-
-    def find(self, token: str) -> Client | None:
-        """The client whose token this is, or None if it is unknown."""
-        self._reread()
-        # The time taken tells something about digests at most, which nobody can choose by prefix.
-        return self._clients.get(_digest(token))
-
-    def _reread(self) -> None:
-        stamp = self._read_stamp()
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._clients = _by_digest(self._path)
-        except FileError as error:
-            log.warning("tokens not reloaded", reason=str(error))
-        else:
-            log.info("tokens reloaded", tokens=len(self._clients))
-
-    def _read_stamp(self) -> tuple[int, int, int] | None:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class ClientInterceptor(aio.ServerInterceptor):
@@ -105,7 +55,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         methods: by path, those that are recorded by name.
         operators_methods: paths of those that need one of `operators` in place of a client's
             token; None: nobody may call them.
-        door: admits those who call its methods, in place of tokens.
+        gateway: admits those who call its methods, in place of tokens.
     """
 
     def __init__(
@@ -117,9 +67,9 @@ class ClientInterceptor(aio.ServerInterceptor):
         operators_methods: Collection[str] = (),
         operators: Tokens | None = None,
         tracing: Tracing | None = None,
-        door: Door | None = None,
+        gateway: GatewayAddress | None = None,
     ) -> None:
-        self._door = door
+        self._gateway = gateway
         self._tracing = tracing
         self._tokens = tokens
         self._operators_methods = frozenset(operators_methods)
@@ -127,8 +77,9 @@ class ClientInterceptor(aio.ServerInterceptor):
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
-        self._refusals = Refusals()
-        self._asked_traces = AskedTraces()
+        max_delay_s = _MAX_WAITING_REFUSALS / _REFUSALS_PER_SECOND
+        self._refusals = CallerRates(_REFUSALS_PER_SECOND, max_delay_s)
+        self._asked_traces = CallerRates(ASKED_PER_SECOND)
         self._requests: Counter[str] = Counter()
 
     async def intercept_service(
@@ -136,32 +87,25 @@ class ClientInterceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        if handler_call_details.method.startswith(_OPEN):
+        path = handler_call_details.method
+        if path.startswith(_OPEN):
             return await continuation(handler_call_details)
-        method = self._methods.get(handler_call_details.method, "other")
         try:
             client = self._client(handler_call_details)
         except ServiceError as error:
-            await self._refusals.wait(_NOBODY)
-            return self._refusal(method, error)
+            await self._space_refusal(_ANONYMOUS)
+            return self._refusal(path, error)
         if client is not None:
             CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)
         if handler is None:  # an unknown method
-            await self._refusals.wait(client.name if client else _NOBODY)
+            await self._space_refusal(client.name if client else _ANONYMOUS)
             return None
 
-        door = (
-            self._door if self._door and handler_call_details.method in self._door.methods else None
-        )
+        def counted(behavior: Any) -> Any:
+            return within(behavior, lambda context: self._place(path, context, client))
 
-        def count(behavior: Any) -> Any:
-            return self._paced(
-                within(behavior, lambda context: self._place(method, context, client, door)),
-                client,
-            )
-
-        return wrap_behavior(handler, count)
+        return wrap_behavior(handler, lambda behavior: self._paced(counted(behavior), client))
 
     def _client(self, details: grpc.HandlerCallDetails) -> Client | None:
         """The client that a call's token names; None where none is needed.
@@ -172,8 +116,8 @@ class ClientInterceptor(aio.ServerInterceptor):
         token = _bearer_token(details.invocation_metadata)
         if details.method in self._operators_methods:
             return _operator(self._operators, token)
-        if self._door and details.method in self._door.methods:
-            return self._door.client()
+        if self._gateway and details.method in self._gateway.methods:
+            return self._gateway.client()
         if self._tokens is None:
             return None
         client = self._tokens.find(token)
@@ -184,7 +128,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         return client
 
     def _paced(self, behavior: Any, client: Client | None) -> Any:
-        """Has refusals wait, of calls that have let go of everything."""
+        """Spaces refusals, for which a call has given back all that it held."""
         if inspect.isasyncgenfunction(behavior):
             return behavior
 
@@ -194,35 +138,42 @@ class ClientInterceptor(aio.ServerInterceptor):
             except (InvalidArgumentError, QueueFullError) as error:
                 refusal = error.with_traceback(None)
                 refusal.__cause__ = refusal.__context__ = None  # whose frames hold the request
-            await self._refusals.wait(client.name if client else network_of(context.peer()))
+            await self._space_refusal(client.name if client else network_of(context.peer()))
             raise refusal
 
         return call
 
-    def _refusal(self, method: str, error: ServiceError) -> Any:
+    async def _space_refusal(self, caller: str) -> None:
+        """Returns when `caller` may learn that its call is refused."""
+        delay_s = self._refusals.delay_s(caller, asyncio.get_running_loop().time())
+        if delay_s:
+            await asyncio.sleep(delay_s)
+
+    def _refusal(self, path: str, error: ServiceError) -> Any:
         """A kind of method that need not read a message before it answers."""
 
-        async def refuse_call(requests: object, context: object) -> None:
-            raise error
+        async def refuse(_: object, context: Context) -> None:
+            with self._audit.records(self._call(path, context)):
+                raise error
 
-        refuse = within(
-            refuse_call, lambda context: self._audit.records(Call(method, context.peer()))
-        )
         return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)
 
-    @contextmanager
-    def _place(
-        self, method: str, context: Context, client: Client | None, door: Door | None
-    ) -> Iterator[None]:
+    def _call(self, path: str, context: Context, client: Client | None = None) -> Call:
+        return Call(self._methods.get(path, "other"), context.peer(), client)
+
+    @asynccontextmanager
+    async def _place(
+        self, path: str, context: Context, client: Client | None
+    ) -> AsyncIterator[None]:
         """Holds one of the client's places for as long as a call takes."""
-        call = Call(method, context.peer(), client)
+        call = self._call(path, context, client)
         caller = call.caller
         with (
             self._audit.records(call),
             traced(self._tracing, self._asked_traces, call, context.invocation_metadata()),
         ):
-            if door:
-                door.check(call.peer)
+            if self._gateway and path in self._gateway.methods:
+                self._gateway.check(call.peer)
             self._check_places(caller, client)
             self._requests[caller] += 1
             try:
@@ -256,14 +207,6 @@ def _operator(operators: Tokens | None, token: str) -> Client:
             "needs an operator's token: metadata 'authorization: Bearer TOKEN'"
         )
     return replace(operator, name=f"operator:{operator.name}")
-
-
-def _by_digest(path: str) -> dict[bytes, Client]:
-    return {_digest(token): client for token, client in read_clients(path).items()}
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
 
 
 def _bearer_token(metadata: Any) -> str:

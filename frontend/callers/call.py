@@ -1,20 +1,26 @@
-"""The call that is being served, known to all that is done for it."""
+"""The call that is being served, and its trace, known to all code that serves it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from frontend.callers.call_trace import CallTrace
 from frontend.callers.tenants import Client
 from shared.rpc.callers import network_of
+from shared.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span
+    from opentelemetry.util.types import AttributeValue
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A generation's share of a call: what was asked of the model, and what came of it so far."""
+    """A generation's share of a call: the request to the model, and the result so far."""
 
     request_id: str
     model: str
@@ -24,9 +30,54 @@ class Work:
     finish_reasons: str  # those of its completions, empty unless all have ended
 
 
+class CallTrace:
+    """A call that is traced."""
+
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._context = tracing.traceparent(span)
+        self._generation: Span | None = None
+        self._detokenize: Span | None = None
+        self._detokenize_s = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        span = self._tracing.begin(name, self._context)
+        try:
+            yield
+        finally:
+            span.end()
+
+    def begin_generation(self) -> str:
+        """Returns the trace context for the engine's part of the call."""
+        self._generation = self._tracing.begin("generation", self._context)
+        return self._tracing.traceparent(self._generation)
+
+    def add_detokenizing(self, began_at: float) -> None:
+        """Counts what ends now to the one span for all detokenizing."""
+        if self._detokenize is None:
+            self._detokenize = self._tracing.begin("detokenize", self._context, began_at)
+        self._detokenize_s += time.monotonic() - began_at
+
+    def end(self, attributes: Mapping[str, AttributeValue], error: str) -> None:
+        """Ends all spans. `error`: how the call failed, empty if it did not."""
+        from opentelemetry.trace import StatusCode
+
+        if self._detokenize is not None:
+            self._detokenize.set_attribute("busy_seconds", self._detokenize_s)
+            self._detokenize.end()
+        if self._generation is not None:
+            self._generation.end()
+        self._span.set_attributes(attributes)
+        if error:
+            self._span.set_status(StatusCode.ERROR, error)
+        self._span.end()
+
+
 @dataclass(slots=True)
 class Call:
-    """A call by `client`, or by nobody known if that is None."""
+    """A call by `client`, or by an anonymous caller if that is None."""
 
     method: str  # of the service, or "other"
     peer: str  # as gRPC writes it
@@ -37,7 +88,7 @@ class Call:
 
     @property
     def caller(self) -> str:
-        """The one that limits and turns are counted by: the client, or the peer's host."""
+        """The name that limits and turns are counted by: the client's, or the peer's host."""
         return self.client.name if self.client else network_of(self.peer)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from frontend.callers.call import CALL, Call
-from frontend.callers.call_trace import CallTrace
+from frontend.callers.call import CALL, Call, CallTrace
+from frontend.callers.rates import CallerRates
 from shared.errors import ServiceError
 from shared.telemetry.tracing import Tracing
 
@@ -19,29 +19,9 @@ if TYPE_CHECKING:
 
 
 # Traces that a client may ask for per second, after as many at once: some 30 spans each, of which
-# OpenTelemetry keeps 2,048 that are not sent yet.
-_PER_SECOND = 10.0
-_MAX_CALLERS = 1024  # remembered at a time
-
-
-class AskedTraces:
-    """Bounds by caller the calls that are traced because they ask for it: whoever sets the flag
-    `sampled` on all of them would fill the collector and slow the engine for everybody."""
-
-    def __init__(self) -> None:
-        self._free_at: dict[str, float] = {}  # when all of a caller's are its own again
-
-    def permit(self, caller: str, now: float) -> bool:
-        """Whether one more of a caller's calls may be traced."""
-        if caller not in self._free_at and len(self._free_at) >= _MAX_CALLERS:
-            self._free_at = {each: at for each, at in self._free_at.items() if at > now}
-            if len(self._free_at) >= _MAX_CALLERS:
-                return False
-        free_at = max(self._free_at.get(caller, now), now) + 1 / _PER_SECOND
-        if free_at > now + 1:
-            return False
-        self._free_at[caller] = free_at
-        return True
+# OpenTelemetry keeps 2,048 that are not sent yet. A client that sets the flag `sampled` on all of
+# its calls would fill the collector and slow the engine for everybody.
+ASKED_PER_SECOND = 10.0
 
 
 def _unsampled(traceparent: str) -> str:
@@ -51,17 +31,21 @@ def _unsampled(traceparent: str) -> str:
 
 @contextmanager
 def traced(
-    tracing: Tracing | None, asked: AskedTraces, call: Call, metadata: Any
+    tracing: Tracing | None, asked: CallerRates, call: Call, metadata: Any
 ) -> Iterator[None]:
     """Has the call traced, if its client may have that or chance wants it, and its log lines say in
-    which trace."""
+    which trace.
+
+    Args:
+        asked: of the traces that callers ask for, `ASKED_PER_SECOND`.
+    """
     if tracing is None:
         yield
         return
     traceparent = next((value for key, value in metadata or () if key == "traceparent"), "")
     span = tracing.begin(call.method, traceparent)
     came_with_parent = span.is_recording() and span.parent is not None
-    if came_with_parent and not asked.permit(call.caller, call.began_at):
+    if came_with_parent and asked.delay_s(call.caller, call.began_at) is None:
         span = tracing.begin(call.method, _unsampled(traceparent))
     if traceparent or span.is_recording():
         structlog.contextvars.bind_contextvars(trace_id=f"{span.get_span_context().trace_id:032x}")

@@ -61,7 +61,7 @@ def _choice_grammar(field: str, options: Sequence[str]) -> str:
         if not option:
             raise InvalidArgumentError(f"{field}.options[{index}]", "empty; give some text")
         num_characters += len(option)
-    if num_characters > MAX_GRAMMAR_BYTES:  # before each of them is looked at
+    if num_characters > MAX_GRAMMAR_BYTES:  # before the grammar is made
         raise InvalidArgumentError(
             f"{field}.options", f"{num_characters} characters; the limit is {MAX_GRAMMAR_BYTES}"
         )

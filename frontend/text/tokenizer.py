@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from frontend.callers.tracing import part_of_call
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.conversation import read_conversation
 from frontend.text.detokenizer import IncrementalDetokenizer, token_bytes
-from frontend.text.fair_threads import FairThreads
 from frontend.text.model_files import ModelFilesError, check_tokenizer_files
+from frontend.text.threads import FairThreads
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 
@@ -88,11 +89,11 @@ class Tokenizer:
 
         return await self.on_thread(decode)
 
-    async def on_thread(self, work: Callable[[], Result]) -> Result:
+    def on_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """Runs `work` on a thread, because it would block the event loop, when it is the turn of
         the call's client."""
         call = CALL.get()
-        return await self._threads.run(call.caller if call else "", work)
+        return self._threads.run(call.caller if call else "", work)
 
     def close(self) -> None:
         """Ends the threads and drops queued work."""

@@ -1,4 +1,4 @@
-"""The caller of a public call, whom limits on memory are counted against."""
+"""The caller of a public call, against whom limits on memory count."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def host_of(peer: str) -> str:
 
 
 def network_of(peer: str) -> str:
-    """The addresses that count as one caller's, who has no name: a host has all of loopback to
-    itself, and usually an IPv6 network of 64 bits."""
+    """The addresses that count as one anonymous caller. All of loopback is one host's, and an IPv6
+    network of 64 bits usually is, too."""
     kind, _, rest = host_of(peer).partition(":")
     if not rest:
         return kind

@@ -1,8 +1,8 @@
-"""Answers grpc.health.v1: whether a server serves, now or at every change.
+"""Answers grpc.health.v1: whether a server serves, now and at every change.
 
 The servicer of grpcio-health-checking awaits its writes while it holds the lock that a change of
-the status needs, so that one client that does not read could stop all news. Here watchers wait for
-nobody, and nobody waits for them: a slow one skips to the newest status.
+the status needs, so that one client that does not read could stop every change. Here watchers do
+not wait for each other: a slow one skips to the newest status.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
         self._changed = asyncio.Event()  # of the present status: set once there is another
 
     def set_serving(self, serving: bool) -> None:
-        """Tells all watchers, unless nothing changes."""
+        """Sends the status to all watchers, unless nothing changes."""
         if serving != self._serving and not self._stopped:
             self._serving = serving
             self._changed.set()
@@ -65,13 +65,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
             if num_open >= limit:
                 raise QueueFullError(f"{limit} watches are open already", _RETRY_AFTER_S)
         self._watchers[host] += 1
-        service, told = request.service, None
+        service, sent = request.service, None
         try:
             while True:
                 changed, status = self._changed, self._status(service)
-                if status != told:
+                if status != sent:
                     await context.write(status)
-                    told = status
+                    sent = status
                 await changed.wait()
         finally:
             self._watchers[host] -= 1

@@ -1,11 +1,13 @@
-"""The server interceptor of all services that turns exceptions into gRPC statuses."""
+"""Server interceptors that span calls; one of them turns exceptions into gRPC statuses."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,10 +18,16 @@ from shared.errors import InternalError, ServiceError
 
 log = structlog.get_logger(__name__)
 
+Context = aio.ServicerContext[Any, Any]
+Span = AbstractAsyncContextManager[None]
 
-class StatusInterceptor(aio.ServerInterceptor):
-    """Answers a `ServiceError` with its own status; and any other exception, which is logged, with
-    INTERNAL and nothing more than "internal error"."""
+
+class SpanInterceptor(aio.ServerInterceptor):
+    """Runs each call of a method that the server has inside the context manager `span`."""
+
+    @abstractmethod
+    def span(self, method: str, context: Context) -> Span:
+        """`method`: the path."""
 
     async def intercept_service(
         self,
@@ -28,14 +36,29 @@ class StatusInterceptor(aio.ServerInterceptor):
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return handler  # an unknown method
-        method = handler_call_details.method
+            return None  # an unknown method
+        span = partial(self.span, handler_call_details.method)
+        return wrap_behavior(handler, lambda behavior: within(behavior, span))
 
-        def guard(behavior: Any) -> Any:
-            make = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard
-            return make(behavior, method)
 
-        return wrap_behavior(handler, guard)
+class StatusInterceptor(SpanInterceptor):
+    """Answers a `ServiceError` with its own status; and any other exception, which is logged, with
+    INTERNAL and nothing more than "internal error"."""
+
+    @asynccontextmanager
+    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
+        try:
+            yield
+        except aio.AbortError:
+            raise
+        except aio.InternalError:
+            # Not even a status can be written: the caller is gone.
+            raise asyncio.CancelledError from None
+        except ServiceError as error:
+            await _abort(context, error)
+        except Exception as error:
+            log.error("rpc failed", method=method, exc_info=error)
+            await _abort(context, InternalError("internal error"))
 
 
 def wrap_behavior(handler: Any, wrap: Callable[[Any], Any]) -> Any:
@@ -57,52 +80,20 @@ def wrap_behavior(handler: Any, wrap: Callable[[Any], Any]) -> Any:
     return handler
 
 
-def within(
-    behavior: Any, enter: Callable[[aio.ServicerContext[Any, Any]], AbstractContextManager[None]]
-) -> Any:
-    """Wraps `behavior` so that each call runs inside the context manager from `enter`."""
+def within(behavior: Any, span: Callable[[Context], Span]) -> Any:
+    """Wraps `behavior` so that each call runs inside the context manager from `span`."""
 
-    async def entered(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        with enter(context):
+    async def entered(request: Any, context: Context) -> Any:
+        async with span(context):
             return await behavior(request, context)
 
-    async def entered_generator(
-        request: Any, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
-        with enter(context):
+    async def entered_generator(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with span(context):
             async for response in behavior(request, context):
                 yield response
 
     return entered_generator if inspect.isasyncgenfunction(behavior) else entered
 
 
-def _guard(behavior: Any, method: str) -> Any:
-    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behavior(request, context)
-        except Exception as error:
-            await _abort(context, method, error)
-
-    return guarded
-
-
-def _guard_generator(behavior: Any, method: str) -> Any:
-    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for response in behavior(request, context):
-                yield response
-        except Exception as error:
-            await _abort(context, method, error)
-
-    return guarded
-
-
-async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
-    if isinstance(error, aio.AbortError | asyncio.CancelledError):
-        raise error
-    if isinstance(error, aio.InternalError):
-        raise asyncio.CancelledError  # not even a status can be written: the caller is gone
-    if not isinstance(error, ServiceError):
-        log.error("rpc failed", method=method, exc_info=error)
-        error = InternalError("internal error")
+async def _abort(context: Context, error: ServiceError) -> None:
     await context.abort(error.code, str(error), error.trailing_metadata())

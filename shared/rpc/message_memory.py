@@ -3,9 +3,9 @@
 How large a message is shows only when it has been read. So a place for the largest one is taken
 first, and what it did not need is given back after. A caller may have a further place only while
 that much more is free than it has (dynamic thresholds: Choudhury and Hahne 1998), so that however
-many it asks for, there is one for another. Who finds no place waits: whoever has least goes next,
-and among equals callers take turns. A message that is slow to arrive keeps its place while nobody
-else needs it; else the caller with the most places loses its oldest.
+many it asks for, there is one for another. A caller without a place waits. The caller that holds
+least goes next, and equals take turns. A message that is slow to arrive keeps its place until
+another message waits for one; then the caller with the most places loses its oldest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from shared.rpc.callers import Caller
 
 # Bytes of messages per process.
 MAX_BYTES = 256 << 20
-# Where nobody says how much a caller may hold.
+# Of a caller without a limit of its own.
 MAX_BYTES_PER_CALLER = MAX_BYTES // 2
 
 _MAX_READ_S = 30.0  # for one message to arrive
 _MAX_WAIT_S = 30.0  # for a place
-_MAX_LINE = 4096  # messages of one caller that wait for a place
 _PATIENCE_S = 1.0  # with slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
 
@@ -75,7 +74,7 @@ class MessageMemory:
     async def receive(
         self, caller: Caller, read: Callable[[], Awaitable[bytes]]
     ) -> tuple[bytes, Hold]:
-        """Reads a message within the limits, and says what holds its memory.
+        """Reads a message within the limits; returns it and the hold on its memory.
 
         Raises:
             QueueFullError: there was no place for it in time, or it did not arrive in time.
@@ -130,8 +129,6 @@ class MessageMemory:
     async def _wait(self, caller: Caller) -> None:
         """Waits for a place and takes it."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._waiting.count(caller.name) >= _MAX_LINE:
-            raise QueueFullError(f"message: {_MAX_LINE} others wait to be read", _RETRY_AFTER_S)
         waiting = _Waiting(caller, granted)
         self._waiting.add(caller.name, waiting)
         self._grant()
@@ -152,7 +149,7 @@ class MessageMemory:
             raise
 
     def _grant(self) -> None:
-        """Gives places to those who wait, as long as there are any."""
+        """Gives places to waiting messages as long as there are any."""
         while ready := [n for n, first in self._waiting.heads() if self._fits(first.caller)]:
             waiting = self._waiting.pop_of(min(ready, key=self._used_by.__getitem__))
             if not waiting.granted.done():
@@ -160,7 +157,7 @@ class MessageMemory:
                 waiting.granted.set_result(None)
 
     def _watch(self) -> None:
-        """Has the slow messages end soon, unless nobody waits any more by then."""
+        """Ends slow messages soon, if a message still waits for a place by then."""
         if self._eviction is None and self._waiting:
             loop = asyncio.get_running_loop()
             self._eviction = loop.call_later(_PATIENCE_S, self._evict)

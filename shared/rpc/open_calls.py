@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import grpc
-from grpc import aio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from shared.errors import UnavailableError
-from shared.rpc.interceptors import within, wrap_behavior
+from shared.rpc.interceptors import Context, SpanInterceptor
 
-# These go on for as long as their clients want: gRPC's own services, health watches above all, and
-# those that watch the prefix cache.
+# These last as long as their clients want: gRPC's own services, above all health watches, and
+# watches of the prefix cache.
 _ENDLESS = (
     "/grpc.health.",
     "/grpc.reflection.",
@@ -24,7 +20,7 @@ _ENDLESS = (
 _Task = asyncio.Task[object]
 
 
-class OpenCalls(aio.ServerInterceptor):
+class OpenCalls(SpanInterceptor):
     """Knows the task of each call. Must come after the interceptor that translates errors."""
 
     def __init__(self) -> None:
@@ -47,36 +43,21 @@ class OpenCalls(aio.ServerInterceptor):
             return
 
     def end(self) -> None:
-        """Ends every open call, and any yet to come, with UNAVAILABLE: its client has what was sent
-        so far and can go on elsewhere."""
+        """Ends every open call, and any later one, with UNAVAILABLE. Its client has all chunks so
+        far and can continue elsewhere."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler  # an unknown method
-        endless = handler_call_details.method.startswith(_ENDLESS)
-
-        def watch(behavior: Any) -> Any:
-            return within(behavior, lambda _: self._entered(endless))
-
-        return wrap_behavior(handler, watch)
-
-    @contextmanager
-    def _entered(self, endless: bool) -> Iterator[None]:
-        """Spans the work of a call; raises UnavailableError if the server ends it."""
+    @asynccontextmanager
+    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Raises UnavailableError if the server ends the call."""
         if self._ending:
             raise _stopping()
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        if not endless:
+        if not method.startswith(_ENDLESS):
             self._served.add(task)
             self._idle.clear()
         try:

@@ -1,9 +1,8 @@
-"""Reads the messages of calls: late, within limits, and no more at once than the loop can bear."""
+"""Reads the messages of calls: late, within limits, and a few per turn of the loop."""
 
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,10 +16,10 @@ from shared.errors import InvalidArgumentError
 from shared.rpc.callers import CALLER, Caller, network_of
 from shared.rpc.message_memory import MAX_BYTES_PER_CALLER, Hold, MessageMemory
 from shared.rpc.turns import Turns
-from shared.rpc.wire_scan import has_oneofs, scan
+from shared.rpc.wire_scan import scan
 
 Context = aio.ServicerContext[Any, Any]
-Parse = Callable[[bytes], Any]
+Parse = Any  # `FromString` of a message type
 
 # gRPC refuses a message over this many times `max_message_bytes`, with RESOURCE_EXHAUSTED, before
 # all of it has arrived; up to then the reader refuses it, with INVALID_ARGUMENT.
@@ -33,15 +32,15 @@ _CALLS_AT_ONCE = 2
 # 25 ms each.
 _LARGE_BYTES = 64 << 10
 
-# Streams that anybody may send; those between services are read as they come.
+# Streams that any caller may send; those between services are read as they come.
 _PUBLIC_STREAMS = "/grpc.reflection."
 
 _HOLD: ContextVar[Hold] = ContextVar("hold")
 
 
-def let_go() -> None:
-    """Tells that the message of the current call is not needed any more, so that others may have
-    its memory, which is held until the call ends otherwise."""
+def release_message() -> None:
+    """Gives back the memory of the current call's message, which the handler has dropped. Otherwise
+    the call holds it until it ends."""
     hold = _HOLD.get(None)
     if hold is not None:
         hold.release()
@@ -100,14 +99,14 @@ class MessageReader(aio.ServerInterceptor):
             try:
                 return await behavior(await self._read(context, parse), context)
             finally:
-                let_go()
+                release_message()
 
         async def generate(_: object, context: Context) -> AsyncIterator[Any]:
             try:
                 async for response in behavior(await self._read(context, parse), context):
                     yield response
             finally:
-                let_go()
+                release_message()
 
         return generate if inspect.isasyncgenfunction(behavior) else call
 
@@ -117,24 +116,16 @@ class MessageReader(aio.ServerInterceptor):
         await self._turns.take(caller.name)
         data, hold = await self._memory.receive(caller, lambda: _one(context))
         _HOLD.set(hold)
-        descriptor = _descriptor(data, parse, self._max_message_bytes)
-        if descriptor is not None:
-            began = time.monotonic()
-            with _as_unreadable():
-                for _ in scan(data, descriptor):
-                    self._parsing.rest(time.monotonic() - began)
-                    await self._parsing.take(caller.name)
-                    began = time.monotonic()
+        _check_size(data, self._max_message_bytes)
+        fields = scan(data, parse.__self__.DESCRIPTOR)
+        unfinished = _walk_on(fields)
+        while unfinished:
+            async with self._parsing.half_the_time(caller.name):
+                unfinished = _walk_on(fields)
         if len(data) <= _LARGE_BYTES:
-            with _as_unreadable():
-                return parse(data)
-        await self._parsing.take(caller.name)
-        began = time.monotonic()
-        try:
-            with _as_unreadable():
-                return parse(data)
-        finally:
-            self._parsing.rest(time.monotonic() - began)
+            return _parsed(data, parse)
+        async with self._parsing.half_the_time(caller.name):
+            return _parsed(data, parse)
 
     def _for_many(self, behavior: Any, parse: Parse, bounded: bool) -> Any:
         async def messages(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
@@ -173,26 +164,29 @@ class MessageReader(aio.ServerInterceptor):
 
 
 def decode_message(data: bytes, parse: Parse, max_bytes: int) -> Any:
-    """Parses one message of a stream. Those between services are many, and are not walked over
-    unless they have a oneof.
+    """Parses a message of a stream. Of two fields of a oneof, the last one counts.
 
     Raises:
-        InvalidArgumentError: it is too large, does not parse, holds invalid UTF-8, or sets more
-            than one field of a oneof (protobuf itself would silently keep the last).
+        InvalidArgumentError: it is too large, does not parse or holds invalid UTF-8.
     """
-    descriptor = _descriptor(data, parse, max_bytes)
+    _check_size(data, max_bytes)
+    return _parsed(data, parse)
+
+
+def _check_size(data: bytes, limit: int) -> None:
+    if len(data) > limit:
+        raise InvalidArgumentError("message", f"{len(data)} bytes; the limit is {limit}")
+
+
+def _walk_on(fields: Iterator[int]) -> bool:
+    """Walks over a few fields; returns whether there are more."""
     with _as_unreadable():
-        if descriptor is not None and has_oneofs(descriptor):
-            for _ in scan(data, descriptor):
-                pass
+        return next(fields, None) is not None
+
+
+def _parsed(data: bytes, parse: Parse) -> Any:
+    with _as_unreadable():
         return parse(data)
-
-
-def _descriptor(data: bytes, parse: Parse, max_bytes: int) -> Any:
-    """Checks a message's size and returns its type's descriptor, or None if it has none."""
-    if len(data) > max_bytes:
-        raise InvalidArgumentError("message", f"{len(data)} bytes; the limit is {max_bytes}")
-    return getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
 
 
 def _unless_serialized(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:

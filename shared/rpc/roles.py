@@ -1,22 +1,18 @@
-"""Roles of the services' certificates: as which service its owner may call others says a URI among
-the names in one, such as `urn:nano-vllm-grpc:role:worker`.
+"""Roles of the services' certificates. A URI among a certificate's names says as which service its
+owner may call others, such as `urn:nano-vllm-grpc:role:worker`.
 
-A certificate without any may do what every service may, unless roles are required. Servers need no
-role: whoever dials them checks that their certificate has the host's name, as gRPC can check.
+A certificate without a role may do what every service may, unless roles are required. Servers need
+no role: their callers check that the certificate has the host's name, as gRPC can check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import grpc
-from grpc import aio
 
 from shared.errors import PermissionDeniedError
-from shared.rpc.interceptors import within, wrap_behavior
+from shared.rpc.interceptors import Context, SpanInterceptor
 
 ROLE = "urn:nano-vllm-grpc:role:"
 
@@ -35,7 +31,7 @@ def roles_among(names: Iterable[str]) -> set[str]:
     return {name.removeprefix(ROLE) for name in names if name.startswith(ROLE)}
 
 
-class RoleInterceptor(aio.ServerInterceptor):
+class RoleInterceptor(SpanInterceptor):
     """Refuses calls of `service` by those whose certificate is not for one of its `callers`. Health
     and reflection are open to every certificate.
 
@@ -44,28 +40,18 @@ class RoleInterceptor(aio.ServerInterceptor):
     """
 
     def __init__(self, service: str, callers: Callers, required: bool) -> None:
-        self._service = f"/{service}/"
+        self._service = f"/{service}"
         self._callers = callers
         self._required = required
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        service, _, method = handler_call_details.method.rpartition("/")
-        if handler is None or f"{service}/" != self._service:
-            return handler
-        needed = None if method in self._callers.reads else self._callers.role
+    @asynccontextmanager
+    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
+        service, _, name = method.rpartition("/")
+        if service == self._service:
+            self._check(context, None if name in self._callers.reads else self._callers.role)
+        yield
 
-        def admit(context: aio.ServicerContext[Any, Any]) -> AbstractContextManager[None]:
-            self._check(context, needed)
-            return nullcontext()
-
-        return wrap_behavior(handler, lambda behavior: within(behavior, admit))
-
-    def _check(self, context: aio.ServicerContext[Any, Any], needed: str | None) -> None:
+    def _check(self, context: Context, needed: str | None) -> None:
         uris = context.auth_context().get("peer_uri", ())
         roles = roles_among(uri.decode(errors="replace") for uri in uris)
         if not roles and not self._required:

@@ -38,7 +38,7 @@ _IDLE_S = 600.0
 # Bytes that a connection may have sent to a process that does not read them.
 _UNREAD_BYTES = 64 << 10
 # Messages of the largest size that may be read at a time, whatever that is: services, with a large
-# limit, send each other small ones, which must not wait until a single one is let go.
+# limit, send each other small ones, which must not wait for a single large one.
 _MIN_PLACES = 4
 # Time for the last messages and statuses to leave; a client that does not read would hold them up
 # for ever.
@@ -58,7 +58,7 @@ class Server:
         ready: called when the server is SERVING for the first time.
         plaintext: whatever the settings say, for an address on loopback.
         beside: another server of this process, whose interceptors and memory for messages this one
-            shares, and with which it is told to stop.
+            shares, and with which it stops.
 
     Raises:
         FileError: a file of certificates cannot be used.
@@ -150,14 +150,14 @@ class Server:
         """Ends `wait`; safe to call more than once."""
         self._stopping.set()
 
-    def on_stopping(self, tell: Callable[[], object]) -> None:
-        """Has `tell` called when the server begins to drain."""
-        self._on_stopping = tell
+    def on_stopping(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` when the server begins to drain."""
+        self._on_stopping = callback
 
     async def wait(self) -> None:
         """Serves until SIGTERM, SIGINT or `stop`, then drains: health becomes NOT_SERVING, the
-        address is free for others and clients are told to connect elsewhere (GOAWAY), while calls
-        in progress go on. Those that outlast the grace period (`drain_timeout_s`) end with
+        address is free for others and clients connect elsewhere (GOAWAY), while calls
+        in progress continue. Those that outlast the grace period (`drain_timeout_s`) end with
         UNAVAILABLE."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -186,7 +186,7 @@ def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Opt
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", max_calls),
-        # Then other connections are looked after: calls may be reset as soon as they are made.
+        # Then gRPC reads other connections: calls may be reset as soon as they are made.
         ("grpc.http2.max_requests_per_read", _CALLS_PER_READ),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         # By default gRPC cancels some of the calls beyond 1,000 that the loop has yet to see.

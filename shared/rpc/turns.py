@@ -1,4 +1,4 @@
-"""Spreads work over the event loop's iterations, in turn among those it is done for."""
+"""Spreads work over the event loop's iterations, in turn among callers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.round_robin import RoundRobin
 
 class Turns:
     """Permits a few pieces of work per iteration of the event loop, callers round robin (Nagle, RFC
-    970): however much one has to do, the loop goes on with what others wait for."""
+    970). However much work one caller has, the loop also does that of the others."""
 
     def __init__(self, per_iteration: int) -> None:
         self._per_iteration = per_iteration
@@ -19,31 +19,29 @@ class Turns:
         self._rests_until = 0.0  # loop time
 
     def request(self, caller: str, permit: asyncio.Future[None]) -> None:
-        """Resolves `permit` as soon as it is its turn among the caller's, and the caller's."""
+        """Resolves `permit` when its caller has a turn and no older permit."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._grant)
         self._waiting.add(caller, permit)
 
     async def take(self, caller: str) -> None:
-        """Returns when it is this one's turn."""
+        """Returns at the caller's next turn."""
         permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.request(caller, permit)
         await permit
 
     @asynccontextmanager
     async def half_the_time(self, caller: str) -> AsyncIterator[None]:
-        """Waits for a turn, in which work is done without awaiting anything; rests as long as that
-        took."""
+        """Waits for a turn, in which work is done without awaiting anything. No caller has a turn
+        for as long as that took."""
         await self.take(caller)
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             yield
         finally:
-            self.rest(asyncio.get_running_loop().time() - began)
-
-    def rest(self, seconds: float) -> None:
-        """Permits nothing for so long from now on: work that took much has been done."""
-        self._rests_until = asyncio.get_running_loop().time() + seconds
+            now = loop.time()
+            self._rests_until = now + (now - began)
 
     def _grant(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Looks at the bytes of a message before protobuf parses them.
 
 Parsing holds the interpreter's lock, and a few bytes may make an object: four megabytes of empty
-fields take protobuf 0.1 s. Walking over the fields first tells how many objects there will be. It
+messages take protobuf 0.1 s. Walking over the fields first tells how many objects there will be. It
 also sees what a parsed message no longer shows: two fields of one oneof.
 
 After https://protobuf.dev/programming-guides/encoding.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -22,41 +22,33 @@ from shared.errors import InvalidArgumentError
 MAX_FIELDS = 1 << 16
 # Fields between two pauses: a millisecond or so.
 _FIELDS_AT_ONCE = 1024
-_VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
-class _Plan:
-    """The fields of a message type that a walk must know: messages, and members of oneofs."""
+class _Plan(NamedTuple):
+    """The fields of a message type that a walk must know, by number."""
 
-    def __init__(self, descriptor: Any) -> None:
-        self.oneofs: dict[int, Any] = {  # by field number
-            field.number: oneof
-            for oneof in descriptor.oneofs
-            if len(oneof.fields) > 1  # an optional field is a oneof of its own
-            for field in oneof.fields
-        }
-        self.messages: dict[int, Any] = {f.number: f for f in descriptor.fields if f.message_type}
-
-
-# A message around the one being walked over: its plan, end, oneofs and the field in between.
-_Outer = tuple[_Plan, int, dict[Any, int], str]
+    messages: dict[int, Any]
+    oneofs: dict[int, Any]  # of which a field is a member
 
 
 @cache
 def _plan(descriptor: Any) -> _Plan:
-    return _Plan(descriptor)
+    return _Plan(
+        {field.number: field for field in descriptor.fields if field.message_type},
+        {
+            field.number: oneof
+            for oneof in descriptor.oneofs
+            if len(oneof.fields) > 1  # an optional field is a oneof of its own
+            for field in oneof.fields
+        },
+    )
 
 
-@cache
-def has_oneofs(descriptor: Any) -> bool:
-    """Whether a message of this type has a oneof at its top level."""
-    return bool(_plan(descriptor).oneofs)
-
-
-def scan(data: bytes, descriptor: Any) -> Iterator[None]:
-    """Walks over a message of the type `descriptor`. Pauses, with a `yield`, so often that none of
-    its steps takes longer than a millisecond or so; it is not done until it stops.
+def scan(data: bytes, descriptor: Any) -> Iterator[int]:
+    """Walks over a message of the type `descriptor`. Pauses so often that none of its steps takes
+    longer than a millisecond or so, and yields the number of fields so far.
 
     Raises:
         DecodeError: a field does not end where it should; the values are left to protobuf.
@@ -68,10 +60,11 @@ def scan(data: bytes, descriptor: Any) -> Iterator[None]:
         raise DecodeError("a field is cut short") from error
 
 
-def _walk(data: bytes, descriptor: Any) -> Iterator[None]:
+def _walk(data: bytes, descriptor: Any) -> Iterator[int]:
     plan, position, end = _plan(descriptor), 0, len(data)
     chosen: dict[Any, int] = {}  # field number by oneof, of the message being walked over
-    outer: list[_Outer] = []  # the messages that it is in
+    # The messages around it: plan, end, oneofs, and the name of the field in between.
+    outer: list[tuple[_Plan, int, dict[Any, int], str]] = []
     num_fields = 0
     while True:
         while position == end and outer:
@@ -84,21 +77,15 @@ def _walk(data: bytes, descriptor: Any) -> Iterator[None]:
         if num_fields % _FIELDS_AT_ONCE == 0:
             if num_fields > MAX_FIELDS:
                 raise InvalidArgumentError("message", f"more than {MAX_FIELDS} fields")
-            yield
-        tag = data[position]
-        position += 1
-        if tag > 0x7F:
-            tag, position = _read_varint(data, position - 1)
+            yield num_fields
+        tag, position = _read_varint(data, position)
         number, wire_type = tag >> 3, tag & 7
         if number in plan.oneofs:
             oneof = plan.oneofs[number]
             if chosen.setdefault(oneof, number) != number:
                 raise _conflict(oneof, (chosen[oneof], number), [each[3] for each in outer])
         if wire_type == _LENGTH:
-            size = data[position]
-            position += 1
-            if size > 0x7F:
-                size, position = _read_varint(data, position - 1)
+            size, position = _read_varint(data, position)
             if number in plan.messages and position + size <= end:
                 field = plan.messages[number]
                 outer.append((plan, end, chosen, field.name))
@@ -106,10 +93,7 @@ def _walk(data: bytes, descriptor: Any) -> Iterator[None]:
             else:
                 position += size
         elif wire_type == _VARINT:
-            if data[position] > 0x7F:
-                _, position = _read_varint(data, position)
-            else:
-                position += 1
+            _, position = _read_varint(data, position)
         elif wire_type == _FIXED32:
             position += 4
         elif wire_type == _FIXED64:
@@ -126,6 +110,9 @@ def _conflict(oneof: Any, numbers: tuple[int, int], outer: list[str]) -> Invalid
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     """Returns a varint's value and where it ends."""
+    value = data[position]
+    if value < 0x80:
+        return value, position + 1
     value = 0
     for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
         byte = data[position]

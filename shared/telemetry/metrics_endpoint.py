@@ -1,4 +1,4 @@
-"""Serves a process's metrics over HTTP, to whoever asks on its address.
+"""Serves a process's metrics over HTTP to all that reach its address.
 
 A thread of its own answers: a scrape takes no turn of the event loop or of a step. It shares the
 interpreter with them, though, so it accepts only a few connections a second, and gives each only a

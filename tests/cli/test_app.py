@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -65,12 +66,32 @@ def test_every_variable_of_make_up_is_an_option(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_says_what_a_setting_may_be() -> None:
-    shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "200"}).stdout
+    shown = CliRunner().invoke(app, ["up", "--help-all"], env={"COLUMNS": "200"}).stdout
     assert "auto|none|int8|int4|fp8" in shown
     assert "(default: 256)" in shown
     for name in WorkerSettings.model_fields:
-        option = f"--{name.replace('_', '-')} "
-        assert (option in shown) == (name not in NOT_OPTIONS)
+        option = re.search(rf"--{name.replace('_', '-')}[ ,]", shown)
+        assert bool(option) == (name not in NOT_OPTIONS)
+
+
+def test_help_shows_common_options_alone() -> None:
+    shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "200"}).stdout
+    for option in ("--help-all", "--tp,--tensor-parallel-size", "--max-num-seqs", "--engines"):
+        assert f"{option} " in shown
+    for option in ("--keepalive-s", "--ranks"):
+        assert option not in shown
+
+
+def test_settings_have_the_names_of_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr(
+        "deploy.commands.run", lambda environment, _: given.update(environment) or 0
+    )
+    words = ["run", "--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.5"]
+    assert CliRunner().invoke(app, [*words, "--enforce-eager", "True"]).exit_code == 0
+    assert {given[f"NANO_{name}"] for name in ("TP", "MEMORY_UTILIZATION", "ENFORCE_EAGER")} == {
+        *("2", "0.5", "True")
+    }
 
 
 def test_chat_talks_to_the_address() -> None:

@@ -14,10 +14,9 @@ import grpc
 import pytest
 import structlog
 
-from frontend.callers.audit import MAX_KINDS, Audit
+from frontend.callers.audit import MAX_KINDS, Audit, Usage
 from frontend.callers.call import Call, Work
 from frontend.callers.tenants import Client
-from frontend.callers.usage import Usage
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError, QueueFullError

@@ -17,11 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from frontend.api.servicer import SERVICE_NAME
-from frontend.callers.audit import Audit
-from frontend.callers.auth import ClientInterceptor, Tokens
-from frontend.callers.refusals import Refusals
-from frontend.callers.tenants import read_clients
-from frontend.callers.usage import Usage
+from frontend.callers.audit import Audit, Usage
+from frontend.callers.auth import ClientInterceptor
+from frontend.callers.rates import CallerRates
+from frontend.callers.tenants import Tokens, read_clients
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError
@@ -221,10 +220,11 @@ async def test_refusals_are_paced_by_client(
 ) -> None:
     paced: list[str] = []
 
-    async def wait(_: Refusals, caller: str) -> None:
+    def delay_s(_: CallerRates, caller: str, now: float) -> float:
         paced.append(caller)
+        return 0.0
 
-    monkeypatch.setattr(Refusals, "wait", wait)
+    monkeypatch.setattr(CallerRates, "delay_s", delay_s)
     name = hashlib.sha256(FIRST.encode()).hexdigest()[:8]
     async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         assert await status(address, bearer(FIRST)) is grpc.StatusCode.OK
@@ -252,12 +252,13 @@ async def test_a_refusal_that_waits_holds_nothing_of_its_call() -> None:
         except ValueError as error:
             raise InvalidArgumentError("text", "not good") from error
 
-    class Checked(Refusals):
-        async def wait(self, caller: str) -> None:
+    class Checked(CallerRates):
+        def delay_s(self, caller: str, now: float) -> float:
             assert held[0]() is None
+            return 0.0
 
     interceptor = ClientInterceptor(None, 1, Audit(Usage()), {})
-    interceptor._refusals = Checked()
+    interceptor._refusals = Checked(1)
     context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5")
     with pytest.raises(InvalidArgumentError):
         await interceptor._paced(refuse, None)(None, context)

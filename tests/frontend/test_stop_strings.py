@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.api.sampling_checks import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
 from frontend.text.stop_strings import Match, StopStringMatcher
+from shared.sampling_params import MAX_ITEMS, MAX_STOP_LENGTH
 
 # é, 你 and 👍 have two, three and four bytes; like 你, € has three.
 ALPHABET = "ab c\u00e9\u4f60\u20ac\U0001f44d"
@@ -20,11 +20,11 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size
 def near_matches(draw: st.DrawFn) -> tuple[list[str], list[str]]:
     """Draws stop strings up to the limits, and pieces of a text full of near matches."""
     character = draw(st.sampled_from("a\u4f60\U0001f44d"))
-    length = draw(st.sampled_from([4, 60, MAX_STOP_STRING_LENGTH]))
-    other = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=MAX_STOP_STRINGS))
+    length = draw(st.sampled_from([4, 60, MAX_STOP_LENGTH]))
+    other = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=MAX_ITEMS["stop"]))
     stops = [character * at + "b" + character * (length - 1 - at) for at in other]
     stops += [character * at + "b" for at in other]
-    stops = stops[:MAX_STOP_STRINGS]
+    stops = stops[: MAX_ITEMS["stop"]]
     runs = draw(st.lists(st.integers(0, length + 2), max_size=5))
     text = "b".join(character * count for count in runs) + draw(st.sampled_from(["", "b", "c"]))
     cuts = draw(st.lists(st.integers(0, len(text)), max_size=40))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from contextvars import copy_context
 
 from frontend.callers.call import Call
+from frontend.callers.rates import CallerRates
 from frontend.callers.tenants import Client
-from frontend.callers.tracing import AskedTraces, traced
+from frontend.callers.tracing import ASKED_PER_SECOND, traced
 from shared.telemetry.tracing import Tracing
 
 
 def test_a_client_that_asks_for_too_many_traces_gets_ten_a_second() -> None:
     tracing = Tracing("http://127.0.0.1:1", "frontend", 0, sample_ratio=0)
-    asked = AskedTraces()
+    asked = CallerRates(ASKED_PER_SECOND)
 
     def is_traced(client: str, at: float, flags: str = "01") -> bool:
         call = Call("Generate", "unix:", Client(client), began_at=at)
@@ -28,10 +29,3 @@ def test_a_client_that_asks_for_too_many_traces_gets_ten_a_second() -> None:
     assert sum(is_traced("acme", 5.0) for _ in range(20)) == 10
     assert is_traced("web", 5.0)
     assert sum(is_traced("acme", 5.5) for _ in range(20)) in (4, 5)
-
-
-def test_only_so_many_clients_are_remembered() -> None:
-    asked = AskedTraces()
-    assert all(asked.permit(str(number), 5.0) for number in range(1024))
-    assert not asked.permit("another", 5.0)
-    assert asked.permit("another", 6.0)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from deploy.ports import free_port
 from frontend.api.vllm_engine.kv_events import KvEventStream
 from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
 from frontend.settings import FrontendSettings
+from frontend.text.threads import FairThreads
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
@@ -45,9 +47,9 @@ TEXT = "Once upon a time, 你好 👍🏽!"
 def settings(
     settings: FrontendSettings, request: pytest.FixtureRequest, tmp_path: Path
 ) -> FrontendSettings:
-    """`request.param`: more of them, the `tokens` in the file of tokens, and the `door_host`."""
+    """`request.param`: more of them, the `tokens` in the file of tokens, and the `engine_host`."""
     more = dict(getattr(request, "param", {}))
-    address = f"{more.pop('door_host', '127.0.0.1')}:{free_port()}"
+    address = f"{more.pop('engine_host', '127.0.0.1')}:{free_port()}"
     if tokens := more.pop("tokens", ""):
         (tmp_path / "tokens").write_text(tokens)
         more["auth_tokens_file"] = str(tmp_path / "tokens")
@@ -97,7 +99,7 @@ def tokens_of(chunks: list[Any], index: int) -> list[int]:
         ({"ignore_eos": True, "min_tokens": 3}, {"ignore_eos": True, "min_tokens": 3}),
     ],
 )
-async def test_both_doors_answer_alike(
+async def test_both_interfaces_answer_alike(
     service: Service, engine: Any, theirs: dict[str, Any], ours: dict[str, Any], stream: bool
 ) -> None:
     service.scheduler.next_token = echo_from_seed
@@ -293,7 +295,7 @@ async def test_what_is_for_operators_is_off_without_any(engine: Any) -> None:
         assert "operator_tokens_file" in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("settings", [{"door_host": "0.0.0.0"}], indirect=True)
+@pytest.mark.parametrize("settings", [{"engine_host": "0.0.0.0"}], indirect=True)
 async def test_beyond_loopback_events_are_for_operators(engine: Any) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
@@ -388,7 +390,7 @@ async def test_what_gateways_ask_before_they_send_requests(
     assert server.uptime_seconds > 0
 
 
-async def test_health_and_the_door_follow_the_engine(
+async def test_health_and_the_engine_protocol_follow_the_engine(
     service: Service, engine: Any, settings: FrontendSettings
 ) -> None:
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
@@ -437,11 +439,13 @@ async def test_the_archive_is_made_once_however_many_ask(
 
 async def test_the_archive_is_made_anew_when_the_files_change(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    archive = TokenizerArchive(tmp_path, asyncio.to_thread)
+    threads = FairThreads(1, "test")
+    archive = TokenizerArchive(tmp_path, partial(threads.run, ""))
     first = await archive.read()
     assert await archive.read() is first
     (tmp_path / "tokenizer.json").write_text("[1, 2]")
     assert (await archive.read())[1] != first[1]
+    threads.close()
 
 
 ACME, OTHER = "acme-token-0123456789", "other-token-0123456789"
@@ -449,7 +453,7 @@ ACME, OTHER = "acme-token-0123456789", "other-token-0123456789"
 
 @pytest.mark.parametrize(
     "settings",
-    [{"tokens": f"{ACME} name=acme\n{OTHER} name=other\n", "door_host": "0.0.0.0"}],
+    [{"tokens": f"{ACME} name=acme\n{OTHER} name=other\n", "engine_host": "0.0.0.0"}],
     indirect=True,
 )
 async def test_nobody_aborts_anothers_request(service: Service, engine: Any) -> None:

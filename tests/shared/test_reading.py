@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 )
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
-from shared.rpc import reading
 from shared.rpc.callers import CALLER, Caller
-from shared.rpc.interceptors import wrap_behavior
+from shared.rpc.interceptors import Context, SpanInterceptor
 from shared.rpc.message_memory import MessageMemory
-from shared.rpc.reading import MessageReader, let_go
+from shared.rpc.reading import MessageReader, release_message
 from shared.rpc.server import Server
 from tests.http2 import connect
 from tests.shared.test_wire_scan import FLOODS
@@ -40,33 +39,22 @@ from tests.waiting import until
 SERVICE = "nanovllm.v1.InferenceService"
 
 
-class Door(aio.ServerInterceptor):
-    """Lets calls through when told to, as one of Alice's."""
+class Gate(SpanInterceptor):
+    """Lets calls through once it is open, as Alice's."""
 
     def __init__(self) -> None:
         self.arrived = 0
         self.open = asyncio.Event()
         self.refuses = False
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-
-        def wait(behavior: Any) -> Any:
-            async def call(request: Any, context: Any) -> Any:
-                self.arrived += 1
-                await self.open.wait()
-                if self.refuses:
-                    raise UnauthenticatedError("no")
-                CALLER.set(Caller("alice", 1 << 20))
-                return await behavior(request, context)
-
-            return call
-
-        return wrap_behavior(handler, wait)
+    @asynccontextmanager
+    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
+        self.arrived += 1
+        await self.open.wait()
+        if self.refuses:
+            raise UnauthenticatedError("no")
+        CALLER.set(Caller("alice", 1 << 20))
+        yield
 
 
 class Service(InferenceServiceServicer):
@@ -80,7 +68,7 @@ class Service(InferenceServiceServicer):
     ) -> None:
         size = len(request.text)
         del request
-        let_go()
+        release_message()
         await context.write(pb.GenerateStreamResponse(text=str(size)))
         await self.leave.wait()
 
@@ -94,19 +82,19 @@ class Service(InferenceServiceServicer):
 
 
 class Rig:
-    def __init__(self, address: str, door: Door, service: Service, server: Server) -> None:
-        self.address, self.door, self.service, self.server = address, door, service, server
+    def __init__(self, address: str, gate: Gate, service: Service, server: Server) -> None:
+        self.address, self.gate, self.service, self.server = address, gate, service, server
         self.channel = aio.insecure_channel(address)
         self.stub: Any = InferenceServiceStub(self.channel)
 
 
 @asynccontextmanager
 async def serving(tmp_path: Path) -> AsyncIterator[Rig]:
-    door, service = Door(), Service()
-    server = Server(load_settings(FrontendSettings, []), SERVICE, interceptors=[door])
+    gate, service = Gate(), Service()
+    server = Server(load_settings(FrontendSettings, []), SERVICE, interceptors=[gate])
     add_InferenceServiceServicer_to_server(service, server.grpc)
     await server.start(address := f"unix:{tmp_path}/s")
-    rig = Rig(address, door, service, server)
+    rig = Rig(address, gate, service, server)
     try:
         yield rig
     finally:
@@ -120,13 +108,13 @@ async def test_nothing_is_read_before_a_call_is_let_through(tmp_path: Path) -> N
         calls = range(1, 41, 2)
         for stream in calls:
             client.open_call(stream, f"/{SERVICE}/GenerateStream")
-        await until(lambda: rig.door.arrived == len(calls), "calls")
+        await until(lambda: rig.gate.arrived == len(calls), "calls")
         message = pb.GenerateRequest(text="x" * (1 << 20)).SerializeToString()
         await client.wait_until(lambda: client.stream_window == 64 << 10)
         assert client.window == 64 << 10
         assert not client.windows
         # Its message gets more room as soon as a call is let through.
-        rig.door.open.set()
+        rig.gate.open.set()
         await client.send_long_message(1, message)
         await client.wait_until(lambda: b"1048576" in client.received.get(1, b""))
 
@@ -137,8 +125,8 @@ async def test_a_refused_call_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(MessageMemory, "receive", fail)
     async with serving(tmp_path) as rig:
-        rig.door.refuses = True
-        rig.door.open.set()
+        rig.gate.refuses = True
+        rig.gate.open.set()
         with pytest.raises(aio.AioRpcError) as raised:
             await rig.stub.Tokenize(pb.TokenizeRequest(text="x" * 1000))
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -146,7 +134,7 @@ async def test_a_refused_call_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
         calls = []
         tracemalloc.start()
         try:
@@ -165,49 +153,63 @@ async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
             assert await call.code() is grpc.StatusCode.OK
 
 
+class Parse:
+    """Stands in for a message type, and for its `FromString`."""
+
+    DESCRIPTOR = pb.TokenizeRequest.DESCRIPTOR
+
+    def __init__(self, parse: Callable[[bytes], object]) -> None:
+        self.__self__, self._parse = self, parse
+
+    def __call__(self, data: bytes) -> object:
+        return self._parse(data)
+
+
+def sender(data: bytes) -> Any:
+    return Mock(peer=lambda: "ipv4:1.2.3.4:5", read=AsyncMock(return_value=data))
+
+
+LARGE = pb.TokenizeRequest(text="x" * 100_000).SerializeToString()
+
+
 async def test_large_messages_are_parsed_one_per_turn_of_the_loop() -> None:
-    size = 100_000
     reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-
-    async def read() -> bytes:
-        return bytes(size)
-
-    context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
     with counting_turns() as turns:
-
-        def parse(data: bytes) -> None:
-            turns.done(len(data))
-
-        await asyncio.gather(*(reader._read(context, parse) for _ in range(16)))
-    assert turns.total == 16 * size
-    assert turns.max == size
+        parse = Parse(lambda data: turns.done(len(data)))
+        await asyncio.gather(*(reader._read(sender(LARGE), parse) for _ in range(16)))
+    assert turns.total == 16 * len(LARGE)
+    assert turns.max == len(LARGE)
 
 
 async def test_after_a_large_message_others_have_as_much_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-    clock = Mock(monotonic=Mock(side_effect=[0.0, 1000.0]))
-    parsed: list[int] = []
+    loop, later_s, parsed = asyncio.get_running_loop(), 0.0, list[int]()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + later_s)
 
-    async def read(size: int) -> None:
-        context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=AsyncMock(return_value=bytes(size)))
-        await reader._read(context, lambda data: parsed.append(len(data)))
+    def parse_for_long(data: bytes) -> None:
+        nonlocal later_s
+        later_s += 1000
+        parsed.append(len(data))
 
-    monkeypatch.setattr(reading, "time", clock)  # parsing takes 1000 s
-    calls = [asyncio.create_task(read(size)) for size in (100_000, 100_000, 100)]
-    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    calls = [
+        asyncio.create_task(reader._read(sender(data), Parse(parse_for_long)))
+        for data in (LARGE, LARGE, b"")
+    ]
+    await asyncio.wait(calls[:2], return_when=asyncio.FIRST_COMPLETED)
     await calls[2]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert sorted(parsed) == [100, 100_000]
+    assert sorted(parsed) == [0, len(LARGE)]
     for each in calls:
         each.cancel()
 
 
 async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
         message = pb.TokenizeRequest(text="x" * 1000)
         calls = [rig.stub.Tokenize(message) for _ in range(3)]
         memory = memory_of(rig.server)
@@ -224,7 +226,7 @@ async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -
 async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str) -> None:
     """Counts the loop's iterations while a message is walked over, of which none may be long."""
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
         iterations, walking = 0, True
 
         async def count() -> None:
@@ -245,7 +247,7 @@ async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str
 
 async def test_a_call_without_a_message_is_an_invalid_argument(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
-        rig.door.open.set()
+        rig.gate.open.set()
 
         async def nothing() -> AsyncIterator[bytes]:
             return
@@ -290,8 +292,8 @@ async def test_two_calls_begin_per_turn_of_the_loop() -> None:
 
         async def read() -> bytes:
             turns.done(1)
-            return b"short"
+            return b""
 
         context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
-        await asyncio.gather(*(reader._read(context, lambda _: None) for _ in range(16)))
+        await asyncio.gather(*(reader._read(context, Parse(len)) for _ in range(16)))
     assert (turns.total, turns.max) == (16, 2)

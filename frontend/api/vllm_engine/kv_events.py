@@ -1,4 +1,4 @@
-"""Translates what a scheduler tells of its prefix cache into the batches of `common.proto`."""
+"""Translates a scheduler's events of its prefix cache into the batches of `common.proto`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEVICE = common.KV_CACHE_TIER_DEVICE
 class KvEventStream:
     """The batches of one subscriber: a snapshot, then what happens, numbered from 1.
 
-    A batch that brings nothing but the load repeats the number of the one before it.
+    A batch with nothing but the load repeats the number of the previous batch.
     """
 
     def __init__(self, info: scheduler_pb2.EngineInfo) -> None:
@@ -111,5 +111,5 @@ def _stored(first: scheduler_pb2.StoredBlock) -> common.KvCacheEvent:
 
 
 def _hash(name: bytes) -> int:
-    """A block's name as the protocol's 64 bits, of which none are likely to be another's."""
+    """A block's name in the protocol's 64 bits, which two blocks are unlikely to share."""
     return int.from_bytes(name[:8], "little", signed=True)

@@ -37,8 +37,8 @@ def chunk(
 
 
 class Complete:
-    """The last message about a completion, which repeats all of its tokens; and, where no chunks
-    tell them, their log-probabilities."""
+    """The last message of a completion. It repeats all tokens; where there were no chunks, it also
+    has their log-probabilities."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -124,7 +124,7 @@ def cache_use(load: scheduler_pb2.GetLoadResponse, block_size: int) -> CacheUse:
 def engine_load(
     rank: int, load: scheduler_pb2.GetLoadResponse, info: scheduler_pb2.EngineInfo
 ) -> vllm.SchedulerLoad:
-    """An engine's load; `rank` tells several apart."""
+    """An engine's load; `rank` is its number among several."""
     cache = cache_use(load, info.block_size)
     return vllm.SchedulerLoad(
         dp_rank=rank,

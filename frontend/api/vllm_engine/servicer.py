@@ -32,7 +32,7 @@ from shared.errors import (
     OutOfRangeError,
     UnimplementedError,
 )
-from shared.rpc.reading import let_go
+from shared.rpc.reading import release_message
 from shared.rpc.turns import Turns
 from shared.sampling_params import DEFAULTS, NUMBERS
 
@@ -40,7 +40,7 @@ Context = aio.ServicerContext[Any, Any]
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-# What is not for every client: it slows everybody, or shows what others ask.
+# Not for every client: these slow all clients, or show what others ask.
 EVENTS_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
 OPERATORS_METHODS = (
     EVENTS_METHOD,
@@ -66,7 +66,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._began_at = time.monotonic()
         self._received_at = datetime.now(UTC)
         self._event_turns = Turns(1)  # a snapshot has hundreds of blocks per message
-        # By caller and the id that it chose: nobody aborts another's.
+        # By caller and the id that it chose: no caller aborts another caller's requests.
         self._open: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
@@ -76,7 +76,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             generate_request(request), context, truncate=truncate, with_text=False
         )
         del request
-        let_go()
+        release_message()
         with self._listed(generation):
             try:
                 await self._write(generation, context, streamed)
@@ -271,4 +271,4 @@ def _call() -> Call:
 
 def _shares_cache() -> bool:
     client = _call().client
-    return client is not None and client.shares_cache
+    return client is not None and client.cache == "shared"

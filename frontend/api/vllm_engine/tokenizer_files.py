@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer as one archive, for who tokenizes elsewhere."""
+"""The files of a model's tokenizer as one archive, for gateways, which tokenize themselves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from nano_vllm_grpc.tls import Stamp, stamp_of
 
 Archive = tuple[bytes, str]  # and its SHA-256 in hexadecimal digits
-Stamp = tuple[int, int, int] | None
-
 # As vLLM's own server of this protocol has them (smg-grpc-servicer).
 _NAMES = (
     "tokenizer.json",
@@ -29,8 +28,8 @@ _MADE_AT = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
 
 
 class TokenizerArchive:
-    """A ZIP archive of the tokenizer's files in `directory`, made when it is first asked for and
-    when the files have changed. However many ask, one makes it.
+    """A ZIP archive of the tokenizer's files in `directory`, made at the first request
+    and when the files have changed. However many calls ask for it, one makes it.
 
     Args:
         on_thread: runs what would block the event loop.
@@ -39,19 +38,19 @@ class TokenizerArchive:
     def __init__(
         self,
         directory: Path,
-        on_thread: Callable[[Callable[[], Archive]], Coroutine[Any, Any, Archive]],
+        on_thread: Callable[[Callable[[], Archive]], asyncio.Future[Archive]],
     ) -> None:
         self._paths = [directory / name for name in _NAMES]
         self._on_thread = on_thread
         self._stamps: list[Stamp] = []
-        self._making: asyncio.Task[Archive] | None = None
+        self._making: asyncio.Future[Archive] | None = None
 
     async def read(self) -> Archive:
         """Returns the archive and its SHA-256 in hexadecimal digits."""
-        stamps, made = [_stamp(path) for path in self._paths], self._making
+        stamps, made = [stamp_of(path) for path in self._paths], self._making
         if made is None or stamps != self._stamps or (made.done() and made.exception()):
             self._stamps = stamps
-            made = self._making = asyncio.create_task(self._on_thread(self._make))
+            made = self._making = self._on_thread(self._make)
         return await asyncio.shield(made)
 
     def _make(self) -> Archive:
@@ -61,11 +60,3 @@ class TokenizerArchive:
                 entry = zipfile.ZipInfo(path.name, _MADE_AT)
                 file.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
         return archive.getvalue(), hashlib.sha256(archive.getbuffer()).hexdigest()
-
-
-def _stamp(path: Path) -> Stamp:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

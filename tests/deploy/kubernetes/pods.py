@@ -4,14 +4,12 @@ and environment as the kubelet and the LeaderWorkerSet's controller make them.""
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-from unittest.mock import patch
 
 from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
@@ -141,8 +139,8 @@ class Process:
         Raises:
             Impossible: it refuses.
         """
-        with patch.dict(os.environ, self.environment, clear=True), self._refusals():
-            return load_settings(self.service, self.arguments)
+        with self._refusals():
+            return load_settings(self.service, self.arguments, self.environment)
 
     @property
     def mounts(self) -> dict[str, str]:

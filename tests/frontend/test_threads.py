@@ -12,7 +12,7 @@ import pytest
 
 from frontend.callers.call import CALL, Call
 from frontend.callers.tenants import Client
-from frontend.text.fair_threads import FairThreads
+from frontend.text.threads import FairThreads
 from frontend.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 60
@@ -27,14 +27,14 @@ def threads() -> Iterator[FairThreads]:
 
 async def test_callers_take_turns(threads: FairThreads) -> None:
     gate, order = threading.Event(), []
-    jobs = [asyncio.create_task(threads.run("first", lambda: gate.wait(TIMEOUT_S)))]
+    jobs = [threads.run("first", lambda: gate.wait(TIMEOUT_S))]
     for number in range(1000):
         work = threads.run("flood", lambda number=number: order.append(f"flood {number}"))
-        jobs.append(asyncio.create_task(work))
+        jobs.append(work)
     await asyncio.sleep(0)
     for caller in ("a", "b", "a"):
         work = threads.run(caller, lambda caller=caller: order.append(caller))
-        jobs.append(asyncio.create_task(work))
+        jobs.append(work)
     await asyncio.sleep(0)
     gate.set()
     await asyncio.wait_for(asyncio.gather(*jobs), TIMEOUT_S)
@@ -44,9 +44,9 @@ async def test_callers_take_turns(threads: FairThreads) -> None:
 
 async def test_a_job_that_nobody_waits_for_never_runs(threads: FairThreads) -> None:
     gate, order = threading.Event(), []
-    running = asyncio.create_task(threads.run("a", lambda: gate.wait(TIMEOUT_S)))
-    gone = asyncio.create_task(threads.run("a", lambda: order.append("gone")))
-    left = asyncio.create_task(threads.run("a", lambda: order.append("left")))
+    running = threads.run("a", lambda: gate.wait(TIMEOUT_S))
+    gone = threads.run("a", lambda: order.append("gone"))
+    left = threads.run("a", lambda: order.append("left"))
     await asyncio.sleep(0)
     gone.cancel()
     running.cancel()  # its job goes on, and the next one waits for its thread
@@ -62,12 +62,12 @@ async def test_an_error_is_its_own_callers(threads: FairThreads) -> None:
     assert await threads.run("a", lambda: 1) == 1
 
 
-async def test_what_nobody_waits_for_is_let_go_of_at_once(threads: FairThreads) -> None:
+async def test_what_nobody_waits_for_is_dropped_at_once(threads: FairThreads) -> None:
     gate = threading.Event()
-    running = asyncio.create_task(threads.run("a", lambda: gate.wait(TIMEOUT_S)))
+    running = threads.run("a", lambda: gate.wait(TIMEOUT_S))
     works = [Work() for _ in range(3)]
     left = [weakref.ref(work) for work in works]
-    jobs = [asyncio.create_task(threads.run(caller, works.pop())) for caller in "aab"]
+    jobs = [threads.run(caller, works.pop()) for caller in "aab"]
     await asyncio.sleep(0)
     for job in jobs:
         job.cancel()
@@ -85,8 +85,8 @@ class Work:
 
 async def test_closing_drops_what_is_queued(threads: FairThreads) -> None:
     gate = threading.Event()
-    running = asyncio.create_task(threads.run("a", lambda: gate.wait(TIMEOUT_S)))
-    queued = asyncio.create_task(threads.run("a", lambda: None))
+    running = threads.run("a", lambda: gate.wait(TIMEOUT_S))
+    queued = threads.run("a", lambda: None)
     await asyncio.sleep(0)
     threads.close()
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection over loopback."""
+"""Admits the gateway of a frontend's stack, by whose process calls over loopback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Callable, Collection
 from urllib.parse import unquote
 
+import structlog
+
+from frontend.callers.tenants import Client
+from shared.errors import PermissionDeniedError
+
+log = structlog.get_logger(__name__)
+
+_HTTP = "http"
 # From linux/sock_diag.h, linux/netlink.h and linux/inet_diag.h.
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
@@ -20,7 +29,53 @@ _PORTS = struct.Struct(">HH")
 _UID_AT = _HEADER.size + 4 + 48 + 12  # after state and kind, the connection, and three counters
 
 
-def is_own_process(peer: str, host: str, port: int) -> bool:
+class GatewayAddress:
+    """The address at which a frontend serves the gateway of its stack. Admits processes of the
+    stack's own user, without TLS and tokens, neither of which gateways have for it: they have asked
+    their own callers for them.
+
+    Where clients have names, all callers here are one client, `http`, whose line in the tokens
+    file has its limits.
+
+    Args:
+        address: on loopback, or a Unix socket, which only this user can open anyway.
+        methods: paths of the methods that are called there.
+        find: a client by its name; None: clients have no names.
+    """
+
+    def __init__(
+        self, address: str, methods: Collection[str], find: Callable[[str], Client | None] | None
+    ) -> None:
+        self.methods = frozenset(methods)
+        self._address = address
+        self._find = find
+
+    def client(self) -> Client | None:
+        """The client of all callers here."""
+        if self._find is None:
+            return None
+        return self._find(_HTTP) or Client(_HTTP)
+
+    def check(self, peer: str) -> None:
+        """
+        Args:
+            peer: the caller's address, as gRPC writes it.
+
+        Raises:
+            PermissionDeniedError: it is not a process of this user.
+        """
+        if self._address.startswith("unix:"):
+            return
+        host, _, port = self._address.rpartition(":")
+        try:
+            if _is_own_process(peer, host, int(port)):
+                return
+        except OSError as error:
+            log.error("cannot ask whose process calls; refusing it", reason=str(error))
+        raise PermissionDeniedError("for processes of the user that runs this stack alone")
+
+
+def _is_own_process(peer: str, host: str, port: int) -> bool:
     """Whether the other end of an open connection belongs to a process of this user.
 
     Asks the kernel for that one socket (sock_diag(7)), which takes some 15 us.
