@@ -76,7 +76,8 @@ def read_settings(environment: Environment) -> StackSettings:
     Raises:
         SettingsError: a NANO_ variable is unknown or invalid.
     """
-    return load_settings(StackSettings, [], environment)
+    usual = {PREFIX + name: environment[name] for name in ("MASTER_PORT",) if name in environment}
+    return load_settings(StackSettings, [], usual | environment)
 
 
 def plan_stack(
