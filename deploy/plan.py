@@ -76,8 +76,8 @@ def read_settings(environment: Environment) -> StackSettings:
     Raises:
         SettingsError: a NANO_ variable is unknown or invalid.
     """
-    usual = {PREFIX + name: environment[name] for name in ("MASTER_PORT",) if name in environment}
-    return load_settings(StackSettings, [], usual | environment)
+    master_port = environment.get("MASTER_PORT", "0")
+    return load_settings(StackSettings, [], {f"{PREFIX}MASTER_PORT": master_port} | environment)
 
 
 def plan_stack(
