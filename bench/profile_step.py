@@ -113,7 +113,7 @@ class Parts:
             return int(plan.context_lens.sum()) * of_token, operations
 
         self.wrap(TorchBackend, "attend", "attention", attention)
-        self.wrap(TorchBackend, "norm_rope_store", "norm, rope, cache write")
+        self.wrap(TorchBackend, "rope_store", "norm, rope, cache write")
         self.wrap(RMSNorm, "__call__", "norm")
         self.wrap(cpu_ops, "silu_and_multiply", "SiLU")
         self.wrap(VocabParallelEmbedding, "__call__", "embedding")

@@ -18,7 +18,7 @@ from tests.faults.streams import open_streams
 from tests.stack import DEMO_MODEL, RealStack, UnmetPreconditionError, running_stack
 from tests.worker_svc.quantization.writers import FORMATS, PROJECTIONS, quantize_checkpoint
 from tests.worker_svc.test_model_runner import make_runner
-from worker_svc.config import load_model_config
+from worker_svc.models.config import load_model_config
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.quantization.choice import choose_quantization
 from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from worker_svc.attention.base import KV_SCALE_BYTES, AttentionBackend, QKNorm
-from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
+from worker_svc.kernels.triton.rope_store import rope_store
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
@@ -35,16 +35,22 @@ class PagedBackend(AttentionBackend[Metadata]):
         # survive.
         return [torch.zeros(size, dtype=dtype, device=s.device) for _ in range(s.num_layers)]
 
-    def norm_rope_store(
-        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
     ) -> torch.Tensor:
-        return norm_rope_store(
+        q_weight, k_weight, eps = norm or (None, None, 0.0)
+        return rope_store(
             qkv,
             self.shape.num_heads,
-            norm.q_weight,
-            norm.k_weight,
-            norm.eps,
-            norm.cos_sin,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
             metadata.tensors.positions,
             metadata.tensors.slot_mapping,
             cache,

@@ -12,12 +12,13 @@ from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
 from worker_svc.kernels.cpu.attention_loops import CHUNK
-from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
+from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
 from worker_svc.kernels.cpu.simd import LANES, bits
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 Int64s = NDArray[np.int64]
+_NO_NORM = QKNorm(torch.empty(0), torch.empty(0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,23 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             first_blocks=step.block_table_offsets[:-1].astype(np.int64),
         )
 
-    def norm_rope_store(
-        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: TorchMetadata
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: TorchMetadata,
     ) -> torch.Tensor:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
         q = torch.empty(len(qkv), heads, head_dim)
-        normalize_and_store(
+        q_weight, k_weight, eps = norm or _NO_NORM
+        rope_store(
             qkv.view(len(qkv), -1, head_dim).numpy(),
-            bits(norm.q_weight),
-            bits(norm.k_weight),
-            norm.eps,
-            norm.cos_sin.numpy(),
+            bits(q_weight),
+            bits(k_weight),
+            eps,
+            cos_sin.numpy(),
             metadata.positions,
             metadata.slot_mapping,
             self.block_size,
