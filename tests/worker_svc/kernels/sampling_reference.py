@@ -1,6 +1,6 @@
 """Sampling in two levels, first a chunk of the vocabulary and then a token in it, in PyTorch.
 
-This is what a CPU runs, and what the kernels of `kernels.triton.sampling` must equal.
+This is what a CPU runs, and what the kernels of `kernels.triton.sampling.selection` must equal.
 Greedy is the same as drawing with the number 0 from weights that are 1 for the largest logit and 0
 elsewhere, so both take one path. (Inverse transform sampling: Devroye, "Non-Uniform Random Variate
 Generation", 1986, with a two-level search.)

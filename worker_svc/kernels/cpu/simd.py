@@ -6,6 +6,7 @@ Numba knows no bfloat16, so such arrays come as uint16: a bfloat16 is the upper 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,16 @@ I32S, F32S = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 def bits(tensor: torch.Tensor) -> NDArray[Any]:
     """The memory of a tensor, that of a bfloat16 one as uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def on_tensors(kernel: Callable[..., None]) -> Callable[..., None]:
+    """`kernel`, which takes arrays, as a function that takes tensors for them."""
+
+    @wraps(kernel)
+    def call(*arguments: Any) -> None:
+        kernel(*(bits(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+
+    return call
 
 
 @intrinsic

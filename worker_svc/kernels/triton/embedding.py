@@ -8,7 +8,7 @@ import triton.language as tl
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
-from worker_svc.kernels.triton.quantized import Int8Weight
+from worker_svc.kernels.triton.quantized.weights import Int8Weight
 
 
 def embed(

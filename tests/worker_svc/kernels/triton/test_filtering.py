@@ -10,8 +10,8 @@ import torch
 
 from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba, reference
 from worker_svc.kernels.logits import BINS, LARGEST_WEIGHT, SIGN, keys_of, logits_of
-from worker_svc.kernels.triton import filtering
-from worker_svc.kernels.triton.filtering import (
+from worker_svc.kernels.triton.sampling import filtering
+from worker_svc.kernels.triton.sampling.filtering import (
     count_by_key_reference,
     pick_bins_reference,
     weigh_by_key_reference,
@@ -34,7 +34,7 @@ def run_all(function: Callable[..., None], *arguments: Any) -> list[torch.Tensor
 
 
 both = pytest.mark.parametrize(
-    "ops", [filtering, *of_numba("cpu.filtering")], ids=lambda ops: ops.__name__
+    "ops", [filtering, *of_numba("cpu.sampling.filtering")], ids=lambda ops: ops.__name__
 )
 
 
@@ -161,7 +161,11 @@ PICKED = [
 
 @pytest.mark.parametrize(
     "pick",
-    [filtering.pick_bins, *of_numba("cpu.filtering", "pick_bins"), reference(pick_bins_reference)],
+    [
+        filtering.pick_bins,
+        *of_numba("cpu.sampling.filtering", "pick_bins"),
+        reference(pick_bins_reference),
+    ],
 )
 def test_picked_bins(pick: Callable[..., None]) -> None:
     bins = torch.zeros(len(PICKED), BINS, dtype=torch.int64)

@@ -20,9 +20,9 @@ from tests.worker_svc.device import (
 )
 from tests.worker_svc.kernels import sampling_reference
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
-from worker_svc.kernels.cpu import sampling as cpu_sampling
-from worker_svc.kernels.triton import sampling as module
-from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.cpu.sampling import selection as cpu_selection
+from worker_svc.kernels.triton.sampling import selection as module
+from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.layers.embedding import VocabPartition
 
 ALMOST_ONE = 1 - 2**-53
@@ -85,7 +85,7 @@ KERNEL = Implementation(
 REFERENCE = Implementation(
     "reference", sampling_reference.chunk_statistics, sampling_reference.select_tokens
 )
-CPU = Implementation("cpu", cpu_sampling.chunk_statistics, cpu_sampling.select_tokens)
+CPU = Implementation("cpu", cpu_selection.chunk_statistics, cpu_selection.select_tokens)
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from tests.worker_svc.device import (
     of_numba,
     reference,
 )
-from worker_svc.kernels.triton import token_history as module
-from worker_svc.kernels.triton.token_history import (
+from worker_svc.kernels.triton.sampling import token_history as module
+from worker_svc.kernels.triton.sampling.token_history import (
     penalize,
     penalize_reference,
     store_tokens,
@@ -28,8 +28,12 @@ from worker_svc.kernels.triton.token_history import (
 )
 from worker_svc.layers.embedding import VocabPartition
 
-PENALIZE = [penalize, reference(penalize_reference), *of_numba("cpu.tokens", "penalize")]
-STORE = [store_tokens, reference(store_tokens_reference), *of_numba("cpu.tokens", "store_tokens")]
+PENALIZE = [penalize, reference(penalize_reference), *of_numba("cpu.sampling.tokens", "penalize")]
+STORE = [
+    store_tokens,
+    reference(store_tokens_reference),
+    *of_numba("cpu.sampling.tokens", "store_tokens"),
+]
 
 
 @pytest.fixture(autouse=True)
