@@ -64,12 +64,13 @@ class PhaseMetadata(PagedMetadata):
 
 
 class PerPhase(PagedBackend[PhaseMetadata]):
-    """One backend for steps that only decode, another for the rest, on one cache."""
+    """One backend, which gives its name, for steps with prompts, and another for steps that only
+    decode, on one cache."""
 
-    def __init__(self, mixed: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
-        super().__init__(mixed.shape, mixed.block_size)
-        self.name = f"{mixed.name}+{decodes.name}"
-        self._mixed = mixed
+    def __init__(self, prompts: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
+        super().__init__(prompts.shape, prompts.block_size)
+        self.name = prompts.name
+        self._prompts = prompts
         self._decodes = decodes
 
     def plan_column(self, step: Step) -> Int32s:
@@ -83,7 +84,7 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         return metadata.backend.attend(q, cache, metadata.metadata)
 
     def _backend(self, step: Step) -> PagedBackend[Any]:
-        return self._decodes if step.decodes_only else self._mixed
+        return self._decodes if step.decodes_only else self._prompts
 
 
 def dense_block_table(tensors: StepTensors, max_blocks: int) -> torch.Tensor:
