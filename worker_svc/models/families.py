@@ -28,8 +28,8 @@ class Family:
     architecture: str
     module: str
     defaults: Mapping[str, Any]
-    reasoning_parser: str
-    tool_call_parser: str
+    reasoning_parser: str | None
+    tool_call_parser: str | None
 
 
 _SERVED = (

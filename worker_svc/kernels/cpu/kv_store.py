@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 from numba import njit, prange
-from numba.extending import overload
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.linear import PARALLEL_TOKENS
-from worker_svc.kernels.cpu.simd import FASTMATH, LANES, larger, narrow, num_threads, put, widen
+from worker_svc.kernels.cpu.simd import (
+    FASTMATH,
+    LANES,
+    by_type,
+    larger,
+    narrow,
+    num_threads,
+    put,
+    widen,
+)
 
 # The zero of int8 codes of keys, which are bytes without a sign.
 KEY_ZERO = 128
@@ -52,13 +60,10 @@ def _rotate(
         out[half + i] = x[half + i] * rotation[i] + x[i] * rotation[half + i]
 
 
-def _round(numbers: Any, zero: Any, codes: Any) -> Any:
+@by_type
+def _round(_numbers: Any, _zero: Any, codes: Any) -> Any:
     """Rounds numbers [head_dim] float32 to codes, of the cache's dtype, integers plus `zero` ->
     their scale."""
-
-
-@overload(_round)
-def _overload_round(numbers: Any, zero: Any, codes: Any) -> Any:
     return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
 
 

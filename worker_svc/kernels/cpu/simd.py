@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 LANES = (
@@ -40,6 +40,16 @@ def on_tensors(kernel: Callable[..., None]) -> Callable[..., None]:
         kernel(*(bits(x) if isinstance(x, torch.Tensor) else x for x in arguments))
 
     return call
+
+
+def by_type(choose: Callable[..., Any]) -> Any:
+    """A function for kernels whose implementation `choose` returns, given the types of the
+    arguments, when a kernel is compiled."""
+
+    def chosen(*arguments: Any) -> Any: ...
+
+    overload(chosen, strict=False)(choose)
+    return chosen
 
 
 @intrinsic

@@ -46,20 +46,6 @@ def embed(
     return out
 
 
-def embed_reference(
-    input_ids: torch.Tensor,
-    last_tokens: torch.Tensor,
-    weight: PackedWeight,
-    start: int,
-    count: int,
-) -> torch.Tensor:
-    ids = input_ids.long()
-    sampled = ids < 0
-    ids[sampled] = last_tokens.long()[-1 - ids[sampled]]
-    here = (ids >= start) & (ids < start + count)
-    return weight.rows(torch.where(here, ids - start, 0)).masked_fill(~here[:, None], 0)
-
-
 @kernel(do_not_specialize=["start", "count"])
 def _embed_kernel(
     input_ids: tl.tensor,

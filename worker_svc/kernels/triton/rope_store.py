@@ -10,6 +10,7 @@ Memory Management for Large Language Model Serving with PagedAttention" (2023).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -19,7 +20,6 @@ from worker_svc.kernels.triton.quantized_cache import (
     store_codes,
     store_quantized_reference,
 )
-from worker_svc.kernels.triton.rms_norm import rms_norm_reference
 
 # Heads of one token per program. Each of 128 threads then has 16 bytes of both halves of a head in
 # flight, 0.6B's 32 heads make two programs, and the larger models' 48 and 80 leave none over.
@@ -93,7 +93,7 @@ def rope_store_reference(
 
     def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is not None:
-            x = rms_norm_reference(x.reshape(-1, head_dim), weight, eps).view(x.shape)
+            x = F.rms_norm(x, (head_dim,), weight.float(), eps)
         first, second = x.chunk(2, dim=2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
 
