@@ -27,7 +27,7 @@ from numba import njit, prange
 
 from bench.machine import this_machine
 from shared.config import load_settings
-from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import PackedWeight
 from worker_svc.layers.embedding import VocabParallelEmbedding
@@ -112,8 +112,8 @@ class Parts:
             operations = 4 * int(seen.sum()) * shape.num_heads * shape.head_dim
             return int(plan.context_lens.sum()) * of_token, operations
 
-        self.wrap(TorchBackend, "attend", "attention", attention)
-        self.wrap(TorchBackend, "rope_store", "norm, rope, cache write")
+        self.wrap(CpuBackend, "attend", "attention", attention)
+        self.wrap(CpuBackend, "rope_store", "norm, rope, cache write")
         self.wrap(RMSNorm, "__call__", "norm")
         self.wrap(cpu_ops, "silu_and_multiply", "SiLU")
         self.wrap(VocabParallelEmbedding, "__call__", "embedding")

@@ -19,7 +19,7 @@ from tests.worker_svc.platforms import GpuPlatform, make_backend
 from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import AttentionShape, Backend, QKNorm
 from worker_svc.attention.choice import BACKENDS, HOPPER
-from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.kernels.triton.paged_attention import attention_reference
 from worker_svc.kernels.triton.quantized_cache import dequantized, store_quantized_reference
@@ -163,7 +163,7 @@ def test_equals_the_reference(
 
 
 @cpu_only
-@pytest.mark.parametrize("backend_class", [TorchBackend, TritonBackend])
+@pytest.mark.parametrize("backend_class", [CpuBackend, TritonBackend])
 def test_heads_without_a_norm(backend_class: type[Backend]) -> None:
     """Attention as with a norm that changes nothing: weights of 1, on heads whose mean square is
     1."""

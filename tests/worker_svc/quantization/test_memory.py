@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from tests.worker_svc.quantization import exact
-from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.ops import PlainWeight
@@ -60,7 +60,7 @@ def pack(weight, dtype):  # into a copy, as kernels do
 def load(path, setting):
     config, cpu = load_model_config(path), torch.device("cpu")
     choice = choose_quantization(setting, config.quantization)
-    backend = TorchBackend(attention_shape(config, 1, cpu), 16)
+    backend = CpuBackend(attention_shape(config, 1, cpu), 16)
     cache = None
     if choice.quantize_to:
         cache = open_cache(path, "fingerprint", setting, "copy", config.dtype, 0, 1)

@@ -22,7 +22,7 @@ _NO_NORM = QKNorm(torch.empty(0), torch.empty(0), 0.0)
 
 
 @dataclass(frozen=True)
-class TorchMetadata:
+class CpuMetadata:
     """A step of T tokens and S sequences."""
 
     positions: Int64s  # [T]
@@ -34,7 +34,7 @@ class TorchMetadata:
     first_blocks: Int64s  # [S] into block_table
 
 
-class TorchBackend(AttentionBackend[TorchMetadata]):
+class CpuBackend(AttentionBackend[CpuMetadata]):
     """Cache layout [2, blocks, kv_heads, size], see `kernels.cpu.kv_store`.
 
     Raises:
@@ -69,14 +69,14 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             for _ in range(s.num_layers)
         ]
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TorchMetadata:
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> CpuMetadata:
         query_starts = np.zeros(step.num_seqs + 1, np.int64)
         np.cumsum(step.query_lens, out=query_starts[1:])
         group = self.shape.num_heads // self.shape.num_kv_heads
         counts = -(-step.query_lens.astype(np.int64) * group // TILE_ROWS)
         sequences = np.repeat(np.arange(step.num_seqs), counts)
         within = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return TorchMetadata(
+        return CpuMetadata(
             positions=step.positions.astype(np.int64),
             slot_mapping=step.slot_mapping.astype(np.int64),
             tiles=np.stack((sequences, within * TILE_ROWS), axis=1),
@@ -92,7 +92,7 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
         norm: QKNorm | None,
         cos_sin: torch.Tensor,
         cache: torch.Tensor,
-        metadata: TorchMetadata,
+        metadata: CpuMetadata,
     ) -> torch.Tensor:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
         q = torch.empty(len(qkv), heads, head_dim)
@@ -111,7 +111,7 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
         )
         return q
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: CpuMetadata) -> torch.Tensor:
         out = torch.empty(q.shape)
         attend(
             q.numpy(),
