@@ -36,6 +36,8 @@ from nano_vllm_grpc.tls import ClientTls, load_files
 from shared.config import Addresses, settings_or_exit, split_commas
 from shared.process.run import Ready, run_service
 from shared.telemetry.metrics_endpoint import list_endpoint
+from worker_svc.errors import ModelError
+from worker_svc.models.families import read_model_file
 
 log = structlog.get_logger(__name__)
 
@@ -144,7 +146,11 @@ def router_args(
 
     Args:
         budgets: a file for tenants' limits, which smg reads.
+
+    Raises:
+        ModelError: the model is of no family that is served.
     """
+    family, _ = read_model_file(Path(settings.model))
     budgets.write_text(json.dumps(admission.budgets))  # JSON is YAML, too
     return RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
@@ -168,8 +174,8 @@ def router_args(
         history_backend="none",
         max_background_responses=0,
         shutdown_grace_period_secs=max(round(settings.drain_timeout_s), 1),
-        reasoning_parser="qwen3",
-        tool_call_parser="qwen",
+        reasoning_parser=family.reasoning_parser,
+        tool_call_parser=family.tool_call_parser,
         tenant_api_keys=admission.keys,
         tenant_rate_limit_enabled=bool(admission.clients),
         tenant_rate_limit_config=str(budgets),
@@ -191,7 +197,7 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
     parent process forks again.
 
     Raises:
-        RuntimeError: the gateway cannot start.
+        RuntimeError, ModelError: the gateway cannot start.
         OSError: a token or certificate file cannot be used.
     """
     # smg has no settings for this.
@@ -276,7 +282,7 @@ async def _change(settings: GatewaySettings, admission: Admission) -> None:
 
 def main() -> int:
     settings = settings_or_exit(GatewaySettings, sys.argv[1:])
-    return run_service("gateway", settings, serve, (RuntimeError, ValueError))
+    return run_service("gateway", settings, serve, (RuntimeError, ValueError, ModelError))
 
 
 if __name__ == "__main__":

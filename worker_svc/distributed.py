@@ -24,7 +24,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 JOIN_TIMEOUT = timedelta(seconds=30)
 # How long ranks that have met may take to connect. Gloo waits it out, whatever happens meanwhile.
 CONNECT_TIMEOUT = timedelta(seconds=10)
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -113,7 +113,7 @@ class TensorParallel:
                 raise SupersededError
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not all ranks met within {JOIN_TIMEOUT.total_seconds():g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def leave(self) -> None:
         """Leaves the current group, if any, even if it has lost a rank: NCCL's kernels wait for

@@ -1,8 +1,8 @@
 """Ends a worker that hangs, so that its supervisor starts a new one.
 
 Threads say what they are doing and how long that may take; a watching thread checks on them. It
-counts its own looks instead of reading a clock: time in which the whole process was stopped, or got
-no processor, is nobody's fault.
+counts its own polls instead of reading a clock: time in which the whole process was stopped, or got
+no processor, does not count.
 
 It cannot notice that its own process is stopped, or that an extension holds Python's lock. Then the
 RPC loop does not turn either, which the parent sees (`shared.process.parent_process`).
@@ -31,7 +31,7 @@ FIRST_STEP_S = 60.0
 _SLACK = 4.0
 # At a context of about a thousand tokens, attention costs as much as everything else.
 _CONTEXT_UNIT = 1024
-_LOOKS = 10  # per `hang_timeout_s`
+_POLLS = 10  # per `hang_timeout_s`
 
 
 class StepTimes:
@@ -115,12 +115,12 @@ class HangWatch:
         self._times.record(size_of(step), seconds)
 
     def _run(self) -> None:
-        look_s = self._hang_timeout_s / _LOOKS
-        while not self._stopped.wait(look_s):
+        poll_s = self._hang_timeout_s / _POLLS
+        while not self._stopped.wait(poll_s):
             for activity in tuple(self._activities):
                 if self._compiles():
                     activity.max_s = max(activity.max_s, FIRST_STEP_S)
-                activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + look_s
+                activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + poll_s
                 if activity.seconds >= self._hang_timeout_s + activity.max_s:
                     self._give_up(f"{activity.what} does not end")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from worker_svc.config import load_model_config
 from worker_svc.devices.base import Platform, Stopwatch
 from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.cuda_graph import DecodeGraphs, graph_sizes
@@ -21,7 +20,9 @@ from worker_svc.errors import StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.loader import WeightLoader
-from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.models.config import load_model_config
+from worker_svc.models.decoder import attention_shape
+from worker_svc.models.registry import Model, load_model
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
@@ -33,7 +34,7 @@ from worker_svc.step_result import PendingStep
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.fingerprint import ModelFiles
 from worker_svc.weights.packed_cache import open_cache
-from worker_svc.weights.quantization.choice import choose_quantization
+from worker_svc.weights.quantization.choice import Choice, choose_quantization
 
 _READING = 8  # multiply-adds that a CPU does in the time in which it reads a weight
 
@@ -66,46 +67,20 @@ class ModelRunner:
 
     def __init__(self, settings: WorkerSettings, platform: Platform | None = None) -> None:
         platform = platform or choose_platform(settings)
-        model_dir = Path(settings.model)
-        config = load_model_config(model_dir)
-        config = dataclasses.replace(
-            config, dtype=platform.choose_dtype(settings.dtype, config.dtype)
-        )
-        max_model_len = _max_model_len(settings, config.max_model_len)
-        max_num_batched_tokens = max(platform.num_batched_tokens, settings.max_num_seqs)
-        if settings.max_num_batched_tokens != "auto":
-            max_num_batched_tokens = settings.max_num_batched_tokens
+        config = load_model_config(Path(settings.model))
+        dtype = platform.choose_dtype(settings.dtype, config.dtype)
+        config = dataclasses.replace(config, dtype=dtype)
         quantization = choose_quantization(settings.quantization, config.quantization)
-        shape = attention_shape(config, settings.tp, platform.device)
-        shape = dataclasses.replace(shape, kv_dtype=settings.kv_dtype)
 
         self.config = config
         self._settings = settings
         self._platform = platform
-        self._max_model_len = max_model_len
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = _max_model_len(settings, config.max_model_len)
+        self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
         self._tp = TensorParallel(settings.rank, settings.tp)
+        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         self._backend = platform.attention_backend(settings, shape)
-        files, cache = ModelFiles(model_dir), None
-        if quantization.quantize_to:
-            cache = open_cache(
-                model_dir,
-                files.fingerprint,
-                quantization.name,
-                platform.ops.layout,
-                config.dtype,
-                settings.rank,
-                settings.tp,
-            )
-        copies = platform.weight_copies()
-        with WeightReader(model_dir, config.dtype, platform.device, copies) as reader:
-            loader = WeightLoader(reader, platform.ops, quantization, cache)
-            self._model = Qwen3ForCausalLM(
-                loader, config, max_model_len, platform.ops, self._tp, self._backend
-            )
-        files.check_unchanged()
-        if cache:
-            cache.save()
+        self._model, fingerprint = self._load(quantization)
         self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
         self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
@@ -119,31 +94,58 @@ class ModelRunner:
         self._logits: torch.Tensor | None = None
         if platform.captures:  # one buffer for all graphs, not one in each
             shape_of_logits = settings.max_num_seqs, vocab.shard_size
-            self._logits = torch.empty(shape_of_logits, dtype=config.dtype, device=platform.device)
+            self._logits = torch.empty(shape_of_logits, dtype=dtype, device=platform.device)
         self._graphs: DecodeGraphs | None = None
         self._configured_blocks = 0
-        activations = self._warm_up()
-        block_size = self._backend.block_size
-        block_bytes = (shape.cache_bytes_per_token + TOKEN_ID_BYTES) * block_size
-        self.info = RunnerInfo(
+        self.info = self._measure(fingerprint)
+
+    def _load(self, quantization: Choice) -> tuple[Model, str]:
+        """Reads the model -> it, and its fingerprint."""
+        settings, platform, dtype = self._settings, self._platform, self.config.dtype
+        model_dir = Path(settings.model)
+        files, cache = ModelFiles(model_dir), None
+        if quantization.quantize_to:
+            cache = open_cache(
+                model_dir,
+                files.fingerprint,
+                quantization.name,
+                platform.ops.layout,
+                dtype,
+                settings.rank,
+                settings.tp,
+            )
+        copies = platform.weight_copies()
+        with WeightReader(model_dir, dtype, platform.device, copies) as reader:
+            loader = WeightLoader(reader, platform.ops, quantization, cache)
+            model = load_model(
+                loader, self.config, self._max_model_len, platform.ops, self._tp, self._backend
+            )
+        files.check_unchanged()
+        if cache:
+            cache.save()
+        return model, f"{files.fingerprint}-{quantization.name}"
+
+    def _measure(self, fingerprint: str) -> RunnerInfo:
+        """Warms up, and works out how many blocks fit beside what that takes."""
+        settings, platform, backend = self._settings, self._platform, self._backend
+        cache_bytes = platform.cache_bytes(settings, self._warm_up())
+        size = backend.block_size
+        block_bytes = (backend.shape.cache_bytes_per_token + TOKEN_ID_BYTES) * size
+        return RunnerInfo(
             device=str(platform.device),
-            dtype=str(config.dtype).removeprefix("torch."),
-            fingerprint=f"{files.fingerprint}-{quantization.name}",
-            attention_backend=self._backend.name,
-            block_size=block_size,
+            dtype=str(self.config.dtype).removeprefix("torch."),
+            fingerprint=fingerprint,
+            attention_backend=backend.name,
+            block_size=size,
             num_blocks=blocks_that_fit(
-                settings,
-                platform.cache_bytes(settings, activations),
-                block_bytes,
-                block_size,
-                max_model_len,
+                settings, cache_bytes, block_bytes, size, self._max_model_len
             ),
             max_num_blocks=min(
-                platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // block_size
+                platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // size
             ),
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            vocab_size=config.vocab_size,
+            max_model_len=self._max_model_len,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            vocab_size=self.config.vocab_size,
         )
 
     def configure(
@@ -309,3 +311,9 @@ def _max_model_len(settings: WorkerSettings, limit: int) -> int:
     if settings.max_model_len > limit:
         raise StartError(f"max_model_len: {settings.max_model_len} is over the model's {limit}")
     return settings.max_model_len
+
+
+def _max_num_batched_tokens(settings: WorkerSettings, platform: Platform) -> int:
+    if settings.max_num_batched_tokens == "auto":
+        return max(platform.num_batched_tokens, settings.max_num_seqs)
+    return settings.max_num_batched_tokens

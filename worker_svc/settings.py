@@ -65,9 +65,9 @@ class WorkerSettings(ServiceSettings):
     kv_blocks: AutoInt = Field("auto", description="blocks of the KV cache (auto: measured)")
     block_size: AutoInt = Field("auto", description="tokens in a block (auto: the backend's)")
     memory_utilization: float | Literal["auto"] = Field("auto", description="share of the memory")
-    attention: Literal[
-        "auto", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton", "triton", "torch"
-    ] = Field("auto", description="attention backend; a+b: a for prompts, b for decodes")
+    attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = Field(
+        "auto", description="attention backend: of prompts; on a GPU, Triton's kernel decodes"
+    )
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     threads: AutoInt = Field("auto", description="CPU threads of a step")
     profile_directory: str = Field("", description="for traces of torch's profiler; empty: off")

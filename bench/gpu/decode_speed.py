@@ -13,7 +13,7 @@ import torch
 from bench.gpu.ceilings import bandwidth
 from bench.gpu.heads import Heads
 from bench.gpu.records import Report
-from bench.gpu.setup import BACKENDS, Setup
+from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
@@ -103,15 +103,14 @@ def make_load(
     )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def measure_equal_lengths(setup: Setup, report: Report, name: str) -> None:
+def measure_equal_lengths(setup: Setup, report: Report) -> None:
     sizes = setup.sizes
     for label, heads in sizes.heads:
         for context in sizes.contexts:
             for rows in sizes.batches:
-                load = make_load(setup, name, heads, [context] * rows)
+                load = make_load(setup, "triton", heads, [context] * rows)
                 report.figure(
-                    f"decode attention, {name}, {label}, {rows} x {context}",
+                    f"decode attention, triton, {label}, {rows} x {context}",
                     load.rate(load.attend),
                     "GB/s",
                     bandwidth(setup, report),
@@ -119,14 +118,13 @@ def measure_equal_lengths(setup: Setup, report: Report, name: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def measure_mixed_lengths(setup: Setup, report: Report, name: str) -> None:
+def measure_mixed_lengths(setup: Setup, report: Report) -> None:
     """Measures the contexts of the reference workload, halfway through."""
     contexts = snapshot(setup.sizes.workload)
     for label, heads in setup.sizes.heads:
-        load = make_load(setup, name, heads, contexts)
+        load = make_load(setup, "triton", heads, contexts)
         report.figure(
-            f"decode attention, {name}, {label}, {len(contexts)} mixed",
+            f"decode attention, triton, {label}, {len(contexts)} mixed",
             load.rate(load.attend),
             "GB/s",
             bandwidth(setup, report),

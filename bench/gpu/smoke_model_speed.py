@@ -69,12 +69,11 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
     step_speed.measure_step(setup, report, loaded, number)
 
 
-@pytest.mark.parametrize("name", ["triton", "fa3"])
-def measure_attention(setup: Setup, report: Report, name: str) -> None:
+def measure_attention(setup: Setup, report: Report) -> None:
     label, heads = setup.sizes.heads[0]
     for rows in setup.sizes.batches:
-        load = make_load(setup, name, heads, [setup.sizes.contexts[0]] * rows)
-        case = f"decode attention, {name}, {label}, {rows} x {setup.sizes.contexts[0]}"
+        load = make_load(setup, "triton", heads, [setup.sizes.contexts[0]] * rows)
+        case = f"decode attention, triton, {label}, {rows} x {setup.sizes.contexts[0]}"
         report.figure(case, load.rate(load.attend), "GB/s", bandwidth(setup, report))
 
 

@@ -27,13 +27,13 @@ from shared.errors import InvalidArgumentError
 from shared.model_directory import read_text
 from shared.telemetry.logging import configure_logging
 from worker_svc.attention.base import Backend
-from worker_svc.config import ModelConfig, load_model_config
 from worker_svc.devices.base import Platform
 from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.driver import driver_version
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
-from worker_svc.models.qwen3 import attention_shape
+from worker_svc.models.config import ModelConfig, load_model_config
+from worker_svc.models.decoder import attention_shape
 from worker_svc.settings import WorkerSettings
 from worker_svc.weights.files import INDEX, WeightReader
 from worker_svc.weights.quantization.choice import choose_quantization
@@ -98,8 +98,7 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
             name, "ok", f"{config.num_layers} layers, {dtype}, quantization: {weights_format}"
         )
         name = "attention"
-        shape = attention_shape(config, settings.tp, platform.device)
-        shape = dataclasses.replace(shape, kv_dtype=settings.kv_dtype)
+        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         backend = platform.attention_backend(settings, shape)
         yield _check_attention(backend, platform)
         name = "weights"

@@ -14,7 +14,7 @@ from frontend.text.model_files import read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from shared.config import SettingsError
 from tests.certificates import Authority
-from worker_svc.config import load_model_config
+from worker_svc.models.config import load_model_config
 from worker_svc.weights.fingerprint import ModelFiles
 
 from .conftest import DEMO, DIRECTORY, plan

@@ -13,12 +13,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from deploy.gateway import Admission, GatewaySettings
+from deploy.gateway import Admission, GatewaySettings, router_args
 from deploy.native.processes import stop_processes
 from deploy.ports import free_port
 from tests.http.small import changed_gateway, half_sent, small_gateway
-from tests.stack import WAIT_S, RealStack, running_stack
+from tests.stack import DEMO_MODEL, WAIT_S, RealStack, running_stack
 from tests.waiting import wait_for
+from worker_svc.errors import ModelError
 
 NAME = "acme/fox-1.5"  # of its model
 PROMPT = "Once upon a time"
@@ -57,6 +58,19 @@ def test_what_crosses_of_budgets(tmp_path: Path) -> None:
     settings = GatewaySettings(engine_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
     (tenant,) = Admission.read(settings).budgets["tenants"]
     assert (tenant["tenant_key"], tenant["tokens_per_minute"]) == ("auth:both", 12)
+
+
+def test_parsers_are_those_of_the_models_family(tmp_path: Path) -> None:
+    addresses = ("127.0.0.1:1",)
+    settings = GatewaySettings(engine_addresses=addresses, model=str(DEMO_MODEL))
+    admission, budgets = Admission.read(settings), tmp_path / "budgets"
+    args = router_args(settings, 1, admission, budgets)
+    assert (args.reasoning_parser, args.tool_call_parser) == ("qwen3", "qwen")
+
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    other = GatewaySettings(engine_addresses=addresses, model=str(tmp_path))
+    with pytest.raises(ModelError, match="architectures: GPT2LMHeadModel is not served"):
+        router_args(other, 1, admission, budgets)
 
 
 def completion(**options: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from transformers import Qwen3Config
 
 from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import TINY
-from worker_svc.config import load_model_config
 from worker_svc.errors import ModelError
+from worker_svc.models.config import load_model_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
@@ -74,8 +74,11 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures: LlamaForCausalLM"),
-        ({"architectures": None}, "architectures: none"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures: GPT2LMHeadModel is not served; served are Qwen3ForCausalLM",
+        ),
+        ({"architectures": None}, "architectures: none is not served"),
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor: missing"),

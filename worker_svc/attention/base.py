@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
 Metadata = TypeVar("Metadata")
+KvDtype = Literal["auto", "int8", "fp8"]
 KV_SCALE_BYTES = 4
 
 
@@ -27,7 +28,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     # Of the cache: auto is dtype; int8 has a float32 scale per token and KV head, fp8 has none.
-    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_dtype: KvDtype = "auto"
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -45,14 +46,12 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
 
-@dataclass(frozen=True)
-class QKNorm:
-    """The normalization of a layer's queries and keys, and the rotation that follows it."""
+class QKNorm(NamedTuple):
+    """The normalization of a layer's queries and keys, head by head, before they are rotated."""
 
     q_weight: torch.Tensor  # [head_dim]
     k_weight: torch.Tensor  # [head_dim]
     eps: float
-    cos_sin: torch.Tensor  # [max_model_len, 2, head_dim / 2] float32
 
 
 class AttentionBackend(ABC, Generic[Metadata]):
@@ -80,11 +79,17 @@ class AttentionBackend(ABC, Generic[Metadata]):
         `max_context_len`: of `step` it uses only the number of sequences."""
 
     @abstractmethod
-    def norm_rope_store(
-        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
     ) -> torch.Tensor:
         """qkv [T, (heads + 2 · kv_heads) · head_dim] -> the queries [T, heads, head_dim],
-        normalized and rotated. Stores the keys, treated likewise, and the values in their slots of
+        normalized if there is a norm, and rotated by cos_sin (`layers.rotary.rotary_table`). Stores
+        the keys, normalized and rotated in the same way, and the values in their slots of
         `cache`."""
 
     @abstractmethod

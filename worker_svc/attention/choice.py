@@ -15,10 +15,9 @@ from worker_svc.attention.probe import find_obstacle
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError
 
-BACKENDS = ("triton", "fa3", "fa3+triton", "flash_attn", "flash_attn+triton")
-# Auto takes the first that works. The libraries are for prompts: to decode, they spend tiles of 64
-# to 128 queries on the two that share a KV head in Qwen3-0.6B.
-PREFERRED = ("fa3+triton", "flash_attn+triton", "triton")
+# Auto takes the first that works. The libraries are for prompts: to decode, they would spend tiles
+# of 64 to 128 queries on the two that share a KV head in a small model.
+BACKENDS = ("fa3", "flash_attn", "triton")
 # Tokens. Small enough that prompts which differ late still share most of their blocks; but
 # FlashAttention 3 loads whole pages with the tensor memory accelerator only from 128 on.
 TRITON_BLOCK_SIZE = 64
@@ -46,13 +45,11 @@ def choose_backend(
         StartError: a backend requested by name is not installed, or cannot serve this.
     """
     reason = ""
-    for candidate in PREFERRED if name == "auto" else (name,):
+    for candidate in BACKENDS if name == "auto" else (name,):
         reason = _obstacle(candidate, shape, block_size, capability)
         if not reason:
-            backend, library = _make(candidate, shape, block_size, num_sms)
-            if library is None:
-                return backend
-            reason = find_obstacle(library, decodes=library is backend)
+            backend = _make(candidate, shape, block_size, num_sms)
+            reason = "" if candidate == "triton" else find_obstacle(backend)
             if not reason:
                 return backend
             log.warning("attention backend cannot be used", name=candidate, reason=reason)
@@ -61,18 +58,15 @@ def choose_backend(
 
 def _make(
     name: str, shape: AttentionShape, block_size: int | None, num_sms: int
-) -> tuple[PagedBackend[Any], PagedBackend[Any] | None]:
-    """Makes a backend -> it, and the part of it that is a library's and has to be tried."""
+) -> PagedBackend[Any]:
     if name == "triton":
-        return TritonBackend(shape, block_size or TRITON_BLOCK_SIZE, num_sms), None
+        return TritonBackend(shape, block_size or TRITON_BLOCK_SIZE, num_sms)
     library: PagedBackend[Any]
-    if name.startswith("fa3"):
-        library = FlashAttention3(shape, block_size or FA3_BLOCK_SIZE, num_sms)
+    if name == "fa3":
+        library = FlashAttention3(shape, block_size or FA3_BLOCK_SIZE)
     else:
         library = FlashAttention2(shape, block_size or BLOCK_SIZE_MULTIPLE)
-    if not name.endswith("+triton"):
-        return library, library
-    return PerPhase(library, TritonBackend(shape, library.block_size, num_sms)), library
+    return PerPhase(library, TritonBackend(shape, library.block_size, num_sms))
 
 
 def _obstacle(
@@ -83,7 +77,7 @@ def _obstacle(
         return f"kv_dtype: {name} has no {shape.kv_dtype} cache; triton has"
     if shape.kv_dtype == "int8" and shape.head_dim % KV_SCALE_BYTES:
         return f"kv_dtype: head_dim {shape.head_dim} is not a multiple of {KV_SCALE_BYTES}"
-    if name.startswith("fa3"):
+    if name == "fa3":
         if capability != HOPPER:
             return f"it is for Hopper GPUs, this one has capability {_dotted(capability)}"
         if not fa3.load():
@@ -91,7 +85,7 @@ def _obstacle(
                 f"module {fa3.MODULE} is missing or does not load; install FlashAttention 3 from "
                 "github.com/Dao-AILab/flash-attention, folder hopper"
             )
-    elif name.startswith("flash_attn"):
+    elif name == "flash_attn":
         if not flash_attn.load():
             return f"module {flash_attn.MODULE} is missing or does not load; pip install flash-attn"
         if block_size and block_size % BLOCK_SIZE_MULTIPLE:

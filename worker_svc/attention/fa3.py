@@ -1,4 +1,4 @@
-"""FlashAttention 3 (Shah et al., 2024): Hopper GPUs."""
+"""FlashAttention 3 (Shah et al., 2024) for steps with prompts: Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.kernels.triton.decode_attention import choose_splits
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn_interface"
+# Of the keys. Not left to the library: `fwd` and the schedule could choose differently.
+_SPLITS = 1
 
 
 def load() -> bool:
@@ -33,27 +33,17 @@ class FlashMetadata3(PagedMetadata):
     schedule: torch.Tensor
     max_query_len: int
     max_key_len: int  # of a full page table
-    max_splits: int
 
 
 class FlashAttention3(PagedBackend[FlashMetadata3]):
-    """One call serves a step of any mix; how its work is dealt to the multiprocessors is computed
-    on the GPU, once per step for all layers."""
+    """One call serves a step; how its work is dealt to the multiprocessors is computed on the GPU,
+    once per step for all layers."""
 
     name = "fa3"
-
-    def __init__(self, shape: AttentionShape, block_size: int, num_sms: int) -> None:
-        super().__init__(shape, block_size)
-        self._num_sms = num_sms
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata3:
         shape = self.shape
         max_query_len = int(step.query_lens.max())
-        # FlashAttention must not choose the splits: `fwd` and the schedule could differ, their
-        # buffers are not measured, and a CUDA graph keeps those of its capture.
-        max_splits = 1
-        if step.decodes_only:
-            max_splits = choose_splits(step.num_seqs, shape.num_kv_heads, self._num_sms)
         # `fwd` takes the keys' maximum length from the page table's width.
         max_blocks = -(-max_context_len // self.block_size)
         max_key_len = max_blocks * self.block_size
@@ -70,7 +60,7 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
             cu_seqlens_q=tensors.query_starts,
             page_size=self.block_size,
             is_causal=True,
-            num_splits=max_splits,
+            num_splits=_SPLITS,
         )
         return FlashMetadata3(
             tensors,
@@ -78,7 +68,6 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
             schedule=schedule,
             max_query_len=max_query_len,
             max_key_len=max_key_len,
-            max_splits=max_splits,
         )
 
     def attend(
@@ -96,6 +85,6 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
             softmax_scale=self.shape.scale,
             is_causal=True,
             scheduler_metadata=metadata.schedule,
-            num_splits=metadata.max_splits,
+            num_splits=_SPLITS,
         )[0]
         return out.flatten(1)

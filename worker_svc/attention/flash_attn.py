@@ -1,4 +1,4 @@
-"""FlashAttention 2 (Dao, 2023): Ampere GPUs and newer."""
+"""FlashAttention 2 (Dao, 2023) for steps with prompts: Ampere GPUs and newer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn"
-BLOCK_SIZE_MULTIPLE = 256  # tokens: its paged kernels take no other block sizes
+BLOCK_SIZE_MULTIPLE = 256  # tokens: its kernel takes no other block sizes
 
 
 def load() -> bool:
-    """Imports FlashAttention 2 if it is installed -> whether it has the paged kernels."""
+    """Imports FlashAttention 2 if it is installed -> whether it has the kernel."""
     try:
-        return hasattr(importlib.import_module(MODULE), "flash_attn_with_kvcache")
+        return hasattr(importlib.import_module(MODULE), "flash_attn_varlen_func")
     except (ImportError, OSError):  # missing, or built for another torch or CUDA
         return False
 
@@ -29,13 +29,13 @@ def load() -> bool:
 @dataclass(frozen=True)
 class FlashMetadata2(PagedMetadata):
     block_table: torch.Tensor  # [S, blocks] int32
-    context_starts: torch.Tensor | None  # [S+1] int32; None: a step of decodes
+    context_starts: torch.Tensor  # [S+1] int32
     max_query_len: int
     max_context_len: int
 
 
 class FlashAttention2(PagedBackend[FlashMetadata2]):
-    """Steps that only decode run in its split-KV kernel, others in the one for prompts."""
+    """One call serves a step."""
 
     name = "flash_attn"
 
@@ -44,14 +44,10 @@ class FlashAttention2(PagedBackend[FlashMetadata2]):
         self._kernels: Any = importlib.import_module(MODULE)
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata2:
-        context_starts = None
-        if not step.decodes_only:
-            ends = tensors.context_lens.cumsum(0, dtype=torch.int32)
-            context_starts = F.pad(ends, (1, 0))
         return FlashMetadata2(
             tensors,
             block_table=dense_block_table(tensors, -(-max_context_len // self.block_size)),
-            context_starts=context_starts,
+            context_starts=F.pad(tensors.context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
             max_query_len=int(step.query_lens.max()),
             max_context_len=max_context_len,
         )
@@ -60,29 +56,16 @@ class FlashAttention2(PagedBackend[FlashMetadata2]):
         self, q: torch.Tensor, cache: torch.Tensor, metadata: FlashMetadata2
     ) -> torch.Tensor:
         keys, values = cache
-        tensors = metadata.tensors
-        out: torch.Tensor
-        if metadata.context_starts is None:
-            out = self._kernels.flash_attn_with_kvcache(
-                q.unsqueeze(1),
-                keys,
-                values,
-                cache_seqlens=tensors.context_lens,
-                block_table=metadata.block_table,
-                softmax_scale=self.shape.scale,
-                causal=True,
-            ).squeeze(1)
-        else:
-            out = self._kernels.flash_attn_varlen_func(
-                q,
-                keys,
-                values,
-                cu_seqlens_q=tensors.query_starts,
-                cu_seqlens_k=metadata.context_starts,
-                max_seqlen_q=metadata.max_query_len,
-                max_seqlen_k=metadata.max_context_len,
-                softmax_scale=self.shape.scale,
-                causal=True,
-                block_table=metadata.block_table,
-            )
+        out: torch.Tensor = self._kernels.flash_attn_varlen_func(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=metadata.tensors.query_starts,
+            cu_seqlens_k=metadata.context_starts,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_context_len,
+            softmax_scale=self.shape.scale,
+            causal=True,
+            block_table=metadata.block_table,
+        )
         return out.flatten(1)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from worker_svc.attention.base import KV_SCALE_BYTES, AttentionBackend, QKNorm
-from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
+from worker_svc.kernels.triton.rope_store import rope_store
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
@@ -35,16 +35,22 @@ class PagedBackend(AttentionBackend[Metadata]):
         # survive.
         return [torch.zeros(size, dtype=dtype, device=s.device) for _ in range(s.num_layers)]
 
-    def norm_rope_store(
-        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: Metadata
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
     ) -> torch.Tensor:
-        return norm_rope_store(
+        q_weight, k_weight, eps = norm or (None, None, 0.0)
+        return rope_store(
             qkv,
             self.shape.num_heads,
-            norm.q_weight,
-            norm.k_weight,
-            norm.eps,
-            norm.cos_sin,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
             metadata.tensors.positions,
             metadata.tensors.slot_mapping,
             cache,
@@ -58,12 +64,13 @@ class PhaseMetadata(PagedMetadata):
 
 
 class PerPhase(PagedBackend[PhaseMetadata]):
-    """One backend for steps that only decode, another for the rest, on one cache."""
+    """One backend, which gives its name, for steps with prompts, and another for steps that only
+    decode, on one cache."""
 
-    def __init__(self, mixed: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
-        super().__init__(mixed.shape, mixed.block_size)
-        self.name = f"{mixed.name}+{decodes.name}"
-        self._mixed = mixed
+    def __init__(self, prompts: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
+        super().__init__(prompts.shape, prompts.block_size)
+        self.name = prompts.name
+        self._prompts = prompts
         self._decodes = decodes
 
     def plan_column(self, step: Step) -> Int32s:
@@ -77,7 +84,7 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         return metadata.backend.attend(q, cache, metadata.metadata)
 
     def _backend(self, step: Step) -> PagedBackend[Any]:
-        return self._decodes if step.decodes_only else self._mixed
+        return self._decodes if step.decodes_only else self._prompts
 
 
 def dense_block_table(tensors: StepTensors, max_blocks: int) -> torch.Tensor:

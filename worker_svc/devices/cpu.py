@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
-from worker_svc.attention.torch_backend import TorchBackend
+from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.devices.base import Platform
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
@@ -82,7 +82,7 @@ class CpuPlatform(Platform):
         if settings.attention not in ("auto", "torch"):
             raise StartError(f"attention: {settings.attention} runs on a GPU; on a CPU use torch")
         size = settings.block_size
-        return TorchBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
+        return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
     def start(self, multiply_adds: int) -> CpuStopwatch:
         """Begins a step. A small one is computed on one thread: dozens of short parallel parts of

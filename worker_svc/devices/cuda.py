@@ -27,7 +27,7 @@ OLDEST = (8, 0)  # Ampere: the first with bfloat16
 # Share of all memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
 MEMORY_SHARE = 0.9
 CAPTURE_WARM_UPS = 2  # cuBLAS and Triton allocate and compile in the first runs
-_LOOK_S = 0.001
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CudaPlatform(Platform):
         while not warm.query():
             if superseded():
                 raise SupersededError
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # The outer stream: a failed capture leaves its own as the current one.

@@ -1,12 +1,28 @@
-"""Rotary position embedding with the scalings that Qwen3 configurations use."""
+"""Rotary position embedding, and its scalings for longer contexts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from worker_svc.config import RopeConfig
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. The fields after `factor` are for yarn only; None takes yarn's default."""
+
+    rope_type: str  # one of `ROPE_TYPES`
+    theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
 def rotary_table(
@@ -16,25 +32,25 @@ def rotary_table(
 
     Source: Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints.
     """
-    inv_freq, attention_factor = inverse_frequencies(head_dim, rope)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inv_freq, factor = _SCALINGS[rope.rope_type](rope, rope.theta**exponents)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
-    table = torch.stack((angles.cos(), angles.sin()), dim=1) * attention_factor
+    table = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
     return table.to(device)
 
 
-def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """The inverse frequencies [head_dim / 2] float32, and the factor on cosines and sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = rope.theta**exponents
-    if rope.rope_type == "yarn":
-        return _yarn(head_dim, rope, frequencies)
-    inv_freq = 1.0 / frequencies
-    return inv_freq / rope.factor if rope.rope_type == "linear" else inv_freq, 1.0
+def _default(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return 1.0 / frequencies, 1.0
 
 
-def _yarn(head_dim: int, rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _linear(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return 1.0 / frequencies / rope.factor, 1.0
+
+
+def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Keeps high frequencies and interpolates low ones, with a ramp between (Peng et al., "YaRN:
     Efficient Context Window Extension of Large Language Models", 2023)."""
+    head_dim = 2 * len(frequencies)
     low = _correction_dim(rope.beta_fast, head_dim, rope)
     high = _correction_dim(rope.beta_slow, head_dim, rope)
     if rope.truncate:
@@ -64,3 +80,12 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+# theta's powers [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines
+_SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "yarn": _yarn,
+}
+ROPE_TYPES = tuple(_SCALINGS)

@@ -121,28 +121,8 @@ def by_name(schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def install_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Installs a module `flash_attn` -> the names of its functions, as they are called."""
+    """Installs a module `flash_attn` -> the name of its function, each time that it is called."""
     calls: list[str] = []
-
-    def flash_attn_with_kvcache(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        cache_seqlens: torch.Tensor,
-        block_table: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-    ) -> torch.Tensor:
-        calls.append("flash_attn_with_kvcache")
-        assert k_cache.shape[1] % 256 == 0
-        assert cache_seqlens.dtype == block_table.dtype == torch.int32
-        assert causal
-        starts = torch.arange(len(q) + 1)
-        out = attend(
-            q.squeeze(1), k_cache, v_cache, starts, cache_seqlens, block_table, softmax_scale
-        )
-        return out.unsqueeze(1)
 
     def flash_attn_varlen_func(
         q: torch.Tensor,
@@ -168,9 +148,6 @@ def install_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return attend(q, k, v, cu_seqlens_q, lens, block_table, softmax_scale)
 
     module = ModuleType("flash_attn")
-    module.__dict__.update(
-        flash_attn_with_kvcache=flash_attn_with_kvcache,
-        flash_attn_varlen_func=flash_attn_varlen_func,
-    )
+    module.__dict__.update(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return calls

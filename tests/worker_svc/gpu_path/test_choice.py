@@ -48,14 +48,6 @@ def without_paging(q: torch.Tensor, *_: object) -> torch.Tensor:
     raise RuntimeError("This flash attention build does not support paged KV.\nat line 1")
 
 
-def without_decodes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *rest: torch.Tensor
-) -> torch.Tensor:
-    if len(q) < 4:
-        raise RuntimeError("This flash attention build does not support splits.")
-    return attend(q, k, v, starts, *rest)
-
-
 def of_wrong_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,12 +73,10 @@ def test_triton_is_always_there(capability: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("flash_attention_3")
 def test_auto_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_attn(monkeypatch)
-    assert choose("auto") == ("fa3+triton", 128)
-    assert choose("auto", block_size=16) == ("fa3+triton", 16)
+    assert choose("auto") == choose("fa3") == ("fa3", 128)
+    assert choose("auto", block_size=16) == ("fa3", 16)
     assert choose("auto", head_dim=20) == ("triton", 64)
-    assert choose("fa3") == ("fa3", 128)
-    assert choose("fa3+triton") == ("fa3+triton", 128)
-    assert choose("flash_attn+triton") == ("flash_attn+triton", 256)
+    assert choose("flash_attn") == ("flash_attn", 256)
 
 
 @pytest.mark.usefixtures("flash_attention_3")
@@ -106,19 +96,9 @@ def test_a_build_that_cannot_do_it_is_not_taken(
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with structlog.testing.capture_logs() as logs:
         assert choose("auto") == ("triton", 64)
-    assert [entry["name"] for entry in logs] == ["fa3+triton"]
+    assert [entry["name"] for entry in logs] == ["fa3"]
     assert re.search(reason, logs[0]["reason"])
     with pytest.raises(StartError, match=f"attention: fa3 cannot be used: .*{reason}"):
-        choose("fa3")
-
-
-@pytest.mark.usefixtures("flash_attention_3")
-def test_what_only_decodes_need_is_tried_only_where_it_decodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(flash_attention, "attend", without_decodes)
-    assert choose("auto") == ("fa3+triton", 128)
-    with pytest.raises(StartError, match="does not support splits"):
         choose("fa3")
 
 
@@ -139,8 +119,8 @@ def test_a_device_lost_while_trying_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 def test_auto_elsewhere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     assert choose("auto", capability) == ("triton", 64)
     install_flash_attn(monkeypatch)
-    assert choose("auto", capability) == ("flash_attn+triton", 256)
-    assert choose("auto", capability, block_size=512) == ("flash_attn+triton", 512)
+    assert choose("auto", capability) == ("flash_attn", 256)
+    assert choose("auto", capability, block_size=512) == ("flash_attn", 512)
     assert choose("auto", capability, block_size=16) == ("triton", 16)
 
 
@@ -175,8 +155,8 @@ def test_only_triton_has_caches_in_8_bits(
 ) -> None:
     install_flash_attn(monkeypatch)
     assert choose("auto", kv_dtype=kv_dtype) == ("triton", 64)
-    for name in ("fa3", "fa3+triton", "flash_attn", "flash_attn+triton"):
-        message = rf"{re.escape(name)} cannot be used: kv_dtype: .* has no {kv_dtype} cache"
+    for name in ("fa3", "flash_attn"):
+        message = rf"{name} cannot be used: kv_dtype: .* has no {kv_dtype} cache"
         with pytest.raises(StartError, match=message):
             choose(name, kv_dtype=kv_dtype)
 

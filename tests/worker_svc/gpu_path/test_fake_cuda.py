@@ -17,14 +17,17 @@ from triton.runtime.jit import KernelInterface
 from tests.worker_svc.harness import Batch, limits
 from tools.make_model import BASE_CONFIG, SHAPES
 from worker_svc.attention.triton_backend import TritonBackend
-from worker_svc.config import ModelConfig, RopeConfig
 from worker_svc.devices.warm_up import NUM_LOGPROBS, warm_up_steps
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
+from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import WeightLoader
-from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder import attention_shape
+from worker_svc.models.families import FAMILIES
+from worker_svc.models.registry import load_model
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler
@@ -115,6 +118,7 @@ def indexing_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
     return ModelConfig(
+        family=FAMILIES["Qwen3ForCausalLM"],
         vocab_size=shape["vocab_size"],
         hidden_size=shape["hidden_size"],
         intermediate_size=shape["intermediate_size"],
@@ -168,7 +172,7 @@ def test_forward(
             backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
             reader: Any = FakeReader(dtype)
             loader = WeightLoader(reader, triton_ops)
-            model = Qwen3ForCausalLM(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
+            model = load_model(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
             vocab = VocabPartition(config.vocab_size, tp.rank, ranks)
             step = make_step(query_lens, context_lens, backend.block_size)
             tensors = on_fake_gpu(host_columns(step, backend.plan_column(step)))
@@ -245,7 +249,7 @@ def test_sizes_of_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
             reader: Any = FakeReader(torch.bfloat16)
             tp = TensorParallel(rank, ranks)
             loader = WeightLoader(reader, triton_ops)
-            Qwen3ForCausalLM(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
+            load_model(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
         return int(reader.num_elements)
 
     whole = elements(0, 1)

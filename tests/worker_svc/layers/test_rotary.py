@@ -12,9 +12,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from worker_svc.config import _rope
-from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
+from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
 from worker_svc.layers.rotary import rotary_table
+from worker_svc.models.config import _rope
 
 YARN = {
     "rope_type": "yarn",
@@ -24,6 +24,7 @@ YARN = {
 }
 
 
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("head_dim", [24, 40, 128])
 @pytest.mark.parametrize(
     "parameters",
@@ -39,7 +40,7 @@ YARN = {
     ids=lambda p: "-".join(f"{v}" for v in p.values()),
 )
 def test_normalizes_and_rotates_as_transformers_does(
-    parameters: dict[str, Any], head_dim: int
+    parameters: dict[str, Any], head_dim: int, norm: bool
 ) -> None:
     config = Qwen3Config(
         head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=1024
@@ -50,20 +51,20 @@ def test_normalizes_and_rotates_as_transformers_does(
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(len(positions), 4, head_dim, generator=generator)  # two queries, k, v
 
-    norm = Qwen3RMSNorm(head_dim, eps=1e-5)
-    norm.weight.data.uniform_(0.5, 1.5, generator=generator)
+    layer = Qwen3RMSNorm(head_dim, eps=1e-5)
+    layer.weight.data.uniform_(0.5, 1.5, generator=generator)
 
     cos, sin = oracle(qkv, positions[None])
-    normed = norm(qkv)[None]
+    normed = (layer(qkv).detach() if norm else qkv)[None]
     expected, _ = apply_rotary_pos_emb(normed, normed, cos, sin, unsqueeze_dim=2)
-    weight = norm.weight.detach().numpy()
+    weight = layer.weight.detach().numpy() if norm else np.empty(0, np.float32)
     cache = np.empty((2, 1, 1, cache_row(16, head_dim, scaled=False)), np.float32)
     q = np.empty((len(positions), 2, head_dim), np.float32)
     slots = np.arange(len(positions))
-    normalize_and_store(
+    rope_store(
         qkv.numpy(), weight, weight, 1e-5, table.numpy(), positions.numpy(), slots, 16, cache, q
     )
 
-    torch.testing.assert_close(torch.from_numpy(q), expected[0, :, :2].detach())
+    torch.testing.assert_close(torch.from_numpy(q), expected[0, :, :2])
     k = cache[0, 0, 0, : 16 * head_dim].reshape(head_dim, 16)[:, : len(positions)].T
-    torch.testing.assert_close(torch.from_numpy(k), expected[0, :, 2].detach())
+    torch.testing.assert_close(torch.from_numpy(k), expected[0, :, 2])

@@ -30,13 +30,14 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from tests.worker_svc.quantization import exact
-from worker_svc.attention.torch_backend import TorchBackend
-from worker_svc.config import load_model_config
+from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.loader import WeightLoader
-from worker_svc.models.qwen3 import Qwen3ForCausalLM, attention_shape
+from worker_svc.models.config import load_model_config
+from worker_svc.models.decoder import attention_shape
+from worker_svc.models.registry import load_model
 from worker_svc.weights.packed_cache import open_cache
 from worker_svc.weights.quantization.choice import choose_quantization
 from worker_svc.weights.files import WeightReader
@@ -59,13 +60,13 @@ def pack(weight, dtype):  # into a copy, as kernels do
 def load(path, setting):
     config, cpu = load_model_config(path), torch.device("cpu")
     choice = choose_quantization(setting, config.quantization)
-    backend = TorchBackend(attention_shape(config, 1, cpu), 16)
+    backend = CpuBackend(attention_shape(config, 1, cpu), 16)
     cache = None
     if choice.quantize_to:
         cache = open_cache(path, "fingerprint", setting, "copy", config.dtype, 0, 1)
     with WeightReader(path, config.dtype, cpu) as reader:
         loader = WeightLoader(reader, ops, choice, cache)
-        model = Qwen3ForCausalLM(loader, config, 64, ops, TensorParallel(), backend)
+        model = load_model(loader, config, 64, ops, TensorParallel(), backend)
     if cache:
         cache.save()
     return model

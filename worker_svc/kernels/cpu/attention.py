@@ -280,7 +280,7 @@ def attend(
     """Sets out to softmax(scale · q Kᵀ) V, each query seeing its sequence up to itself.
 
     q, out        [T, heads, head_dim]
-    cache         [2, blocks, kv_heads, size], see `kv_store.normalize_and_store`
+    cache         [2, blocks, kv_heads, size], see `kv_store.rope_store`
     tiles         [N, 2] the number of a sequence, and the first row of a tile: row r of a
                   key-value head is its head r % group of the query r // group
     query_starts  [S + 1] tokens

@@ -6,28 +6,17 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from worker_svc.kernels.cpu.attention_loops import CHUNK, KINDS
 from worker_svc.kernels.cpu.kv_store import KEY_ZERO, padded
-from worker_svc.kernels.cpu.simd import LANES, exp, larger, largest, narrow, put
+from worker_svc.kernels.cpu.simd import LANES, by_type, exp, larger, largest, narrow, put
 
 # The largest codes of 16 bits: of queries so that their upper bytes are at most 127 in magnitude.
 _QUERY_CODE, _WEIGHT_CODE = 127 * 256 + 127, 65535
 
 
-def pack_query(
-    cache: Any,
-    query: Any,
-    scale: Any,
-    packed: Any,
-    factors: Any,
-    first: Any,
-    rows: Any,
-    row: Any,
-    starts: Any,
-    scales: Any,
-) -> Any:
+@by_type
+def pack_query(cache: Any, *_: Any) -> Any:
     """Packs a query [head_dim] float32, times `scale`.
 
     packed   [2, steps] of 32 bits, zeros at first, overwritten
@@ -37,21 +26,6 @@ def pack_query(
     starts   int32 [tile rows, 2], and
     scales   float32 [tile rows], both as `attention_loops.score` takes them
     """
-
-
-@overload(pack_query)
-def _overload_pack_query(
-    cache: Any,
-    query: Any,
-    scale: Any,
-    packed: Any,
-    factors: Any,
-    first: Any,
-    rows: Any,
-    row: Any,
-    starts: Any,
-    scales: Any,
-) -> Any:
     if cache.dtype == types.int8:
         return _pack_codes
     return _pack_pairs if _multiplies_pairs(cache) else _pack_floats
@@ -133,17 +107,8 @@ def _pack_codes(
         put(words, start + 2 * step * rows + 1, packed[1, step])
 
 
-def weigh_row(
-    cache: Any,
-    scores: Any,
-    row: Any,
-    visible: Any,
-    columns: Any,
-    top: Any,
-    value_scales: Any,
-    weights: Any,
-    scales: Any,
-) -> Any:
+@by_type
+def weigh_row(cache: Any, *_: Any) -> Any:
     """Sets a row of weights to the factors of exp(scores − top) -> their sum, which depends on no
     key but the `visible` ones. `columns` is a multiple of 16; those from `visible` on are −inf.
 
@@ -151,20 +116,6 @@ def weigh_row(
     value_scales  [1, columns], that codes of values are multiplied with
     scales        [tile rows], as `attention_loops.weigh` takes them
     """
-
-
-@overload(weigh_row)
-def _overload_weigh_row(
-    cache: Any,
-    scores: Any,
-    row: Any,
-    visible: Any,
-    columns: Any,
-    top: Any,
-    value_scales: Any,
-    weights: Any,
-    scales: Any,
-) -> Any:
     if cache.dtype == types.int8:
         return _weights_as_codes
     return _weights_in(np.uint16 if _multiplies_pairs(cache) else np.float32)

@@ -46,7 +46,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 def _digest(here: Path) -> str:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
-    for path in [*sorted(here.parent.glob("*.py")), *sorted(here.glob("*.py"))]:
+    for path in [*sorted(here.parent.glob("*.py")), *sorted(here.rglob("*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -1,4 +1,5 @@
-"""Queries and keys normalized and rotated, keys and values stored in the paged cache of a CPU."""
+"""Queries and keys rotated, perhaps after a norm, and keys and values stored in the paged cache of
+a CPU."""
 
 from __future__ import annotations
 
@@ -7,19 +8,27 @@ from typing import Any
 
 import numpy as np
 from numba import njit, prange
-from numba.extending import overload
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.linear import PARALLEL_TOKENS
-from worker_svc.kernels.cpu.simd import FASTMATH, LANES, larger, narrow, num_threads, put, widen
+from worker_svc.kernels.cpu.simd import (
+    FASTMATH,
+    LANES,
+    by_type,
+    larger,
+    narrow,
+    num_threads,
+    put,
+    widen,
+)
 
 # The zero of int8 codes of keys, which are bytes without a sign.
 KEY_ZERO = 128
 
 
 def cache_row(block_size: int, head_dim: int, *, scaled: bool) -> int:
-    """The size of a head's part of a block of the cache, in numbers: see `normalize_and_store`."""
+    """The size of a head's part of a block of the cache, in numbers: see `rope_store`."""
     slots = -(-block_size // LANES) * LANES
     return slots * (-(-head_dim // LANES) * LANES + (4 if scaled else 0))
 
@@ -30,32 +39,31 @@ def padded(size: int, multiple: int) -> int:
 
 
 @njit(inline="always")
-def _normalize(
+def _rotate(
     qkv: Any, row: int, head: int, weight: Any, eps: float, rotation: Any, x: Any, out: Any
 ) -> None:
-    """Sets out [head_dim] to a head of qkv, normalized and rotated by cosines and then sines
-    [head_dim]. x [head_dim] is overwritten: on arrays of its own the loops run in vectors."""
+    """Sets out [head_dim] to a head of qkv, normalized if there is a weight, and rotated by cosines
+    and then sines [head_dim]. x [head_dim] is overwritten: on arrays of its own the loops run in
+    vectors."""
     head_dim = len(out)
     half = head_dim // 2
     squares = np.float32(0)
     for i in range(head_dim):
         x[i] = qkv[row, head, i]
         squares += x[i] * x[i]
-    scale = np.float32(1 / math.sqrt(squares / head_dim + eps))
-    for i in range(head_dim):
-        x[i] *= scale * widen(weight[i])
+    if len(weight):
+        scale = np.float32(1 / math.sqrt(squares / head_dim + eps))
+        for i in range(head_dim):
+            x[i] *= scale * widen(weight[i])
     for i in range(half):
         out[i] = x[i] * rotation[i] - x[half + i] * rotation[half + i]
         out[half + i] = x[half + i] * rotation[i] + x[i] * rotation[half + i]
 
 
-def _round(numbers: Any, zero: Any, codes: Any) -> Any:
+@by_type
+def _round(_numbers: Any, _zero: Any, codes: Any) -> Any:
     """Rounds numbers [head_dim] float32 to codes, of the cache's dtype, integers plus `zero` ->
     their scale."""
-
-
-@overload(_round)
-def _overload_round(numbers: Any, zero: Any, codes: Any) -> Any:
     return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
 
 
@@ -109,10 +117,10 @@ def _store_rows(
             rotation[i] = cos_sin[position, 0, i]
             rotation[head_dim // 2 + i] = cos_sin[position, 1, i]
         for head in range(heads):
-            _normalize(qkv, row, head, q_weight, eps, rotation, x, q[row, head])
+            _rotate(qkv, row, head, q_weight, eps, rotation, x, q[row, head])
         block, slot = slot_mapping[row] // block_size, slot_mapping[row] % block_size
         for head in range(kv_heads):
-            _normalize(qkv, row, heads + head, k_weight, eps, rotation, x, numbers)
+            _rotate(qkv, row, heads + head, k_weight, eps, rotation, x, numbers)
             scale = _round(numbers, KEY_ZERO, codes)
             start = slot // LANES * key_size // depth * LANES + slot % LANES
             part = words[0, block, head]
@@ -132,7 +140,7 @@ def _store_rows(
 
 
 @kernel(parallel=True, nogil=True, error_model="numpy", fastmath=FASTMATH)
-def normalize_and_store(
+def rope_store(
     qkv: NDArray[np.float32],
     q_weight: NDArray[Any],
     k_weight: NDArray[Any],
@@ -144,8 +152,9 @@ def normalize_and_store(
     cache: NDArray[Any],
     q: NDArray[np.float32],
 ) -> None:
-    """Normalizes and rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T,
-    heads, head_dim], and the keys, which it stores with the values in their slots of the cache.
+    """Rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T, heads, head_dim],
+    and the keys, which it stores with the values in their slots of the cache. Queries and keys are
+    normalized before, with weights [head_dim], unless these are of size 0.
 
     The cache is [2, blocks, kv_heads, size] float32, bfloat16 as uint16, or int8, keys before
     values. Of a block and head,

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 from numba import njit, prange
-from numba.extending import overload
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.panels import MAX_ROWS, PANEL, product, store_scaled
-from worker_svc.kernels.cpu.simd import FASTMATH, float_of, narrow, num_threads, put, take
+from worker_svc.kernels.cpu.simd import FASTMATH, by_type, float_of, narrow, num_threads, put, take
 
 # The remainder after whole tiles goes through smaller ones.
 _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = (
@@ -46,33 +45,10 @@ def _largest_magnitude(x: Any, row: int) -> Any:
     return float_of(np.uint32(largest))
 
 
-def _pack_tile(
-    codes: Any,
-    x: Any,
-    maxima: Any,
-    first: Any,
-    rows: Any,
-    groups: Any,
-    out: Any,
-    sums: Any,
-    scales: Any,
-) -> Any:
+@by_type
+def _pack_tile(codes: Any, *_: Any) -> Any:
     """Packs rows [first, first + rows) of x as the loops for `codes` read them, from
     out[first * elements] on, and, for integers, quantizes them."""
-
-
-@overload(_pack_tile)
-def _overload_pack_tile(
-    codes: Any,
-    x: Any,
-    maxima: Any,
-    first: Any,
-    rows: Any,
-    groups: Any,
-    out: Any,
-    sums: Any,
-    scales: Any,
-) -> Any:
     kind = codes.dtype.name
     if kind == "uint16":
         return _pack_pairs

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.fused import add_rms_norm, rms_norm, silu_and_multiply
 from worker_svc.kernels.cpu.quantize import quantize
-from worker_svc.kernels.cpu.sampling import chunk_statistics, select_tokens
-from worker_svc.kernels.cpu.tokens import apply_masks, penalize, store_tokens
+from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
+from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_tokens
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import QuantizedWeight

@@ -12,6 +12,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -53,6 +54,7 @@ Load = Callable[[Any, Any], list[Vectors]]
 Add = Callable[[Any, Any, Any, Any], Any]
 
 
+@dataclass(frozen=True)
 class Kind:
     """A kind of panel, and how it is multiplied.
 
@@ -64,24 +66,13 @@ class Kind:
         scaled: whether the sums of each group of inputs are scaled.
     """
 
-    def __init__(
-        self,
-        step_bytes: int,
-        depth: int,
-        elements: int,
-        load: Load,
-        add: Add,
-        sums: Any = F32S,
-        *,
-        scaled: bool = False,
-    ) -> None:
-        self.step_bytes = step_bytes
-        self.depth = depth
-        self.elements = elements
-        self.load = load
-        self.add = add
-        self.sums = sums
-        self.scaled = scaled
+    step_bytes: int
+    depth: int
+    elements: int
+    load: Load
+    add: Add
+    sums: Any = F32S
+    scaled: bool = False
 
     @property
     def quantizes(self) -> bool:

@@ -6,6 +6,7 @@ Numba knows no bfloat16, so such arrays come as uint16: a bfloat16 is the upper 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 LANES = (
@@ -29,6 +30,26 @@ I32S, F32S = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 def bits(tensor: torch.Tensor) -> NDArray[Any]:
     """The memory of a tensor, that of a bfloat16 one as uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def on_tensors(kernel: Callable[..., None]) -> Callable[..., None]:
+    """`kernel`, which takes arrays, as a function that takes tensors for them."""
+
+    @wraps(kernel)
+    def call(*arguments: Any) -> None:
+        kernel(*(bits(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+
+    return call
+
+
+def by_type(choose: Callable[..., Any]) -> Any:
+    """A function for kernels whose implementation `choose` returns, given the types of the
+    arguments, when a kernel is compiled."""
+
+    def chosen(*arguments: Any) -> Any: ...
+
+    overload(chosen, strict=False)(choose)
+    return chosen
 
 
 @intrinsic

@@ -234,10 +234,7 @@ def decode_attention(
     if num_seqs == 0:
         return
     tiling = tiling or choose_tiling(head_dim, q.dtype)
-    dims = next_power_of_2(head_dim)
-    partial_size = head_dim + SUM_COLUMNS
-    split = splits > 1
-    if split and num_seqs * heads * splits * partial_size > workspace.numel():
+    if splits > 1 and num_seqs * heads * splits * (head_dim + SUM_COLUMNS) > workspace.numel():
         raise ValueError(f"workspace: too small for {num_seqs} sequences in {splits} parts")
     _decode_attention_kernel[(kv_heads, num_seqs, splits)](
         q,
@@ -249,34 +246,47 @@ def decode_attention(
         block_table,
         table_offsets,
         scale * LOG2_E,
-        workspace if split else out,
+        workspace if splits > 1 else out,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         ROWS=max(16, next_power_of_2(heads // kv_heads)),
-        HEAD_DIM=head_dim,
-        DIMS=dims,
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
-        SPLIT=split,
-        PARTIAL_SIZE=partial_size,
+        SPLIT=splits > 1,
         DOT=dot_dtype(q.dtype),
+        **_sizes(head_dim),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    if split:
-        _combine_splits_kernel[(heads, num_seqs)](
-            workspace,
-            seqs,
-            query_starts,
-            out,
-            splits,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            DIMS=dims,
-            MAX_PARTS=next_power_of_2(splits),
-            PARTIAL_SIZE=partial_size,
-            num_warps=4,
-        )
+    if splits > 1:
+        _combine_splits(workspace, seqs, query_starts, splits, out)
+
+
+def _combine_splits(
+    partials: torch.Tensor,
+    seqs: torch.Tensor,
+    query_starts: torch.Tensor,
+    splits: int,
+    out: torch.Tensor,
+) -> None:
+    heads, head_dim = out.shape[1:]
+    _combine_splits_kernel[(heads, len(seqs))](
+        partials,
+        seqs,
+        query_starts,
+        out,
+        splits,
+        HEADS=heads,
+        MAX_PARTS=next_power_of_2(splits),
+        **_sizes(head_dim),
+        num_warps=4,
+    )
+
+
+def _sizes(head_dim: int) -> dict[str, int]:
+    """The constants that both kernels have."""
+    dims = next_power_of_2(head_dim)
+    return {"HEAD_DIM": head_dim, "DIMS": dims, "PARTIAL_SIZE": head_dim + SUM_COLUMNS}
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:

@@ -8,7 +8,7 @@ import triton.language as tl
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
-from worker_svc.kernels.triton.quantized import Int8Weight
+from worker_svc.kernels.triton.quantized.weights import Int8Weight
 
 
 def embed(
@@ -44,20 +44,6 @@ def embed(
             num_warps=min(max(block // (32 * 8), 1), 8),  # 16 bytes of half precision per thread
         )
     return out
-
-
-def embed_reference(
-    input_ids: torch.Tensor,
-    last_tokens: torch.Tensor,
-    weight: PackedWeight,
-    start: int,
-    count: int,
-) -> torch.Tensor:
-    ids = input_ids.long()
-    sampled = ids < 0
-    ids[sampled] = last_tokens.long()[-1 - ids[sampled]]
-    here = (ids >= start) & (ids < start + count)
-    return weight.rows(torch.where(here, ids - start, 0)).masked_fill(~here[:, None], 0)
 
 
 @kernel(do_not_specialize=["start", "count"])

@@ -6,13 +6,13 @@ import torch
 
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.triton.embedding import embed
-from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
-from worker_svc.kernels.triton.quantized import pack_quantized, unpack_quantized
+from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
-from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
+from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
+from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
-from worker_svc.kernels.triton.token_history import penalize, store_tokens
-from worker_svc.kernels.triton.token_masks import apply_masks
 from worker_svc.weights.quantization.formats import QuantizedWeight
 from worker_svc.weights.quantization.quantize import quantize
 

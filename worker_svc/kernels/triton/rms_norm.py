@@ -48,22 +48,6 @@ def add_rms_norm(
     return out
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _normalized_reference(x.float(), weight, eps).to(x.dtype)
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    total = x.float() + residual.float()
-    residual.copy_(total)
-    return _normalized_reference(total, weight, eps).to(x.dtype)
-
-
-def _normalized_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps) * weight.float()
-
-
 def _num_warps(block: int) -> int:
     """Warps per row: 8 elements per thread are one 16-byte load of half precision. Rows of more
     than 2,048 take several: with more warps the sum over the row waits longer than the loads do."""

@@ -6,7 +6,6 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -27,11 +26,6 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
             gate_up, gate_up.stride(0), out, SIZE=size, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
     return out
-
-
-def silu_and_multiply_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.float().chunk(2, dim=1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 @kernel()

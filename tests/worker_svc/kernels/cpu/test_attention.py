@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.worker_svc.kernels.cpu.test_weights import CPUS, run_as
 from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
-from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
+from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
 from worker_svc.kernels.cpu_features import has
 
 pytestmark = pytest.mark.launches_nothing
@@ -56,7 +56,7 @@ class Layer:
             blocks = self.table[first + positions // self.block_size]
             slots.append(blocks * self.block_size + positions % self.block_size)
         q = np.empty((len(qkv), self.heads, self.head_dim), np.float32)
-        normalize_and_store(
+        rope_store(
             qkv.numpy(),
             self.q_weight.numpy(),
             self.k_weight.numpy(),

@@ -12,15 +12,14 @@ from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.logits import BINS
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.embedding import embed
-from worker_svc.kernels.triton.filtering import count_by_key, pick_bins, weigh_by_key
-from worker_svc.kernels.triton.kv_store import store_kv
-from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
-from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.triton.rope_store import rope_store
+from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
+from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
+from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
-from worker_svc.kernels.triton.token_history import penalize, store_tokens
-from worker_svc.kernels.triton.token_masks import apply_masks
 from worker_svc.layers.embedding import VocabPartition
 
 TOKENS = 3
@@ -61,22 +60,26 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     yield "silu_and_multiply", partial(silu_and_multiply, half(TOKENS, 2 * shape.intermediate))
 
     qkv = half(TOKENS, (shape.heads + 2 * shape.kv_heads) * HEAD_DIM)
-    kv_size = shape.kv_heads * HEAD_DIM
-    k, v = (part.unflatten(1, (-1, HEAD_DIM)) for part in qkv[:, -2 * kv_size :].chunk(2, dim=1))
-    cache = half(2, 2**31 // (16 * kv_size) + 1, 16, shape.kv_heads, HEAD_DIM)
-    yield "store_kv", partial(store_kv, k, v, ints(TOKENS), cache)
+    blocks = 2**31 // (16 * shape.kv_heads * HEAD_DIM) + 1
+    cache = half(2, blocks, 16, shape.kv_heads, HEAD_DIM)
     int8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM + SCALE_BYTES, dtype=torch.int8)
     fp8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM, dtype=torch.uint8)
-    for name, each in (("", cache), (" int8", int8), (" fp8", fp8)):
+    norm = half(HEAD_DIM), half(HEAD_DIM), 1e-6
+    no_norm = None, None, 0.0
+    cases = (
+        ("", cache, norm),
+        (" int8", int8, norm),
+        (" fp8", fp8, norm),
+        (" without a norm", cache, no_norm),
+    )
+    for name, each, weights in cases:
         yield (
-            f"norm_rope_store{name}",
+            f"rope_store{name}",
             partial(
-                norm_rope_store,
+                rope_store,
                 qkv,
                 shape.heads,
-                half(HEAD_DIM),
-                half(HEAD_DIM),
-                1e-6,
+                *weights,
                 floats(40960, 2, HEAD_DIM // 2),
                 ints(TOKENS),
                 ints(TOKENS),

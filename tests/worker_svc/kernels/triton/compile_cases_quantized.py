@@ -10,8 +10,8 @@ import torch
 from tests.worker_svc.kernels.triton.compile_cases_pointwise import empty
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.triton.embedding import embed
-from worker_svc.kernels.triton.quantized import CodeWeight, Int8Weight
-from worker_svc.kernels.triton.row_quantization import quantize
+from worker_svc.kernels.triton.quantized.row_quantization import quantize
+from worker_svc.kernels.triton.quantized.weights import CodeWeight, Int8Weight
 from worker_svc.weights.quantization.formats import Format
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

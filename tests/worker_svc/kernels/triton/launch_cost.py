@@ -15,8 +15,8 @@ from tests.worker_svc.kernels.triton.compiled import idle_driver
 from worker_svc.kernels.triton import launch
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
 from worker_svc.kernels.triton.prompt_attention import prompt_attention
-from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store
 from worker_svc.kernels.triton.rms_norm import add_rms_norm
+from worker_svc.kernels.triton.rope_store import rope_store
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 
 ROUNDS, CALLS = 15, 200
@@ -43,7 +43,7 @@ def launchers() -> dict[str, Callable[[], object]]:
     store = (norm, norm, 1e-6, cos_sin, rows, rows, cache)
     return {
         "add_rms_norm": partial(add_rms_norm, x, x, weight, 1e-6),
-        "norm_rope_store": partial(norm_rope_store, qkv, HEADS, *store),
+        "rope_store": partial(rope_store, qkv, HEADS, *store),
         "decode_attention": partial(decode_attention, q, cache, rows, *sequences, 1, workspace, q),
         "prompt_attention": partial(prompt_attention, q, cache, ints(4, 2), *sequences, q),
         "silu_and_multiply": partial(silu_and_multiply, half(ROWS, 6 * HIDDEN)),

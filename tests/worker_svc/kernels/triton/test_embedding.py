@@ -10,7 +10,7 @@ from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton import embedding as module
-from worker_svc.kernels.triton.embedding import embed, embed_reference
+from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.ops import pack
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.weights.quantization.formats import QuantizedWeight
@@ -48,24 +48,20 @@ def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens:
     last_tokens = int32(*ids[order])
     input_ids = int32(*np.where(rng.random(tokens) < 0.3, -1 - order.argsort(), ids))
 
-    for function in by_device(cpu=(embed, embed_reference), gpu=(embed,)):
-        total = torch.zeros(tokens, size, dtype=dtype, device=DEVICE)
-        for part in parts:
-            weight = torch.full((part.shard_size, size), torch.nan, dtype=dtype)
-            weight[: part.num_tokens] = whole[part.start : part.start + part.num_tokens]
-            table = PlainWeight(weight.to(DEVICE))
-            arguments = last_tokens, table, part.start, part.num_tokens
-            with poisoned_memory():
-                out = function(input_ids, *arguments)
-            total += out
-        assert torch.equal(total.cpu(), whole[ids])
+    total = torch.zeros(tokens, size, dtype=dtype, device=DEVICE)
+    for part in parts:
+        weight = torch.full((part.shard_size, size), torch.nan, dtype=dtype)
+        weight[: part.num_tokens] = whole[part.start : part.start + part.num_tokens]
+        table = PlainWeight(weight.to(DEVICE))
+        with poisoned_memory():
+            total += embed(input_ids, last_tokens, table, part.start, part.num_tokens)
+    assert torch.equal(total.cpu(), whole[ids])
 
 
 def test_the_first_step_has_no_last_tokens() -> None:
     weight = torch.arange(12.0, device=DEVICE).view(4, 3)
-    for function in (embed, embed_reference):
-        rows = function(int32(3, 0), int32(), PlainWeight(weight), 0, 4)
-        assert torch.equal(rows, weight[[3, 0]])
+    rows = embed(int32(3, 0), int32(), PlainWeight(weight), 0, 4)
+    assert torch.equal(rows, weight[[3, 0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba, reference
+from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba
 from worker_svc.kernels.logits import BINS, LARGEST_WEIGHT, SIGN, keys_of, logits_of
-from worker_svc.kernels.triton import filtering
-from worker_svc.kernels.triton.filtering import (
-    count_by_key_reference,
-    pick_bins_reference,
-    weigh_by_key_reference,
-)
+from worker_svc.kernels.triton.sampling import filtering
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
@@ -34,7 +29,7 @@ def run_all(function: Callable[..., None], *arguments: Any) -> list[torch.Tensor
 
 
 both = pytest.mark.parametrize(
-    "ops", [filtering, *of_numba("cpu.filtering")], ids=lambda ops: ops.__name__
+    "ops", [filtering, *of_numba("cpu.sampling.filtering")], ids=lambda ops: ops.__name__
 )
 
 
@@ -88,22 +83,30 @@ def ranges(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+def add_up(
+    logits: torch.Tensor, weights: torch.Tensor, low: torch.Tensor, shifts: torch.Tensor
+) -> torch.Tensor:
+    """The bins of logits [4, vocab] with these weights, token by token, from the definition."""
+    bins = torch.zeros(4, BINS, dtype=torch.int64)
+    for g, (row, keys) in enumerate(zip(logits, keys_of(logits), strict=True)):
+        for logit, key, weight in zip(row.tolist(), keys.tolist(), weights[g], strict=True):
+            if logit > -torch.inf and key >= low[g] and shifts[g] >= 0:
+                number = (key - int(low[g])) >> int(shifts[g])
+                if number < BINS:
+                    bins[g, number] += weight
+    return bins
+
+
 @both
 @pytest.mark.parametrize("vocab", [40, 1001])
 def test_counts(vocab: int, ops: ModuleType) -> None:
-    """They follow the definition, token by token, and are added to what is there."""
+    """They are added to what is there."""
     logits = random_logits(vocab, seed=vocab)
+    ones = torch.ones(4, vocab, dtype=torch.int64)
     for low, shifts in ranges(logits):
-        expected = torch.full((4, BINS), 7, dtype=torch.int64)
-        for g, row in enumerate(ROWS.tolist()):
-            for logit in logits[row, :vocab]:
-                if logit > -torch.inf and keys_of(logit) >= low[g] and shifts[g] >= 0:
-                    number = int((keys_of(logit) - low[g]) >> shifts[g])
-                    if number < BINS:
-                        expected[g, number] += 1
+        expected = 7 + add_up(logits[ROWS, :vocab], ones, low, shifts)
         seven = torch.full((4, BINS), 7, dtype=torch.int64)
-        for function in (ops.count_by_key, count_by_key_reference):
-            assert torch.equal(run(function, logits, ROWS, vocab, low, shifts, seven), expected)
+        assert torch.equal(run(ops.count_by_key, logits, ROWS, vocab, low, shifts, seven), expected)
 
 
 @both
@@ -112,12 +115,14 @@ def test_weights(ops: ModuleType) -> None:
     vocab = 1001
     logits = random_logits(vocab, seed=2)
     logits[4, 13] = 0.0  # it was NaN
-    maxima = logits[:, :vocab].amax(1)[ROWS]
+    chosen = logits[ROWS, :vocab]
+    maxima = chosen.amax(1)
     scales = torch.tensor([1.0, 1e30, 1e-29, 0.5])
+    weights = ((chosen - maxima[:, None]) * scales[:, None]).exp() * LARGEST_WEIGHT
     for low, shifts in ranges(logits):
-        expected, counts, zeros = (torch.zeros(4, BINS, dtype=torch.int64) for _ in range(3))
-        weigh_by_key_reference(logits, ROWS, vocab, maxima, scales, low, shifts, expected)
-        count_by_key_reference(logits, ROWS, vocab, low, shifts, counts)
+        expected = add_up(chosen, weights.long(), low, shifts)
+        counts = add_up(chosen, torch.ones(4, vocab, dtype=torch.int64), low, shifts)
+        zeros = torch.zeros(4, BINS, dtype=torch.int64)
         bins = run(ops.weigh_by_key, logits, ROWS, vocab, maxima, scales, low, shifts, zeros)
         difference = (bins - expected).abs().double()
         assert (difference <= by_device(cpu=1e-6, gpu=3e-6) * expected + counts).all()
@@ -161,7 +166,7 @@ PICKED = [
 
 @pytest.mark.parametrize(
     "pick",
-    [filtering.pick_bins, *of_numba("cpu.filtering", "pick_bins"), reference(pick_bins_reference)],
+    [filtering.pick_bins, *of_numba("cpu.sampling.filtering", "pick_bins")],
 )
 def test_picked_bins(pick: Callable[..., None]) -> None:
     bins = torch.zeros(len(PICKED), BINS, dtype=torch.int64)

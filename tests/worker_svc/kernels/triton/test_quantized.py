@@ -19,10 +19,10 @@ from tests.worker_svc.kernels.triton.precision import (
 )
 from tests.worker_svc.kernels.triton.weights import random_weight
 from worker_svc.errors import ModelError
-from worker_svc.kernels.triton import quantized
 from worker_svc.kernels.triton.ops import pack, unpack
-from worker_svc.kernels.triton.quantized import CodeWeight, Fp8Weight, Int8Weight
-from worker_svc.kernels.triton.row_quantization import quantize
+from worker_svc.kernels.triton.quantized import weights
+from worker_svc.kernels.triton.quantized.row_quantization import quantize
+from worker_svc.kernels.triton.quantized.weights import CodeWeight, Fp8Weight, Int8Weight
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
 
 DTYPE = by_device(cpu=torch.float32, gpu=torch.bfloat16)
@@ -79,7 +79,7 @@ def seen(x: torch.Tensor, packed: Any) -> torch.Tensor:
     if isinstance(packed, Int8Weight):
         codes, scales = quantize_rows(x.float())
         return codes * scales[:, None]
-    if isinstance(packed, Fp8Weight) and len(x) > quantized.SPLIT_ROWS:
+    if isinstance(packed, Fp8Weight) and len(x) > weights.SPLIT_ROWS:
         groups = len(packed.scales)
         tiles = x.float().unflatten(1, (groups, -1))
         factors = 448 / tiles.abs().amax(2, keepdim=True)
@@ -123,7 +123,7 @@ def test_products_of_few_rows_do_not_depend_on_each_other(name: Format) -> None:
     """Bit for bit on a GPU; the interpreter multiplies with a library that adds up in any order."""
     columns = by_device(cpu=256, gpu=4096)
     weight = pack(random_weight(name, 1024 // 8, columns, groups=2), DTYPE)
-    x = some_x(quantized.SPLIT_ROWS, columns)
+    x = some_x(weights.SPLIT_ROWS, columns)
     together = weight.matmul(x, None)
     for start, end in ((0, 1), (3, 20)):
         alone = weight.matmul(x[start:end], None)
@@ -203,8 +203,8 @@ def test_fp8_products_of_many_rows_are_torchs(groups: int, monkeypatch: pytest.M
         left = a.float() * a_scales.repeat_interleave(128, 1)
         return (left @ (b.float().T * b_scales.repeat_interleave(128, 1)).T).to(kw["output_dtype"])
 
-    monkeypatch.setattr(quantized, "_scales_products", lambda *_: True)
-    monkeypatch.setattr(quantized, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(weights, "_scales_products", lambda *_: True)
+    monkeypatch.setattr(weights, "scaled_mm", scaled_mm)
     weight = random_weight("fp8", 48, 256, groups=groups)
     packed = pack(weight, torch.bfloat16)
     assert isinstance(packed, Fp8Weight)

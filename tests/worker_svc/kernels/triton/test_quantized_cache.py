@@ -11,16 +11,16 @@ from bench.gpu.heads import QWEN_0_6B, Heads
 from tests.worker_svc.device import DEVICE, by_device
 from tests.worker_svc.kernels.triton import test_decode_attention as decoding
 from tests.worker_svc.kernels.triton import test_prompt_attention as prompting
-from tests.worker_svc.kernels.triton import test_qk_norm_rope as storing
+from tests.worker_svc.kernels.triton import test_rope_store as storing
 from tests.worker_svc.kernels.triton.attention_cases import Batch, assert_close, random_batch
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.triton_backend import TritonBackend
-from worker_svc.kernels.triton.qk_norm_rope import norm_rope_store, norm_rope_store_reference
 from worker_svc.kernels.triton.quantized_cache import (
     dequantized,
     head_size,
     store_quantized_reference,
 )
+from worker_svc.kernels.triton.rope_store import rope_store, rope_store_reference
 from worker_svc.kv_cache import TokenCache, copy_blocks
 
 KINDS = {"int8": torch.int8, "fp8": torch.uint8}
@@ -79,8 +79,8 @@ def test_store(kind: str, heads: Heads, block_size: int) -> None:
     slots[2::3] = -1
     inputs = replace(inputs, cache=cache, slot_mapping=slots.to(DEVICE))
     expected = cache.clone()
-    q = norm_rope_store_reference(**{**vars(inputs), "cache": expected})
-    assert_close(norm_rope_store(**vars(inputs)), q)
+    q = rope_store_reference(**{**vars(inputs), "cache": expected})
+    assert_close(rope_store(**vars(inputs)), q)
     assert head_size(cache) == heads.head_dim
 
     ours, theirs = dequantized(cache), dequantized(expected)

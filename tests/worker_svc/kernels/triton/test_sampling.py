@@ -19,9 +19,9 @@ from tests.worker_svc.device import (
     generator,
 )
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
-from worker_svc.kernels.cpu import sampling as cpu_sampling
-from worker_svc.kernels.triton import sampling as module
-from worker_svc.kernels.triton.sampling import chunk_statistics, select_tokens
+from worker_svc.kernels.cpu.sampling import selection as cpu_selection
+from worker_svc.kernels.triton.sampling import selection as module
+from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.layers.embedding import VocabPartition
 
 ALMOST_ONE = 1 - 2**-53
@@ -85,7 +85,7 @@ KERNEL = Implementation(
     "kernel", poisoned_memory()(chunk_statistics), poisoned_memory()(select_tokens), DEVICE
 )
 CPU = Implementation(
-    "cpu", cpu_sampling.chunk_statistics, cpu_sampling.select_tokens, torch.device("cpu")
+    "cpu", cpu_selection.chunk_statistics, cpu_selection.select_tokens, torch.device("cpu")
 )
 
 

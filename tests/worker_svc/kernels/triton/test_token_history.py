@@ -17,19 +17,16 @@ from tests.worker_svc.device import (
     VOCAB_SIZES,
     by_device,
     of_numba,
-    reference,
 )
-from worker_svc.kernels.triton import token_history as module
-from worker_svc.kernels.triton.token_history import (
+from worker_svc.kernels.triton.sampling import token_history as module
+from worker_svc.kernels.triton.sampling.token_history import (
     penalize,
-    penalize_reference,
     store_tokens,
-    store_tokens_reference,
 )
 from worker_svc.layers.embedding import VocabPartition
 
-PENALIZE = [penalize, reference(penalize_reference), *of_numba("cpu.tokens", "penalize")]
-STORE = [store_tokens, reference(store_tokens_reference), *of_numba("cpu.tokens", "store_tokens")]
+PENALIZE = [penalize, *of_numba("cpu.sampling.tokens", "penalize")]
+STORE = [store_tokens, *of_numba("cpu.sampling.tokens", "store_tokens")]
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +56,14 @@ def test_many_tokens(size: int) -> None:
     last = rng.integers(50_000, size=256)
     sampled, given = -1 - rng.integers(256, size=size), rng.integers(50_000, size=size)
     slots = np.maximum(rng.permutation(2 * size)[:size] - size // 4, -1)
-    arguments = int32(*slots), int32(*np.where(slots % 3, given, sampled)), int32(*last)
-    actual, expected = torch.full((2, 2 * size), -7, dtype=torch.int32, device=DEVICE)
-    store_tokens(actual, *arguments)
-    store_tokens_reference(expected, *arguments)
-    assert torch.equal(actual, expected)
+    ids = np.where(slots % 3, given, sampled)
+    expected = np.full(2 * size, -7)
+    for slot, token in zip(slots, ids, strict=True):
+        if slot >= 0:
+            expected[slot] = token if token >= 0 else last[-1 - token]
+    actual = torch.full((2 * size,), -7, dtype=torch.int32, device=DEVICE)
+    store_tokens(actual, int32(*slots), int32(*ids), int32(*last))
+    assert actual.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("store", STORE)

@@ -13,16 +13,15 @@ from tests.worker_svc.device import (
     VOCAB_SIZES,
     by_device,
     of_numba,
-    reference,
 )
-from worker_svc.kernels.triton import token_masks as module
-from worker_svc.kernels.triton.token_masks import apply_masks, apply_masks_reference
+from worker_svc.kernels.triton.sampling import token_masks as module
+from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.layers.embedding import VocabPartition
 
 
 @pytest.mark.parametrize(
     "function",
-    [apply_masks, reference(apply_masks_reference), *of_numba("cpu.tokens", "apply_masks")],
+    [apply_masks, *of_numba("cpu.sampling.tokens", "apply_masks")],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("vocab_size", by_device(cpu=[32, 40, 1001], gpu=[40, *VOCAB_SIZES]))

@@ -16,14 +16,10 @@ from triton.runtime.driver import driver
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Exchange, PackedWeight
 from worker_svc.kernels.triton.launch import INTERPRETED
-from worker_svc.kernels.triton.quantized_matmul import (
-    SPLIT_ROWS,
-    code_matmul,
-    int8_matmul,
-    pack_int4,
-    unpack_int4,
-)
-from worker_svc.kernels.triton.row_quantization import quantize
+from worker_svc.kernels.triton.quantized.code_matmul import code_matmul, pack_int4, unpack_int4
+from worker_svc.kernels.triton.quantized.int8_matmul import int8_matmul
+from worker_svc.kernels.triton.quantized.products import SPLIT_ROWS
+from worker_svc.kernels.triton.quantized.row_quantization import quantize
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
 MAX_WIDTH, MIN_WIDTH = 64, 16  # bytes of a tile's rows

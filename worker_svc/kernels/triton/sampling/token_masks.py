@@ -32,15 +32,6 @@ def apply_masks(
         )
 
 
-def apply_masks_reference(
-    logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
-) -> None:
-    tokens = torch.arange(start, start + count, device=logits.device)
-    allowed = (masks[:, tokens // 32] >> (tokens % 32)) & 1
-    for row, columns in zip(masked.tolist(), allowed.bool(), strict=True):
-        logits[row, :count].masked_fill_(~columns, -torch.inf)
-
-
 @kernel(
     do_not_specialize=["start", "count", "num_words"],
     do_not_specialize_on_alignment=["masked", "masks"],

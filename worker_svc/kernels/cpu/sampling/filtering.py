@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.compiled import kernel
-from worker_svc.kernels.cpu.simd import exp
-from worker_svc.kernels.cpu.tokens import PARALLEL_ROWS
+from worker_svc.kernels.cpu.sampling.tokens import PARALLEL_ROWS
+from worker_svc.kernels.cpu.simd import exp, on_tensors
 from worker_svc.kernels.logits import BIN_BITS, LARGEST_WEIGHT, SIGN
 
 Int32s = NDArray[np.int32]
@@ -20,51 +19,6 @@ MIN_EXPONENT = np.float32(-29)  # below it, every weight is 0
 MIN_KEY = 0x00800000  # of the lowest finite logit
 MAX_KEY = 0xFF800000  # of inf
 PIECE = 64  # logits of a row
-
-
-def count_by_key(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    _count_by_key(
-        logits.numpy(), rows.numpy(), num_tokens, low.numpy(), shifts.numpy(), bins.numpy()
-    )
-
-
-def weigh_by_key(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    maxima: torch.Tensor,
-    scales: torch.Tensor,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    _weigh_by_key(
-        logits.numpy(),
-        rows.numpy(),
-        num_tokens,
-        maxima.numpy(),
-        scales.numpy(),
-        low.numpy(),
-        shifts.numpy(),
-        bins.numpy(),
-    )
-
-
-def pick_bins(
-    bins: torch.Tensor,
-    targets: torch.Tensor,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    above: torch.Tensor,
-) -> None:
-    _pick_bins(bins.numpy(), targets.numpy(), low.numpy(), shifts.numpy(), above.numpy())
 
 
 # No fastmath below: a logit must weigh the same in a loop's vectors as in its remainder.
@@ -107,8 +61,9 @@ def _count_row(row: Float32s, low: int, shift: int, bins: Int64s) -> None:
                     bins[(_key(logit) - low) >> shift] += 1
 
 
+@on_tensors
 @kernel(parallel=True, nogil=True)
-def _count_by_key(
+def count_by_key(
     logits: Float32s, rows: Int32s, num_tokens: int, low: Int64s, shifts: Int64s, bins: Int64s
 ) -> None:
     if len(rows) < PARALLEL_ROWS:
@@ -138,8 +93,9 @@ def _weigh_row(
                     bins[(_key(logit) - low) >> shift] += np.int64(weights[i])
 
 
+@on_tensors
 @kernel(parallel=True, nogil=True)
-def _weigh_by_key(
+def weigh_by_key(
     logits: Float32s,
     rows: Int32s,
     num_tokens: int,
@@ -161,8 +117,9 @@ def _weigh_by_key(
                 _weigh_row(row, maxima[g], scales[g], low[g], shifts[g], bins[g])
 
 
+@on_tensors
 @kernel(nogil=True)
-def _pick_bins(bins: Int64s, targets: Int64s, low: Int64s, shifts: Int64s, above: Int64s) -> None:
+def pick_bins(bins: Int64s, targets: Int64s, low: Int64s, shifts: Int64s, above: Int64s) -> None:
     for g in range(len(bins)):
         shift = shifts[g]
         if shift < 0:

@@ -12,16 +12,17 @@ from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
 from worker_svc.kernels.cpu.attention_loops import CHUNK
-from worker_svc.kernels.cpu.kv_store import cache_row, normalize_and_store
+from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
 from worker_svc.kernels.cpu.simd import LANES, bits
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 Int64s = NDArray[np.int64]
+_NO_NORM = QKNorm(torch.empty(0), torch.empty(0), 0.0)
 
 
 @dataclass(frozen=True)
-class TorchMetadata:
+class CpuMetadata:
     """A step of T tokens and S sequences."""
 
     positions: Int64s  # [T]
@@ -33,7 +34,7 @@ class TorchMetadata:
     first_blocks: Int64s  # [S] into block_table
 
 
-class TorchBackend(AttentionBackend[TorchMetadata]):
+class CpuBackend(AttentionBackend[CpuMetadata]):
     """Cache layout [2, blocks, kv_heads, size], see `kernels.cpu.kv_store`.
 
     Raises:
@@ -68,14 +69,14 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             for _ in range(s.num_layers)
         ]
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TorchMetadata:
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> CpuMetadata:
         query_starts = np.zeros(step.num_seqs + 1, np.int64)
         np.cumsum(step.query_lens, out=query_starts[1:])
         group = self.shape.num_heads // self.shape.num_kv_heads
         counts = -(-step.query_lens.astype(np.int64) * group // TILE_ROWS)
         sequences = np.repeat(np.arange(step.num_seqs), counts)
         within = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return TorchMetadata(
+        return CpuMetadata(
             positions=step.positions.astype(np.int64),
             slot_mapping=step.slot_mapping.astype(np.int64),
             tiles=np.stack((sequences, within * TILE_ROWS), axis=1),
@@ -85,17 +86,23 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
             first_blocks=step.block_table_offsets[:-1].astype(np.int64),
         )
 
-    def norm_rope_store(
-        self, qkv: torch.Tensor, norm: QKNorm, cache: torch.Tensor, metadata: TorchMetadata
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: CpuMetadata,
     ) -> torch.Tensor:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
         q = torch.empty(len(qkv), heads, head_dim)
-        normalize_and_store(
+        q_weight, k_weight, eps = norm or _NO_NORM
+        rope_store(
             qkv.view(len(qkv), -1, head_dim).numpy(),
-            bits(norm.q_weight),
-            bits(norm.k_weight),
-            norm.eps,
-            norm.cos_sin.numpy(),
+            bits(q_weight),
+            bits(k_weight),
+            eps,
+            cos_sin.numpy(),
             metadata.positions,
             metadata.slot_mapping,
             self.block_size,
@@ -104,7 +111,7 @@ class TorchBackend(AttentionBackend[TorchMetadata]):
         )
         return q
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: CpuMetadata) -> torch.Tensor:
         out = torch.empty(q.shape)
         attend(
             q.numpy(),

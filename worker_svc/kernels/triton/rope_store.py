@@ -1,35 +1,36 @@
 """Everything that happens to a token between the projection to heads and attention, in one launch:
-queries and keys are normalized per head and rotated, keys and values go to the cache.
+queries and keys are rotated, in some models after a norm per head, and keys and values go to the
+cache.
 
-Sources: Henry et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm as Qwen3 has
-it; Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints.
+Sources: Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints; Henry
+et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm; Kwon et al., "Efficient
+Memory Management for Large Language Model Serving with PagedAttention" (2023).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from worker_svc.kernels.triton.kv_store import store, store_kv_reference
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 from worker_svc.kernels.triton.quantized_cache import (
     head_size,
     store_codes,
     store_quantized_reference,
 )
-from worker_svc.kernels.triton.rms_norm import rms_norm_reference
 
 # Heads of one token per program. Each of 128 threads then has 16 bytes of both halves of a head in
 # flight, 0.6B's 32 heads make two programs, and the larger models' 48 and 80 leave none over.
 MAX_HEADS = 16
 
 
-def norm_rope_store(
+def rope_store(
     qkv: torch.Tensor,
     num_heads: int,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -39,10 +40,10 @@ def norm_rope_store(
     """qkv [T, (num_heads + 2 · kv_heads) · head_dim], whose rows may be strided -> queries
     [T, num_heads, head_dim].
 
-    q_weight, k_weight [head_dim]; cos_sin [max_len, 2, head_dim / 2] float32, indexed by positions
-    [T] int32; slot_mapping [T] int32 (-1: keys and values are written nowhere) into cache
-    [2, blocks, block_size, kv_heads, head_dim], in the dtype of qkv or in 8 bits, see
-    `quantized_cache`.
+    q_weight, k_weight [head_dim], both None without a norm; cos_sin [max_len, 2, head_dim / 2]
+    float32, indexed by positions [T] int32; slot_mapping [T] int32 (-1: keys and values are written
+    nowhere) into cache [2, blocks, block_size, kv_heads, head_dim], in the dtype of qkv or in 8
+    bits, see `quantized_cache`.
     """
     tokens = len(qkv)
     kv_heads, head_dim = cache.shape[3], head_size(cache)
@@ -51,7 +52,7 @@ def norm_rope_store(
         all_heads = num_heads + 2 * kv_heads
         heads = min(next_power_of_2(all_heads), MAX_HEADS)
         half = next_power_of_2(head_dim // 2)
-        _norm_rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
+        _rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
             qkv,
             qkv.stride(0),
             q_weight,
@@ -74,11 +75,11 @@ def norm_rope_store(
     return q
 
 
-def norm_rope_store_reference(
+def rope_store_reference(
     qkv: torch.Tensor,
     num_heads: int,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -90,8 +91,9 @@ def norm_rope_store_reference(
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).unbind(dim=2)  # [T, 1, head_dim / 2]
 
-    def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        x = rms_norm_reference(x.reshape(-1, head_dim), weight, eps).view(x.shape)
+    def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is not None:
+            x = F.rms_norm(x, (head_dim,), weight.float(), eps)
         first, second = x.chunk(2, dim=2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
 
@@ -101,8 +103,32 @@ def norm_rope_store_reference(
     return norm_and_rotate(q, q_weight).to(qkv.dtype)
 
 
+def store_kv_reference(
+    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
+    for plane, new in zip(cache, (k, v), strict=True):
+        plane.view(-1, *plane.shape[2:])[slots] = new[kept].to(cache.dtype)
+
+
+@triton.jit
+def _store(
+    cache: tl.tensor,
+    slot: tl.tensor,
+    offsets: tl.tensor,
+    values: tl.tensor,
+    mask: tl.tensor,
+    SLOT_SIZE: tl.constexpr,
+) -> None:
+    """Stores values where mask holds at `offsets` of `slot` (-1: nowhere), of SLOT_SIZE
+    elements."""
+    # A cache may have more than 2³¹ elements.
+    tl.store(cache + slot.to(tl.int64) * SLOT_SIZE + offsets, values, mask=mask & (slot >= 0))
+
+
 @kernel()
-def _norm_rope_store_kernel(
+def _rope_store_kernel(
     qkv: tl.tensor,
     qkv_stride: tl.tensor,
     q_weight: tl.tensor,
@@ -135,11 +161,15 @@ def _norm_rope_store_kernel(
     first = tl.load(source, mask=mask, other=0).to(tl.float32)
     second = tl.load(source + half, mask=mask, other=0).to(tl.float32)
 
-    squares = tl.sum(first * first + second * second, axis=1)[:, None]
-    scale = tl.rsqrt(squares / HEAD_DIM + eps)
-    weights = tl.where(is_query, q_weight + columns, k_weight + columns)
-    first_normed = first * scale * tl.load(weights, mask=inside, other=0).to(tl.float32)
-    second_normed = second * scale * tl.load(weights + half, mask=inside, other=0).to(tl.float32)
+    first_normed, second_normed = first, second
+    if q_weight is not None:
+        squares = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)
+        weights = tl.where(is_query, q_weight + columns, k_weight + columns)
+        first_normed = first * scale * tl.load(weights, mask=inside, other=0).to(tl.float32)
+        second_normed = (
+            second * scale * tl.load(weights + half, mask=inside, other=0).to(tl.float32)
+        )
 
     angle = cos_sin + tl.load(positions + row) * HEAD_DIM + columns
     cos = tl.load(angle, mask=inside, other=0)
@@ -161,5 +191,5 @@ def _norm_rope_store_kernel(
         )
     else:
         offsets = kv_head * HEAD_DIM + columns
-        store(plane, slot, offsets, first, kept, KV_HEADS * HEAD_DIM)
-        store(plane, slot, offsets + half, second, kept, KV_HEADS * HEAD_DIM)
+        _store(plane, slot, offsets, first, kept, KV_HEADS * HEAD_DIM)
+        _store(plane, slot, offsets + half, second, kept, KV_HEADS * HEAD_DIM)

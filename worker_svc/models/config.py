@@ -5,41 +5,24 @@ transformers itself would take longer to import than all of this takes to load a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, PositiveInt, TypeAdapter, ValidationError
 
-from shared.model_directory import read_text
 from worker_svc.errors import ModelError
-
-ARCHITECTURE = "Qwen3ForCausalLM"
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. The fields after `factor` are for yarn only; None takes yarn's default."""
-
-    rope_type: Literal["default", "linear", "yarn"]
-    theta: float
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+from worker_svc.layers.rotary import ROPE_TYPES, RopeConfig
+from worker_svc.models.families import Family, read_model_file
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Qwen3 model. Sizes are the whole model's, not a rank's."""
+    """A model of any family. Sizes are the whole model's, not a rank's."""
 
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -65,17 +48,18 @@ class ModelConfig:
 
 
 class _ConfigFile(BaseModel, strict=True):
-    """The fields of config.json that matter here, with transformers' defaults for Qwen3."""
+    """The fields of config.json that matter here. Sizes without a default are in all files, or have
+    the family's."""
 
-    vocab_size: PositiveInt = 151936
-    hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 22016
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
-    num_key_value_heads: PositiveInt | None = 32
-    head_dim: PositiveInt = 128
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None  # None: as many as the others
+    head_dim: PositiveInt | None = None  # None: the heads divide the hidden size
     hidden_act: str = "silu"
-    max_position_embeddings: PositiveInt = 32768
+    max_position_embeddings: PositiveInt
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     tie_word_embeddings: bool = False
@@ -99,25 +83,14 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         ModelError: the file is missing or unreadable, or asks for something that is not
             implemented; the message names it.
     """
-    path = model_dir / "config.json"
+    family, fields = read_model_file(model_dir)
     try:
-        raw = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"model: cannot read {path}: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"model: {path}: not a JSON object")
-    architectures = raw.get("architectures") or ["none"]
-    if architectures != [ARCHITECTURE]:
-        raise ModelError(
-            f"architectures: {', '.join(architectures)} is not implemented; {ARCHITECTURE} is"
-        )
-    try:
-        return _checked(_ConfigFile.model_validate(raw))
+        return _checked(family, _ConfigFile.model_validate(fields))
     except ValidationError as error:
-        raise ModelError(f"model: {path}: {_describe(error)}") from error
+        raise ModelError(f"model: {model_dir / 'config.json'}: {_describe(error)}") from error
 
 
-def _checked(file: _ConfigFile) -> ModelConfig:
+def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
     num_kv_heads = file.num_key_value_heads or file.num_attention_heads
     if file.use_sliding_window or "sliding_attention" in (file.layer_types or ()):
         raise ModelError("use_sliding_window: sliding window attention is not implemented")
@@ -130,13 +103,14 @@ def _checked(file: _ConfigFile) -> ModelConfig:
         )
     rope = _rope(_rope_parameters(file))
     return ModelConfig(
+        family=family,
         vocab_size=file.vocab_size,
         hidden_size=file.hidden_size,
         intermediate_size=file.intermediate_size,
         num_layers=file.num_hidden_layers,
         num_heads=file.num_attention_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=file.head_dim,
+        head_dim=file.head_dim or file.hidden_size // file.num_attention_heads,
         rms_norm_eps=file.rms_norm_eps,
         attention_bias=file.attention_bias,
         tie_word_embeddings=file.tie_word_embeddings,
@@ -168,8 +142,9 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ModelError("rope_parameters: one per kind of layer is not implemented")
     rope_type = parameters["rope_type"]
-    if rope_type not in ("default", "linear", "yarn"):
-        raise ModelError(f"rope_type: {rope_type} is not implemented; default, linear and yarn are")
+    if rope_type not in ROPE_TYPES:
+        served = ", ".join(ROPE_TYPES)
+        raise ModelError(f"rope_type: {rope_type} is not implemented; implemented are {served}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("partial_rotary_factor: only 1.0 is implemented")
     if rope_type != "default" and "factor" not in parameters:
@@ -179,9 +154,8 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
 
 
 def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """The model's limit in tokens. Qwen3's model cards enable yarn by adding it to the
-    configuration without changing `max_position_embeddings`, so the extended length is worked out
-    here."""
+    """The model's limit in tokens. Model cards enable yarn by adding it to the configuration
+    without changing `max_position_embeddings`, so the extended length is worked out here."""
     extended = 0
     if rope.rope_type == "yarn":
         extended = int(rope.original_max_position_embeddings * rope.factor)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
 from worker_svc.kernels.cpu.compiled import kernel
+from worker_svc.kernels.cpu.simd import on_tensors
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -17,55 +17,9 @@ IMPOSSIBLE = np.float32(-np.inf)
 PARALLEL_ROWS = 2
 
 
-def store_tokens(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    input_ids: torch.Tensor,
-    last_tokens: torch.Tensor,
-) -> None:
-    _store_tokens(cache.numpy(), slot_mapping.numpy(), input_ids.numpy(), last_tokens.numpy())
-
-
-def penalize(
-    logits: torch.Tensor,
-    start: int,
-    count: int,
-    tokens: torch.Tensor,
-    block_size: int,
-    block_table: torch.Tensor,
-    table_offsets: torch.Tensor,
-    rows: torch.Tensor,
-    context_lens: torch.Tensor,
-    prompt_lens: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> None:
-    _penalize(
-        logits.numpy(),
-        start,
-        count,
-        tokens.numpy(),
-        block_size,
-        block_table.numpy(),
-        table_offsets.numpy(),
-        rows.numpy(),
-        context_lens.numpy(),
-        prompt_lens.numpy(),
-        repetition.numpy(),
-        presence.numpy(),
-        frequency.numpy(),
-    )
-
-
-def apply_masks(
-    logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
-) -> None:
-    _apply_masks(logits.numpy(), start, count, masked.numpy(), masks.numpy())
-
-
+@on_tensors
 @kernel(nogil=True)
-def _store_tokens(
+def store_tokens(
     cache: Int32s, slot_mapping: Int32s, input_ids: Int32s, last_tokens: Int32s
 ) -> None:
     for i in range(len(slot_mapping)):
@@ -74,8 +28,9 @@ def _store_tokens(
             cache[slot_mapping[i]] = token if token >= 0 else last_tokens[-1 - token]
 
 
+@on_tensors
 @kernel(nogil=True, error_model="numpy")
-def _penalize(
+def penalize(
     logits: Float32s,
     start: int,
     count: int,
@@ -125,8 +80,9 @@ def _mask_row(logits: Float32s, start: int, mask: Int32s) -> None:
                 logits[token - start] = IMPOSSIBLE
 
 
+@on_tensors
 @kernel(parallel=True, nogil=True, error_model="numpy")
-def _apply_masks(logits: Float32s, start: int, count: int, masked: Int32s, masks: Int32s) -> None:
+def apply_masks(logits: Float32s, start: int, count: int, masked: Int32s, masks: Int32s) -> None:
     if len(masked) < PARALLEL_ROWS:
         for m in range(len(masked)):
             _mask_row(logits[masked[m], :count], start, masks[m])

@@ -32,19 +32,6 @@ def store_tokens(
         )
 
 
-def store_tokens_reference(
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    input_ids: torch.Tensor,
-    last_tokens: torch.Tensor,
-) -> None:
-    kept = slot_mapping >= 0
-    ids = input_ids[kept].long()
-    sampled = ids < 0
-    ids[sampled] = last_tokens.long()[-1 - ids[sampled]]
-    cache[slot_mapping[kept].long()] = ids.int()
-
-
 def penalize(
     logits: torch.Tensor,
     start: int,
@@ -60,7 +47,7 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """Equals `penalize_reference`; rows of logits may be strided. First every position marks its
+    """See `kernels.ops.Ops.penalize`; rows of logits may be strided. First every position marks its
     token: the lowest bit for the prompt, plus 2 for each time it was generated, the same in any
     order. Then of all positions of a token one takes the mark, and penalizes."""
     if len(rows) == 0 or count == 0:
@@ -85,36 +72,6 @@ def penalize(
         PROGRAMS=PROGRAMS,
         TILE=TILE,
     )
-
-
-def penalize_reference(
-    logits: torch.Tensor,
-    start: int,
-    count: int,
-    tokens: torch.Tensor,
-    block_size: int,
-    block_table: torch.Tensor,
-    table_offsets: torch.Tensor,
-    rows: torch.Tensor,
-    context_lens: torch.Tensor,
-    prompt_lens: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> None:
-    """See `kernels.ops.Ops.penalize`."""
-    local = logits[:, :count]
-    for f, row in enumerate(rows.tolist()):
-        positions = torch.arange(int(context_lens[row]), device=logits.device)
-        blocks = block_table[int(table_offsets[row]) :].long()[positions // block_size]
-        columns = tokens[blocks * block_size + positions % block_size].long() - start
-        here = (columns >= 0) & (columns < count)
-        seen = columns[here]
-        generated = columns[here & (positions >= prompt_lens[f])]
-        before = local[f, seen]
-        local[f, seen] = torch.where(before > 0, before / repetition[f], before * repetition[f])
-        times = generated.bincount(minlength=count).float()
-        local[f] -= frequency[f] * times + presence[f] * (times > 0)
 
 
 @kernel(

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from worker_svc.kernels import logits as definitions
-from worker_svc.kernels.logits import keys_of
 from worker_svc.kernels.triton.launch import kernel
 
 BINS = tl.constexpr(definitions.BINS)
@@ -36,7 +35,7 @@ def count_by_key(
     shifts: torch.Tensor,
     bins: torch.Tensor,
 ) -> None:
-    """Equals `count_by_key_reference`; rows of logits may be strided."""
+    """See `kernels.ops.Ops`; rows of logits may be strided."""
     if len(rows) and num_tokens:
         _count_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
             logits,
@@ -61,7 +60,7 @@ def weigh_by_key(
     shifts: torch.Tensor,
     bins: torch.Tensor,
 ) -> None:
-    """Equals `weigh_by_key_reference`; rows of logits may be strided."""
+    """See `kernels.ops.Ops`; rows of logits may be strided."""
     if len(rows) and num_tokens:
         _weigh_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
             logits,
@@ -85,71 +84,9 @@ def pick_bins(
     shifts: torch.Tensor,
     above: torch.Tensor,
 ) -> None:
-    """Equals `pick_bins_reference`; all contiguous."""
+    """See `kernels.ops.Ops`; all contiguous."""
     if len(bins):
         _pick_bins_kernel[(len(bins),)](bins, targets, low, shifts, above, num_warps=1)
-
-
-def count_by_key_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    logits = logits[rows, :num_tokens]
-    _add_to_bins(logits, torch.ones_like(logits, dtype=torch.int64), low, shifts, bins)
-
-
-def weigh_by_key_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    maxima: torch.Tensor,
-    scales: torch.Tensor,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    logits = logits[rows, :num_tokens]
-    weights = (
-        (logits - maxima[:, None]).mul_(scales[:, None]).exp_().mul_(definitions.LARGEST_WEIGHT)
-    )
-    _add_to_bins(logits, weights.nan_to_num_(0).long(), low, shifts, bins)
-
-
-def pick_bins_reference(
-    bins: torch.Tensor,
-    targets: torch.Tensor,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    above: torch.Tensor,
-) -> None:
-    is_open = shifts >= 0
-    at_least = bins.flip(1).cumsum(1).flip(1).add_(above[:, None])
-    number = (at_least >= targets[:, None]).sum(1, keepdim=True).sub_(1).clamp_(min=0)
-    weight = bins.gather(1, number).squeeze(1)
-    reached = at_least.gather(1, number).squeeze(1)
-    low += torch.where(is_open, number.squeeze(1) << shifts.clamp(min=0), 0)
-    above.copy_(torch.where(is_open, reached - weight, above))
-    settled = (shifts == 0) | (reached == targets)
-    following = torch.where(settled, -1, (shifts - definitions.BIN_BITS).clamp(min=0))
-    shifts.copy_(torch.where(is_open, following, shifts))
-
-
-def _add_to_bins(
-    logits: torch.Tensor,
-    weights: torch.Tensor,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    number = (keys_of(logits) - low[:, None]) >> shifts.clamp(min=0)[:, None]
-    inside = (
-        (number >= 0) & (number < definitions.BINS) & (logits > -torch.inf) & (shifts >= 0)[:, None]
-    )
-    bins.scatter_add_(1, number.clamp_(0, definitions.BINS - 1), weights.masked_fill_(~inside, 0))
 
 
 @kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)

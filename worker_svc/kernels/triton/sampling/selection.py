@@ -1,5 +1,5 @@
-"""Sampling as in `kernels.cpu.sampling`, which explains it, in two kernels: one pass over all
-logits in the type they come in, then a look at one chunk per sequence.
+"""Selection as in `kernels.cpu.sampling.selection`, which explains it, in two kernels: one pass
+over all logits in the type they come in, then a look at one chunk per sequence.
 
 A chunk's statistics have the same bits whichever rank has the chunk, and in whatever batch: the
 tile that a program reduces is fixed by the chunk size alone.
@@ -28,8 +28,8 @@ NUM_WARPS = 4
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals that of `kernels.cpu.sampling`; logits bfloat16, float16 or float32, chunk_size a
-    power of two. Rows of logits may be strided."""
+    """Equals the CPU's; logits bfloat16, float16 or float32, chunk_size a power of two. Rows of
+    logits may be strided."""
     num_rows, num_chunks = len(logits), logits.shape[1] // chunk_size
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(maxima)
@@ -60,7 +60,7 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Equals that of `kernels.cpu.sampling`; maxima and sums contiguous."""
+    """Equals the CPU's; maxima and sums contiguous."""
     num_rows, all_chunks = maxima.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:

@@ -1,0 +1,207 @@
+"""Numbers times codes that become numbers in registers (W4A16, W8A16)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from worker_svc.kernels.triton.codes import from_e4m3
+from worker_svc.kernels.triton.launch import kernel
+from worker_svc.kernels.triton.paged_attention import dot_dtype
+from worker_svc.kernels.triton.quantized.products import (
+    choose_splits,
+    choose_tiles,
+    combine,
+    room_for_parts,
+    store_part,
+    store_sums,
+)
+
+
+def code_matmul(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group: int,
+    width: int,
+) -> torch.Tensor:
+    """x ((code − zero) · scale)ᵀ + bias [out] -> [T, out] in the dtype of x, for x [T, in].
+
+    A group's (code − zero) are exact in any dtype: they are multiplied with x, and their sum, in
+    float32, by the scale.
+
+        codes   contiguous, with a row per output: int8 or the bits of float8_e4m3fn as uint8, one
+                per input; or int4 as uint8 [out, tiles, width], see `pack_int4`
+        scales  [groups, out] of any float dtype
+        zeros   int16 [groups, out]; None for 0, or 8 for int4
+        group   columns that share a scale
+        width   bytes of a row in a tile, a power of two from 16 on that divides group, unless there
+                is one group
+    """
+    rows, columns = x.shape
+    outs, int4 = len(codes), codes.dim() == 3
+    out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    x = x.contiguous()
+    tiles = choose_tiles(rows, x.dtype)
+    splits = choose_splits(rows, outs, triton.cdiv(columns, 2 * width if int4 else width))
+    parts = room_for_parts(out, splits, torch.float32)
+    _code_kernel[(triton.cdiv(outs, tiles.outs), triton.cdiv(rows, tiles.rows), splits)](
+        x,
+        codes,
+        scales,
+        zeros,
+        bias,
+        parts,
+        rows,
+        COLUMNS=columns,
+        ALL_OUTS=outs,
+        GROUP=group,
+        GROUPS=len(scales),
+        INT4=int4,
+        ROWS=tiles.rows,
+        OUTS=tiles.outs,
+        WIDTH=width,
+        SPLITS=splits,
+        DOT=dot_dtype(x.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if splits > 1:
+        combine(parts, None, None, bias, out)
+    return out
+
+
+def pack_int4(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """Codes 0 to 15, uint8 [out, in] -> uint8 [out, tiles, width]: byte j of a tile of 2 · width
+    columns has column j in its low half and column width + j in the other, so that both halves are
+    multiplied with neighbours in x. Padded with zeros, which meet no x."""
+    columns = codes.shape[1]
+    padding = -columns % (2 * width)
+    tiles = F.pad(codes, (0, padding)).unflatten(1, (-1, 2, width))
+    packed: torch.Tensor = tiles[:, :, 0] | tiles[:, :, 1] << 4
+    return packed
+
+
+def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """`pack_int4` undone: uint8 [out, columns]."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
+
+
+@triton.jit
+def _numbers(codes: tl.tensor, zero: tl.tensor, INT4: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
+    """Codes [OUTS, WIDTH] minus zeros [OUTS, 1] if given, in DOT."""
+    if codes.dtype == tl.uint8 and not INT4:
+        return from_e4m3(codes, DOT)
+    if INT4:
+        # Bits below those of a power of two, with which the number is the power plus the code.
+        if DOT == tl.bfloat16:  # noqa: SIM300
+            shifted = (codes.to(tl.uint16) | 0x4300).to(DOT, bitcast=True)
+            return shifted - (zero + 128.0).to(DOT)
+        if DOT == tl.float16:  # noqa: SIM300
+            shifted = (codes.to(tl.uint16) | 0x6400).to(DOT, bitcast=True)
+            return shifted - (zero + 1024.0).to(DOT)
+    return (codes.to(tl.float32) - zero).to(DOT)
+
+
+@triton.jit
+def _zeros(
+    zeros: tl.tensor,
+    group: tl.tensor,
+    n: tl.tensor,
+    ALL_OUTS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INT4: tl.constexpr,
+) -> tl.tensor:
+    """Zeros of a group, float32 [OUTS, 1]."""
+    if zeros is not None:
+        return tl.load(zeros + group * ALL_OUTS + n).to(tl.float32)[:, None]
+    else:
+        return tl.full([OUTS, 1], 8.0 if INT4 else 0.0, tl.float32)
+
+
+@kernel(do_not_specialize=["rows"])
+def _code_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    COLUMNS: tl.constexpr,
+    ALL_OUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    INT4: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    """Grid (tiles of outputs, tiles of rows, splits)."""
+    tile_columns: tl.constexpr = 2 * WIDTH if INT4 else WIDTH
+    tiles: tl.constexpr = (COLUMNS + tile_columns - 1) // tile_columns
+    row_bytes: tl.constexpr = tiles * WIDTH if INT4 else COLUMNS
+    one_group: tl.constexpr = GROUPS == 1 or GROUP % tile_columns == 0  # in any tile
+    padded: tl.constexpr = COLUMNS % tile_columns != 0
+
+    n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(2)
+    # Rows beyond the last are computed from the last and not stored.
+    real_n = tl.minimum(n, ALL_OUTS - 1)
+    rows_of_codes = codes + real_n.to(tl.int64)[:, None] * row_bytes
+    rows_of_x = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * COLUMNS
+    column = tl.arange(0, WIDTH)
+    sums = tl.zeros([OUTS, ROWS], tl.float32)
+    for tile in range(tiles * part // SPLITS, tiles * (part + 1) // SPLITS):
+        k = tile * tile_columns + column
+        group = 0 if GROUPS == 1 else tile * tile_columns // GROUP
+        scale = tl.load(scales + group * ALL_OUTS + real_n).to(tl.float32)[:, None]
+        zero = _zeros(zeros, group, real_n, ALL_OUTS, OUTS, INT4)
+        place = tile * WIDTH + column
+        if INT4 or not padded:
+            code = tl.load(rows_of_codes + place[None, :])
+        else:
+            code = tl.load(rows_of_codes + place[None, :], mask=(k < COLUMNS)[None, :], other=0)
+        if padded:
+            x_t = tl.load(rows_of_x + k[:, None], mask=(k < COLUMNS)[:, None], other=0)
+        else:
+            x_t = tl.load(rows_of_x + k[:, None])
+        if INT4:
+            second = k + WIDTH
+            if padded:
+                mask = (second < COLUMNS)[:, None]
+                x_2 = tl.load(rows_of_x + second[:, None], mask=mask, other=0)
+            else:
+                x_2 = tl.load(rows_of_x + second[:, None])
+            low = _numbers(code & 15, zero, INT4, DOT)
+            product = tl.dot(low, x_t.to(DOT), input_precision="ieee")
+            if one_group:
+                high = _numbers(code >> 4, zero, INT4, DOT)
+                product = tl.dot(high, x_2.to(DOT), product, input_precision="ieee")
+                sums += product * scale
+            else:
+                sums += product * scale
+                next_group = tl.minimum((tile * tile_columns + WIDTH) // GROUP, GROUPS - 1)
+                scale = tl.load(scales + next_group * ALL_OUTS + real_n).to(tl.float32)[:, None]
+                zero = _zeros(zeros, next_group, real_n, ALL_OUTS, OUTS, INT4)
+                high = _numbers(code >> 4, zero, INT4, DOT)
+                sums += tl.dot(high, x_2.to(DOT), input_precision="ieee") * scale
+        else:
+            number = _numbers(code, zero, INT4, DOT)
+            product = tl.dot(number, x_t.to(DOT), input_precision="ieee")
+            sums += product * scale
+    if codes.dtype.element_ty == tl.uint8 and not INT4:
+        sums = sums * 256.0  # see `from_e4m3`
+    if SPLITS == 1:
+        store_sums(sums, None, None, bias, out, m, n, rows, ALL_OUTS)
+    else:
+        store_part(sums, out, part, m, n, rows, ALL_OUTS)

@@ -1,0 +1,157 @@
+"""Shared by the products with quantized weights: tiles, splits, and what is done with the sums.
+
+The weight is the left operand and x, transposed, the right one: of the tensor cores' operands, the
+left is the one that may come from registers and that is 64 rows high, whereas steps that decode
+have few rows of x.
+
+Few rows of x are bounded by the bandwidth at which the weight is read, once. If its rows make fewer
+tiles than keep a GPU busy, columns are split too, and a second kernel adds the parts up in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.kernels.triton.launch import INTERPRETED, kernel
+
+SPLIT_ROWS = 64  # of x, at most: with more, tiles are many and the parts' sums large
+# Two for each multiprocessor of an H100 or H200. The same for every GPU, so that all of them add up
+# the same parts.
+PROGRAMS = 264
+MAX_SPLITS = 16
+COMBINED = 512  # numbers that a program of the second kernel adds up
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program multiplies `outs` rows of the weight with `rows` rows of x."""
+
+    rows: int
+    outs: int
+    num_warps: int
+    num_stages: int
+
+
+# For up to so many rows of x; more take the last. The columns of a tile do not depend on the number
+# of rows, so neither does the order in which a row's products are added up, but for the splits.
+TILES = (
+    (16, Tiles(rows=16, outs=64, num_warps=4, num_stages=5)),
+    (256, Tiles(rows=64, outs=64, num_warps=4, num_stages=4)),
+)
+LARGE_TILES = Tiles(rows=128, outs=128, num_warps=8, num_stages=3)
+# Tensor cores do not multiply float32, which only comparisons use.
+FLOAT32_TILES = Tiles(rows=16, outs=16, num_warps=4, num_stages=2)
+
+
+def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
+    """For `rows` rows of x of the type that is multiplied."""
+    if dtype == torch.float32 and not INTERPRETED:
+        return FLOAT32_TILES
+    return next((tiles for limit, tiles in TILES if rows <= limit), LARGE_TILES)
+
+
+def choose_splits(rows: int, out_features: int, column_tiles: int) -> int:
+    """Parts of the columns, each of two tiles or more. The same for all numbers of rows that are
+    split at all."""
+    if rows > SPLIT_ROWS:
+        return 1
+    wanted = PROGRAMS // -(-out_features // TILES[0][1].outs)
+    return max(min(wanted, column_tiles // 2, MAX_SPLITS), 1)
+
+
+def room_for_parts(out: torch.Tensor, splits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a product's sums: `out` itself, or one for each part of the columns."""
+    if splits == 1:
+        return out
+    return torch.empty((splits, *out.shape), dtype=dtype, device=out.device)
+
+
+def combine(
+    parts: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Sets `out` to the sum of `parts`, scaled and with the bias as `store_sums` does it."""
+    splits, rows, outs = parts.shape
+    _combine_kernel[(triton.cdiv(outs, COMBINED), rows)](
+        parts,
+        x_scales,
+        weight_scales,
+        bias,
+        out,
+        ALL_OUTS=outs,
+        OUTS=COMBINED,
+        SPLITS=splits,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def store_sums(
+    sums: tl.tensor,
+    x_scales: tl.tensor,
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    rows: tl.tensor,
+    ALL_OUTS: tl.constexpr,
+) -> None:
+    """Scales sums [len(n), len(m)] if there are scales, adds the bias, and stores them at
+    out[m, n]."""
+    real_m, real_n = m < rows, n < ALL_OUTS
+    result = sums.to(tl.float32)
+    if x_scales is not None:
+        by_row = tl.load(x_scales + m, mask=real_m, other=0)[None, :]
+        result = result * by_row * tl.load(weight_scales + n, mask=real_n, other=0)[:, None]
+    if bias is not None:
+        result += tl.load(bias + n, mask=real_n, other=0).to(tl.float32)[:, None]
+    address = out + m.to(tl.int64)[None, :] * ALL_OUTS + n[:, None]
+    tl.store(address, result.to(out.dtype.element_ty), mask=real_n[:, None] & real_m[None, :])
+
+
+@triton.jit
+def store_part(
+    sums: tl.tensor,
+    parts: tl.tensor,
+    part: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    rows: tl.tensor,
+    ALL_OUTS: tl.constexpr,
+) -> None:
+    row = part.to(tl.int64) * rows + m
+    mask = (n < ALL_OUTS)[:, None] & (m < rows)[None, :]
+    tl.store(parts + row[None, :] * ALL_OUTS + n[:, None], sums, mask=mask)
+
+
+@kernel()
+def _combine_kernel(
+    parts: tl.tensor,
+    x_scales: tl.tensor,
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    ALL_OUTS: tl.constexpr,
+    OUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    """Adds up the parts of some outputs of a row; grid (tiles of outputs, rows)."""
+    n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    m = tl.program_id(1)
+    rows = tl.num_programs(1)
+    address = parts + m.to(tl.int64) * ALL_OUTS + n
+    sums = tl.load(address, mask=n < ALL_OUTS, other=0)
+    for part in tl.static_range(1, SPLITS):
+        step = part * rows.to(tl.int64) * ALL_OUTS
+        sums += tl.load(address + step, mask=n < ALL_OUTS, other=0)
+    store_sums(
+        sums[:, None], x_scales, weight_scales, bias, out, m + tl.arange(0, 1), n, rows, ALL_OUTS
+    )

@@ -1,0 +1,188 @@
+"""The parts that families of decoders share, as one rank has them.
+
+T tokens of any number of sequences run as one flat batch; only attention knows which is whose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker_svc.attention.base import AttentionShape, Backend, KvDtype, QKNorm
+from worker_svc.distributed import TensorParallel
+from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import Ops
+from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
+from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
+from worker_svc.layers.norm import RMSNorm
+from worker_svc.loader import Rows, WeightLoader
+from worker_svc.models.config import ModelConfig
+from worker_svc.step.tensors import StepTensors
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all layers are built with, and the layers that have no structure of their own. A name is
+    the checkpoint's, of the layer's weights."""
+
+    config: ModelConfig
+    loader: WeightLoader
+    ops: Ops
+    tp: TensorParallel
+    backend: Backend
+    cos_sin: torch.Tensor  # `rotary_table`
+
+    def norm(self, name: str) -> RMSNorm:
+        config = self.config
+        return RMSNorm(self.loader, self.ops, name, config.hidden_size, config.rms_norm_eps)
+
+    def qk_norm(self, q_name: str, k_name: str) -> QKNorm:
+        """The norm that `Attention` takes."""
+        dim = self.config.head_dim
+        q_weight = self.loader.vector(f"{q_name}.weight", dim)
+        k_weight = self.loader.vector(f"{k_name}.weight", dim)
+        return QKNorm(q_weight, k_weight, self.config.rms_norm_eps)
+
+    def embedding(self, name: str) -> VocabParallelEmbedding:
+        size = self.config.hidden_size
+        return VocabParallelEmbedding(self.loader, self.ops, self.tp, self._vocab, name, size)
+
+    def head(self, name: str, embedding: VocabParallelEmbedding) -> VocabParallelHead:
+        """The output head; `embedding` once more, if the configuration ties them."""
+        config, vocab = self.config, self._vocab
+        if not config.tie_word_embeddings:
+            weight = self.loader.head(vocab.rows(name), vocab.shard_size, config.hidden_size)
+            return VocabParallelHead(weight)
+        self.loader.skip(name)  # some checkpoints carry a copy
+        return VocabParallelHead(self.loader.tied_head(embedding.weight))
+
+    @property
+    def _vocab(self) -> VocabPartition:
+        return VocabPartition(self.config.vocab_size, self.tp.rank, self.tp.size)
+
+
+class Attention:
+    """Grouped-query attention whose queries and keys are rotated, after `norm` if there is one.
+
+    Args:
+        input_bias: whether q, k and v have biases.
+        output_bias: whether the output projection has one.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        name: str,
+        norm: QKNorm | None = None,
+        *,
+        input_bias: bool,
+        output_bias: bool,
+    ) -> None:
+        config, loader, tp = parts.config, parts.loader, parts.tp
+        heads, kv_heads = local_heads(config, tp.size)
+        dim = config.head_dim
+        # With more ranks than key-value heads, neighbouring ranks hold the same one.
+        first_kv_head = tp.rank * config.num_kv_heads // tp.size
+        self.qkv_proj = ColumnParallelLinear(
+            loader,
+            [
+                Rows(f"{name}.q_proj", tp.rank * heads * dim, heads * dim),
+                Rows(f"{name}.k_proj", first_kv_head * dim, kv_heads * dim),
+                Rows(f"{name}.v_proj", first_kv_head * dim, kv_heads * dim),
+            ],
+            config.hidden_size,
+            bias=input_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            loader,
+            tp,
+            f"{name}.o_proj",
+            config.num_heads * dim,
+            config.hidden_size,
+            bias=output_bias,
+        )
+        self._norm = norm
+        self._cos_sin = parts.cos_sin
+        self._backend = parts.backend
+
+    def __call__(self, x: torch.Tensor, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        qkv = self.qkv_proj(x)
+        q = self._backend.rope_store(qkv, self._norm, self._cos_sin, cache, metadata)
+        return self.o_proj(self._backend.attend(q, cache, metadata))
+
+
+class MLP:
+    """The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, parts: Parts, name: str) -> None:
+        config, loader, tp = parts.config, parts.loader, parts.tp
+        share = config.intermediate_size // tp.size
+        self.gate_up_proj = ColumnParallelLinear(
+            loader,
+            [
+                Rows(f"{name}.gate_proj", tp.rank * share, share),
+                Rows(f"{name}.up_proj", tp.rank * share, share),
+            ],
+            config.hidden_size,
+            bias=False,
+        )
+        self.down_proj = RowParallelLinear(
+            loader,
+            tp,
+            f"{name}.down_proj",
+            config.intermediate_size,
+            config.hidden_size,
+            bias=False,
+        )
+        self._ops = parts.ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        return self.down_proj(self._ops.silu_and_multiply(self.gate_up_proj(x)))
+
+
+def last_of_each(tensors: StepTensors, *each: torch.Tensor) -> list[torch.Tensor]:
+    """Of each [T, hidden], the rows [S, hidden] of the sequences' last tokens."""
+    if len(tensors.context_lens) == len(tensors.input_ids):
+        return list(each)
+    last = tensors.query_starts[1:] - 1
+    return [x[last] for x in each]
+
+
+def attention_shape(
+    config: ModelConfig, ranks: int, device: torch.device, kv_dtype: KvDtype = "auto"
+) -> AttentionShape:
+    """The shape that one of `ranks` ranks asks of its attention backend.
+
+    Raises:
+        ModelError: the model cannot be split across that many.
+    """
+    heads, kv_heads = local_heads(config, ranks)
+    if config.intermediate_size % ranks:
+        raise ModelError(
+            f"intermediate_size: {config.intermediate_size} cannot be split over tp = {ranks} ranks"
+        )
+    return AttentionShape(
+        config.num_layers, heads, kv_heads, config.head_dim, config.dtype, device, kv_dtype
+    )
+
+
+def local_heads(config: ModelConfig, ranks: int) -> tuple[int, int]:
+    """The numbers of query heads and key-value heads of a rank.
+
+    Raises:
+        ModelError: they cannot be split across `ranks`.
+    """
+    if config.num_heads % ranks:
+        raise ModelError(
+            f"num_attention_heads: {config.num_heads} cannot be split over tp = {ranks} ranks"
+        )
+    if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
+        raise ModelError(
+            f"num_key_value_heads: {config.num_kv_heads} cannot be split or copied over "
+            f"tp = {ranks} ranks"
+        )
+    return config.num_heads // ranks, max(config.num_kv_heads // ranks, 1)

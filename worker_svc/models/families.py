@@ -1,0 +1,75 @@
+"""The model families that are served, by the name that `architectures` of config.json gives them.
+
+It imports no torch: the gateway reads it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.model_directory import read_text
+from worker_svc.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """The facts about a family that are not in its layers.
+
+    Args:
+        architecture: its name in config.json, and its class's in `module` of this folder.
+        defaults: of fields that config.json may leave out, as transformers has them.
+        reasoning_parser, tool_call_parser: smg's names of the formats that its models write.
+    """
+
+    architecture: str
+    module: str
+    defaults: Mapping[str, Any]
+    reasoning_parser: str | None
+    tool_call_parser: str | None
+
+
+_SERVED = (
+    Family(
+        architecture="Qwen3ForCausalLM",
+        module="qwen3",
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen",
+    ),
+)
+FAMILIES = {family.architecture: family for family in _SERVED}
+
+
+def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
+    """Reads config.json -> the model's family, and the file's fields with the family's defaults.
+
+    Raises:
+        ModelError: the file is missing or unreadable, or no family is called so.
+    """
+    path = model_dir / "config.json"
+    try:
+        fields = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model: cannot read {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ModelError(f"model: {path}: not a JSON object")
+    given = fields.get("architectures") or "none"
+    names = [str(name) for name in (given if isinstance(given, list) else [given])]
+    if len(names) != 1 or names[0] not in FAMILIES:
+        found, served = ", ".join(names), ", ".join(FAMILIES)
+        raise ModelError(f"architectures: {found} is not served; served are {served}")
+    family = FAMILIES[names[0]]
+    return family, {**family.defaults, **fields}
