@@ -26,7 +26,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Answer, Output, Step
+from scheduler_svc.core.step import Answer, Output, Step, StepTiming
 from scheduler_svc.engine import Engine
 from scheduler_svc.metrics import EngineMetrics
 from shared.telemetry.metrics import ServiceMetrics
@@ -61,9 +61,9 @@ class SwitchedMetrics(EngineMetrics):
 
     on = True
 
-    def observe_step(self, step: Step, seconds: float, gap_s: float) -> None:
+    def step_answered(self, step: Step, timing: StepTiming) -> None:
         if self.on:
-            super().observe_step(step, seconds, gap_s)
+            super().step_answered(step, timing)
 
 
 async def measure_steps(num_seqs: int, rounds: int) -> list[tuple[float, float]]:
@@ -114,9 +114,10 @@ def main() -> None:
         table.add_row(str(num_seqs), f"{step_us:.1f}", spread, f"{cost / step_us:.2%}")
     console = Console()
     console.print(table)
-    engine, requests, step = EngineMetrics(), RequestMetrics(), Step(1, [])
+    engine, requests = EngineMetrics(), RequestMetrics()
+    step, timing = Step(1, []), StepTiming(0.005, 0.0, 0.0)
     parts: dict[str, Callable[[], object]] = {
-        "a step in the scheduler": lambda: engine.observe_step(step, 0.005, 0.0),
+        "a step in the scheduler": lambda: engine.step_answered(step, timing),
         "a token in the frontend": lambda: requests.inter_token_latency.observe(0.03),
         "a scrape of the scheduler": partial(generate_latest, _registry(engine)),
         "a scrape of a frontend": partial(generate_latest, _registry(requests)),

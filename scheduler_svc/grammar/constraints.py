@@ -1,6 +1,6 @@
 """Structured output: sequences whose every token waits for a mask.
 
-A grammar is compiled before its sequence is queued. After each token the sequence is held while
+A grammar is compiled before its sequence is queued. After each token the sequence is paused while
 the grammar's process computes the mask of the next one; steps go on without it.
 """
 
@@ -151,11 +151,10 @@ class Constraints:
         (mask,) = await self._masks([seq])
         if seq.status is not Status.FINISHED:
             self._engine.queue(seq, n)
-        scheduler = self._engine.scheduler
-        for follower in scheduler.followers(seq):
+        for follower in self._engine.scheduler.followers(seq):
             self._match(follower, compiled)
-            scheduler.release(follower, mask)
-        scheduler.release(seq, mask)
+            follower.unpause(mask)
+        seq.unpause(mask)
 
     def _match(self, seq: Sequence, compiled: CompiledGrammar) -> None:
         self._matchers[seq] = Matcher(compiled, seq.tokens, seq.num_prompt_tokens)
@@ -165,7 +164,7 @@ class Constraints:
         if going_on:
             began_at = self._engine.clock()
             for seq, mask in zip(going_on, await self._masks(going_on), strict=True):
-                self._engine.scheduler.release(seq, mask)
+                seq.unpause(mask)
             self._engine.metrics.grammar_mask.observe(self._engine.clock() - began_at)
             self._engine.wake()
 
