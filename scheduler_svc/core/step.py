@@ -41,7 +41,7 @@ class StepTiming(NamedTuple):
 class StepObserver(Protocol):
     """Is told of each step once its answer has been applied."""
 
-    def step_answered(self, step: Step, timing: StepTiming) -> None: ...
+    def step_answered(self, step: Step, timing: StepTiming, /) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
