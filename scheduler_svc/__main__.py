@@ -124,16 +124,17 @@ async def _run_engine(
 
 
 def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:
-    max_num_prefill_tokens = settings.max_num_prefill_tokens
-    if max_num_prefill_tokens == "auto":
-        max_num_prefill_tokens = max(group.max_num_batched_tokens // 2, 1)
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=group.max_num_batched_tokens,
         max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,
-        max_num_prefill_tokens=max_num_prefill_tokens,
+        max_num_prefill_tokens=(
+            max(group.max_num_batched_tokens // 2, 1)
+            if settings.max_num_prefill_tokens == "auto"
+            else settings.max_num_prefill_tokens
+        ),
         vocab_size=group.vocab_size,
     )
 

@@ -235,7 +235,7 @@ class Sequence:
         return Row(self, start, num_tokens, samples, previous_row)
 
     def pause(self) -> None:
-        """Lets it sample nothing until `unpause`. Its last token must have been computed."""
+        """Has it wait for `unpause` after the answer to a step that sampled for it."""
         self.paused = True
 
     def unpause(self, mask: bytes | None = None) -> None:
