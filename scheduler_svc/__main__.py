@@ -17,7 +17,7 @@ from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rpc.servicer import SchedulerServicer
 from scheduler_svc.rpc.worker_client import WorkerClient
-from scheduler_svc.rpc.worker_group import WorkerMismatchError
+from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.step_traces import StepTraces
 from shared.config import settings_or_exit
@@ -94,19 +94,7 @@ async def _run_engine(
 
     try:
         group = await workers.connect(None if settings.kv_blocks == "auto" else settings.kv_blocks)
-        limits = Limits(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=group.max_num_batched_tokens,
-            max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
-            max_waiting=settings.max_waiting,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            max_num_prefill_tokens=(
-                max(group.max_num_batched_tokens // 2, 1)
-                if settings.max_num_prefill_tokens == "auto"
-                else settings.max_num_prefill_tokens
-            ),
-            vocab_size=group.vocab_size,
-        )
+        limits = _limits(settings, group)
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
         engine = Engine(
             scheduler,
@@ -133,6 +121,22 @@ async def _run_engine(
         await asyncio.gather(servicer.run(engine, info, workers), on_serving(True), engine.run())
     finally:
         await workers.close()
+
+
+def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:
+    return Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=group.max_num_batched_tokens,
+        max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
+        max_waiting=settings.max_waiting,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        max_num_prefill_tokens=(
+            max(group.max_num_batched_tokens // 2, 1)
+            if settings.max_num_prefill_tokens == "auto"
+            else settings.max_num_prefill_tokens
+        ),
+        vocab_size=group.vocab_size,
+    )
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import structlog
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
-from scheduler_svc.core.step import Answer, End, Output, Step
+from scheduler_svc.core.step import Answer, End, Output, Step, StepObserver, StepTiming
 from scheduler_svc.grammar.constraints import Constraints
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.load import Load
@@ -91,6 +91,12 @@ class Engine:
         self._traces = traces or StepTraces(None)
         self.clock = clock
         self.load = Load(scheduler, clock())
+        self._observers: list[StepObserver] = [
+            self.metrics,
+            self.load,
+            scheduler.pace,
+            self._traces,
+        ]
         self._executor = executor
         self.emit = emit
         self._on_serving = on_serving
@@ -98,8 +104,7 @@ class Engine:
         self._steps_ahead = 0 if sync else 1
         self._max_in_flight = 1 + self._steps_ahead
         self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
-        self._last_answer = 0.0
-        self._free_since = clock()  # when workers could have begun the next step
+        self._free_since = clock()  # when the workers could have begun the next step
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
         self._wake = asyncio.Event()
         self._at_rest = asyncio.Event()
@@ -183,42 +188,48 @@ class Engine:
             self.emit(expired)
         if self._suspects or self._trying:
             await self._try_suspects()
-        wait_s = 0.0
+        wait_s = await self._send_steps()
+        if not self._in_flight:
+            self._at_rest.set()
+            await self._wake.wait()
+            self._at_rest.clear()
+            self._free_since = self.clock()
+        elif await self._is_answered(wait_s):
+            self._apply_answer()
+
+    async def _send_steps(self) -> float:
+        """Sends as many steps as may be in flight. Returns the seconds that the next one is to wait
+        for masks; 0 if it need not, or if there is none."""
         while len(self._in_flight) < self._max_in_flight:
             if wait_s := self._masks_wait_s():
-                break
+                return wait_s
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
             self._traces.begin(step)
             self._in_flight.append((step, self.clock()))  # first: if it cannot be sent, it failed
             await self._executor.send(step)
-        if not self._in_flight:
-            self._at_rest.set()
-            await self._wake.wait()
-            self._at_rest.clear()
-            self._free_since = self.clock()
-        elif await self._answered(wait_s):
-            assert self._answer is not None
-            answer, self._answer = self._answer.result(), None
-            step, sent = self._in_flight.popleft()
-            gap_s, self._free_since = max(0.0, sent - self._free_since), self.clock()
-            outputs = self.scheduler.apply(step, answer)
-            self.emit(outputs)
-            self._traces.end(step)
-            if self._suspects:
-                for row in step.rows:
-                    self._suspects.passed(row.seq, row.start + row.num_tokens)
-            if step.has_features and self._constraints:
-                self._constraints.advance(outputs)
-            now = self.clock()
-            step_time_s = now - max(sent, self._last_answer)
-            self.metrics.observe_step(step, step_time_s, gap_s)
-            self.load.update(step_time_s, now)
-            self.scheduler.pace.measured(step, step_time_s)
-            self._last_answer = now
+        return 0.0
 
-    async def _answered(self, wait_s: float) -> bool:
+    def _apply_answer(self) -> None:
+        """Applies the answer to the oldest step, and tells everybody."""
+        assert self._answer is not None
+        answer, self._answer = self._answer.result(), None
+        step, sent_at = self._in_flight.popleft()
+        now, free_since = self.clock(), self._free_since
+        self._free_since = now
+        outputs = self.scheduler.apply(step, answer)
+        self.emit(outputs)
+        if step.has_features and self._constraints:
+            self._constraints.advance(outputs)
+        if self._suspects:
+            for row in step.rows:
+                self._suspects.passed(row.seq, row.start + row.num_tokens)
+        timing = StepTiming(now - max(sent_at, free_since), max(0.0, sent_at - free_since), now)
+        for observer in self._observers:
+            observer.step_answered(step, timing)
+
+    async def _is_answered(self, wait_s: float) -> bool:
         """Waits for the answer to the oldest step. Returns False if another step may be sent and
         something new turns up first, or `wait_s` seconds pass; 0: any number."""
         if self._answer is None:
@@ -241,7 +252,7 @@ class Engine:
             return 0.0
         step, _ = self._in_flight[-1]
         wait_s = _SHARE_FOR_MASKS * self.scheduler.pace.seconds(step)
-        return max(0.0, self._last_answer + wait_s - self.clock())
+        return max(0.0, self._free_since + wait_s - self.clock())
 
     async def _recover(self, reason: str) -> None:
         lost_at = self.clock()

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.rate import Rate
+from scheduler_svc.core.step import Step, StepTiming
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 _UNKNOWN_RETRY_S = 1.0
 
 
-class Load:
-    """Watches a scheduler. Call `update` after every step.
+class Rate:
+    """Events per second over roughly the last `window_s` seconds, the most recent weighing most: it
+    decays exponentially. Times are seconds of one clock, never decreasing."""
 
-    `step_time_s` is the time from the previous answer, or from sending the step if that was later,
-    to its answer, averaged as the rates are.
-    """
+    def __init__(self, now: float, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._start = self._last = now
+        self._weight = 0.0
+
+    def add(self, count: float, now: float) -> None:
+        """Counts `count` events at `now`."""
+        self._weight = self._decayed(now) + count
+        self._last = now
+
+    def per_second(self, now: float) -> float:
+        # The window is not full at the start. A second at least, lest one event be a high rate.
+        seconds = self._window_s * -math.expm1(-max(now - self._start, 1.0) / self._window_s)
+        return self._decayed(now) / seconds
+
+    def _decayed(self, now: float) -> float:
+        return self._weight * math.exp((self._last - now) / self._window_s)
+
+
+class Load:
+    """Watches a scheduler. `step_time_s` is averaged as the rates are."""
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
@@ -22,14 +43,15 @@ class Load:
         self._steps, self._step_seconds = Rate(now), Rate(now)
         self._counted = (0, 0)
 
-    def update(self, step_time_s: float, now: float) -> None:
-        stats = self._scheduler.stats
+    def step_answered(self, _: Step, timing: StepTiming) -> None:
+        """Counts a step, and what has happened since the one before."""
+        stats, now = self._scheduler.stats, timing.answered_at
         tokens, admissions = self._counted
         self._counted = (stats.sampled_tokens, stats.admissions)
         self._tokens.add(stats.sampled_tokens - tokens, now)
         self._admissions.add(stats.admissions - admissions, now)
         self._steps.add(1, now)
-        self._step_seconds.add(step_time_s, now)
+        self._step_seconds.add(timing.took_s, now)
 
     def tokens_per_s(self, now: float) -> float:
         return self._tokens.per_second(now)
@@ -38,9 +60,17 @@ class Load:
         steps = self._steps.per_second(now)
         return self._step_seconds.per_second(now) / steps if steps else 0.0
 
+    def prompt_token_s(self) -> float:
+        """Seconds that a prompt's token takes, with its share of the decodes in its step; 0 if that
+        is not known."""
+        scheduler = self._scheduler
+        token_s = scheduler.pace.prompt_token_s
+        decodes_s = scheduler.pace.decodes_s(scheduler.num_running)
+        return token_s and token_s + decodes_s / scheduler.limits.max_num_prefill_tokens
+
     def queue_s(self, now: float) -> float:
         """The seconds until a sequence that came now would be admitted, for want of room."""
-        if not self._scheduler.is_full:
+        if not self._is_full:
             return 0.0
         rate = self._admissions.per_second(now)
         if not rate:
@@ -54,3 +84,10 @@ class Load:
         if not rate:
             return _UNKNOWN_RETRY_S
         return min(max(self._scheduler.num_waiting / 10 / rate, _MIN_RETRY_S), _MAX_RETRY_S)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether a sequence that came now would wait for another to end."""
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
+        is_short = scheduler.num_waiting > 0 and blocks.num_free_blocks < blocks.num_blocks // 16
+        return scheduler.num_running >= scheduler.limits.max_num_seqs or is_short

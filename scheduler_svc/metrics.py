@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import Step
+from scheduler_svc.core.step import Step, StepTiming
 from shared.telemetry.metrics import RECOVERY_SECONDS, STEP_SECONDS, Histogram, ServiceMetrics
 
 _STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -30,10 +30,10 @@ class EngineMetrics(ServiceMetrics):
         self._step_sequences = Histogram(_STEP_SEQUENCES)
         self._step_tokens = Histogram(_STEP_TOKENS)
 
-    def observe_step(self, step: Step, seconds: float, gap_s: float) -> None:
-        """Counts a step that has been answered, `gap_s` after the workers might have begun it."""
-        self._step_time.observe(seconds)
-        self._step_gap.observe(gap_s)
+    def step_answered(self, step: Step, timing: StepTiming) -> None:
+        """Counts a step."""
+        self._step_time.observe(timing.took_s)
+        self._step_gap.observe(timing.gap_s)
         self._step_sequences.observe(len(step.rows))
         self._step_tokens.observe(step.num_tokens)
 

@@ -7,12 +7,11 @@ loss, then one in many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from scheduler_svc.core.sequence import Sequence, Status
-from scheduler_svc.core.step import Row, Step
+from scheduler_svc.core.sequence import Row, Sequence, Status
+from scheduler_svc.core.step import Step, StepTiming
 from shared.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -23,28 +22,25 @@ _EVERY = 16
 _MAX_SPANS = 16  # of a step
 
 
-@dataclass(slots=True)
-class _Progress:
-    began: bool = False
-    num_steps: int = 0  # since it began, or the last loss
-
-
 class StepTraces:
     """Traces the sequences that are added; none without `tracing`."""
 
     def __init__(self, tracing: Tracing | None) -> None:
         self._tracing = tracing
-        self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+        # Of each traced sequence, its steps since the last loss.
+        self._num_steps: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        self._waiting: WeakSet[Sequence] = WeakSet()  # those of them that have had none at all
         self._spans: dict[Step, list[Span]] = {}  # of steps in flight
 
     def add(self, seq: Sequence) -> None:
         """Traces a sequence that has been queued, if it comes with a trace."""
         if self._tracing and seq.request.traceparent:
-            self._progress[seq] = _Progress()
+            self._num_steps[seq] = 0
+            self._waiting.add(seq)
 
     def begin(self, step: Step) -> None:
         """Begins the spans of a step that is about to be sent, which the ranks continue."""
-        if not self._progress or not self._tracing:
+        if not self._num_steps or not self._tracing:
             return
         spans = [span for row in step.rows if (span := self._begin_row(step, row))][:_MAX_SPANS]
         if spans:
@@ -52,21 +48,20 @@ class StepTraces:
             step.traceparents = [self._tracing.traceparent(span) for span in spans]
 
     def _begin_row(self, step: Step, row: Row) -> Span | None:
-        seq, tracing = row.seq, self._tracing
-        progress = self._progress.get(seq)
-        if progress is None or tracing is None:
+        seq, request, tracing = row.seq, row.seq.request, self._tracing
+        num_steps = self._num_steps.get(seq)
+        if num_steps is None or tracing is None:
             return None
-        if not progress.began:
-            progress.began = True
-            asked = seq.request
-            again = asked.resubmitted
-            tracing.add("queue", asked.traceparent, asked.arrival, resubmitted=again)
-        progress.num_steps += 1
-        if progress.num_steps > _FIRST_STEPS and progress.num_steps % _EVERY:
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+            resubmitted = request.resubmitted
+            tracing.add("queue", request.traceparent, request.arrival, resubmitted=resubmitted)
+        self._num_steps[seq] = number = num_steps + 1
+        if number > _FIRST_STEPS and number % _EVERY:
             return None
         return tracing.begin(
             "step",
-            seq.request.traceparent,
+            request.traceparent,
             number=step.number,
             position=row.start,
             tokens=row.num_tokens,
@@ -74,7 +69,7 @@ class StepTraces:
             tokens_of_step=step.num_tokens,
         )
 
-    def end(self, step: Step) -> None:
+    def step_answered(self, step: Step, _: StepTiming) -> None:
         """Ends the spans of a step that has been answered."""
         for span in self._spans.pop(step, ()):
             span.end()
@@ -90,7 +85,7 @@ class StepTraces:
     def recovered(self, lost_at: float) -> None:
         """Adds the time since the loss to the traces of those that it kept waiting."""
         if self._tracing:
-            for seq, progress in self._progress.items():
+            for seq in self._num_steps:
                 if seq.status is not Status.FINISHED:
-                    progress.num_steps = 0
+                    self._num_steps[seq] = 0
                     self._tracing.add("recovery", seq.request.traceparent, lost_at)

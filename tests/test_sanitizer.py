@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.sampling import Grammar, SamplingParams
-from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Row, Step
+from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.step import Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, completion, logprobs, next_token, states

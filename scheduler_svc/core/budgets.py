@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from scheduler_svc.core.client import Client
 
 _MIN_RETRY_S = 0.01
-_MIN_SWEEP = 64
 
 
 @dataclass(slots=True)
@@ -36,14 +35,14 @@ class _Bucket:
 
 
 class Budgets:
-    """The buckets of all clients that have a limit. Times are in seconds, of one clock."""
+    """The buckets of all clients that have a limit, which frontends read from files: they are as
+    many as those name. Times are in seconds, of one clock."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], _Bucket] = {}  # by client's name and limit's
-        self._sweep_at = _MIN_SWEEP
 
-    def __len__(self) -> int:
-        return len(self._buckets)
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
 
     def refusal(self, client: Client, now: float) -> tuple[str, float] | None:
         """The reason that a client may not begin another request, and the seconds until it may."""
@@ -69,18 +68,6 @@ class Budgets:
             bucket.balance -= num_tokens
 
     def _bucket(self, name: str, limit: str, per_minute: int, now: float) -> _Bucket:
-        key = name, limit
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            self._sweep(now)
-            bucket = self._buckets[key] = _Bucket(per_minute, per_minute, now)
+        bucket = self._buckets.setdefault((name, limit), _Bucket(per_minute, per_minute, now))
         bucket.refill(per_minute, now)
         return bucket
-
-    def _sweep(self, now: float) -> None:
-        """Forgets full buckets whenever there are twice as many as were kept the last time."""
-        if len(self._buckets) >= self._sweep_at:
-            for bucket in self._buckets.values():
-                bucket.refill(bucket.per_minute, now)
-            self._buckets = {k: b for k, b in self._buckets.items() if b.balance < b.per_minute}
-            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._buckets))

@@ -14,13 +14,14 @@ from collections import Counter
 from math import inf
 
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Step
+from scheduler_svc.core.step import Step, StepTiming
 
+_SHARED_S = 10.0  # after which a client is alone that others no longer send anything beside
 _SHARE = 0.5  # of the time that decodes take, for prompts
 _MIN_S = 0.005  # for prompts at least
 _LONG_S = 0.05  # for decodes, or for prompts alone
 _MAX_COST = 1.25  # in time per token, of turns
-_FORGETTING = 0.9999  # of a time that keeps decodes out, per step, so that it is measured again
+_DECAY = 0.9999  # of a time that keeps decodes out, per step, so that it is measured again
 _MIN_TOKENS = 16  # of the first prompt in a step, so that it gets on
 _MEASURE_EVERY = 16  # steps: one of decodes alone, to know what they take
 _FALL = 0.25  # weight of a new measurement if it is shorter than what was known
@@ -36,12 +37,14 @@ class Pace:
     def __init__(self) -> None:
         self._steps: dict[int, float] = {}  # seconds of steps of decodes only, by their number
         self._tokens: dict[int, float] = {}  # seconds of a prompt's token, by its context
+        self._is_shared = False
+        self._shared_until = 0.0
         self._turn = 0
         self._since_measure = 0  # steps
 
-    def measured(self, step: Step, seconds: float) -> None:
-        """Takes in the time from the previous step's answer to this one's."""
-        decodes, tokens = step.num_decodes.bit_length(), _prompt_tokens(step)
+    def step_answered(self, step: Step, timing: StepTiming) -> None:
+        """Takes in the time that a step took."""
+        seconds, decodes, tokens = timing.took_s, step.num_decodes.bit_length(), _tokens_of(step)
         if not tokens:
             _learn(self._steps, decodes, seconds)
             return
@@ -53,8 +56,16 @@ class Pace:
             value = each[size] * seconds / prompts_s if prompts_s else seconds / tokens.total()
             _learn(self._tokens, size, value)
 
-    def fitting(self, decodes: list[Sequence]) -> list[Sequence]:
+    def begin_step(self, num_clients: int, now: float) -> None:
+        """Takes note of the clients that have sequences, or had a moment ago and may soon again."""
+        if num_clients > 1:
+            self._shared_until = now + _SHARED_S
+        self._is_shared = now < self._shared_until
+
+    def decodes(self, decodes: list[Sequence]) -> list[Sequence]:
         """Those of a step's possible decodes that have their turn, in the same order."""
+        if not self._is_shared:
+            return decodes
         counts = Counter(seq.request.client.name for seq in decodes)
         room = self._max_decodes(counts) if len(counts) > 1 else len(decodes)
         if room >= len(decodes):
@@ -80,7 +91,7 @@ class Pace:
         limit = max(2 * least, _LONG_S)
         if most <= limit:
             return num_decodes
-        self._steps[size] = most * _FORGETTING
+        self._steps[size] = most * _DECAY
         for fewer in range(size - 1, (fewest * len(counts)).bit_length() - 1, -1):
             room, guess = (1 << fewer) - 1, least + (most - least) / (1 << (size - fewer))
             seconds = self._steps.get(fewer, guess)
@@ -93,7 +104,7 @@ class Pace:
     def seconds(self, step: Step) -> float:
         """The seconds that a step takes, as far as they are known."""
         seconds = self.decodes_s(step.num_decodes)
-        for size, count in _prompt_tokens(step).items():
+        for size, count in _tokens_of(step).items():
             seconds += count * (_nearest(self._tokens, size) or 0.0)
         return seconds
 
@@ -106,17 +117,18 @@ class Pace:
         """The seconds that a prompt's token usually takes, 0 if that is not known."""
         return _nearest(self._tokens, _USUAL_CONTEXT.bit_length()) or 0.0
 
-    def seconds_for_prompts(self, num_decodes: int) -> float:
-        """The seconds that prompts may take of the next step, which has so many decodes; 0 where
-        these are to be measured alone."""
+    def prompt_budget(self, num_decodes: int, max_tokens: int) -> PromptBudget:
+        """What prompts may take of the step being planned, beside so many decodes."""
+        if not self._is_shared:
+            return PromptBudget(self, max_tokens)
         if not num_decodes:
-            return _LONG_S
+            return PromptBudget(self, max_tokens, _LONG_S)
         seconds = self._steps.get(num_decodes.bit_length())
         self._since_measure += 1
         if seconds is None or self._since_measure > _MEASURE_EVERY:
             self._since_measure = 0
-            return 0.0
-        return max(_SHARE * seconds, _MIN_S)
+            return PromptBudget(self, 0)  # the decodes are to be measured alone
+        return PromptBudget(self, max_tokens, max(_SHARE * seconds, _MIN_S))
 
     def seconds_per_token(self, context: int) -> float:
         """The seconds that a prompt's token takes with `context` tokens before it."""
@@ -128,40 +140,32 @@ class Pace:
 class PromptBudget:
     """The tokens, and the seconds, that prompts have in a step."""
 
-    def __init__(
-        self, pace: Pace, tokens: int, seconds: float = inf, whole: PromptBudget | None = None
-    ) -> None:
+    def __init__(self, pace: Pace, tokens: int, seconds: float = inf) -> None:
         self._pace = pace
-        self._tokens = tokens
-        self._seconds = seconds
-        self._whole = whole
-        self._min_tokens = 0 if whole else _MIN_TOKENS
+        self._tokens, self._seconds = tokens, seconds
+        self._spent_tokens, self._spent_s = 0, 0.0
 
-    def half(self) -> PromptBudget:
-        """Half of it; what that spends is spent of the whole, too."""
-        return PromptBudget(self._pace, self._tokens // 2, self._seconds / 2, self)
+    def fits(self, seq: Sequence, part: float = 1.0) -> bool:
+        """Whether all of a sequence's tokens fit into what is left of a part of the budget."""
+        return self._room(seq, part) == seq.num_unscheduled_tokens
 
-    def holds(self, seq: Sequence) -> bool:
-        """Whether there is room for all of a sequence's tokens."""
-        return self._room(seq) == seq.num_unscheduled_tokens
-
-    def holds_part(self, seq: Sequence) -> bool:
+    def fits_partly(self, seq: Sequence) -> bool:
         """Whether there is room for any of a sequence's tokens."""
-        return self._room(seq) > 0 or self.holds(seq)
+        return self._room(seq) > 0 or self.fits(seq)
 
     def take(self, seq: Sequence) -> int:
         """Spends the room that there is for a sequence, and returns it in tokens."""
         room = self._room(seq)
-        self._spend(room, room * self._cost(seq, room))
+        self._spent_tokens += room
+        self._spent_s += room * self._cost(seq, room)
         return room
 
-    def _room(self, seq: Sequence) -> int:
-        if not self._seconds:
-            return 0
-        room = min(self._tokens, seq.num_unscheduled_tokens)
-        cost = self._cost(seq, room)
-        if room * cost > self._seconds:
-            room = min(room, max(int(self._seconds / cost), self._min_tokens))
+    def _room(self, seq: Sequence, part: float = 1.0) -> int:
+        room = min(int(part * self._tokens) - self._spent_tokens, seq.num_unscheduled_tokens)
+        cost, left_s = self._cost(seq, room), part * self._seconds - self._spent_s
+        if room * cost > left_s:
+            min_tokens = 0 if self._spent_tokens or part < 1 else _MIN_TOKENS
+            room = min(room, max(int(left_s / cost), min_tokens))
         return room
 
     def _cost(self, seq: Sequence, num_tokens: int) -> float:
@@ -169,16 +173,8 @@ class PromptBudget:
             return 0.0
         return self._pace.seconds_per_token(seq.num_scheduled_tokens + num_tokens)
 
-    def _spend(self, tokens: int, seconds: float) -> None:
-        self._tokens -= tokens
-        self._seconds = max(self._seconds - seconds, 0.0)
-        if tokens:
-            self._min_tokens = 0
-        if self._whole:
-            self._whole._spend(tokens, seconds)
 
-
-def _prompt_tokens(step: Step) -> Counter[int]:
+def _tokens_of(step: Step) -> Counter[int]:
     """The tokens of prompts in a step, by the size of their context."""
     tokens = Counter[int]()
     for row in step.rows[step.num_decodes :]:

@@ -9,8 +9,8 @@ from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.client_usage import ClientUsage
 from scheduler_svc.core.features import features_of
-from scheduler_svc.core.lines import Line
 from scheduler_svc.core.sampling import SamplingParams
 
 
@@ -43,7 +43,6 @@ class Request:
         priority: lower goes first.
         cache_salt: prefixes are shared with requests of the same salt only.
         resubmitted: it had been accepted before the connection was lost.
-        num_resumed_tokens: generated ones that it came with.
         traceparent: of its spans' parent; empty: it is not traced.
         num_expected_cached: tokens, as far as its frontend knew.
     """
@@ -53,7 +52,6 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     resubmitted: bool = False
-    num_resumed_tokens: int = 0
     client: Client = ANONYMOUS
     traceparent: str = ""
     num_expected_cached: int = 0
@@ -63,9 +61,10 @@ _PLAIN = Request()
 
 
 class Rank(NamedTuple):
-    """The place of a sequence among those that wait, or of those that may be preempted."""
+    """The place of a sequence among those that wait, or of those that may be preempted. Lower goes
+    first."""
 
-    priority: int  # lower goes first
+    level: int  # its request's priority, or one of the waiting queue's, better than any of these
     arrival: int  # its number
 
 
@@ -77,6 +76,7 @@ class Started(NamedTuple):
 
     at: float  # seconds, the engine's clock
     num_cached_tokens: int  # of its prompt
+    offset: int = 0  # index of the first token that it gets here: it came with those before
 
 
 class SequenceKey(NamedTuple):
@@ -84,6 +84,20 @@ class SequenceKey(NamedTuple):
 
     connection: int  # the frontend's stream that it came on
     number: int  # of its request there, plus its index among the request's completions
+
+
+# Not frozen: that would make it several times as expensive, and a step makes one per sequence.
+@dataclass(slots=True, eq=False)
+class Row:
+    """What a step computes of a sequence: `num_tokens` tokens from position `start` on. A row that
+    does not reach the sequence's last token is mid-prompt and samples nothing. If the token at
+    `start` is not known yet, it is the one that row `previous_row` of the step before samples."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    previous_row: int | None = None
 
 
 class Sequence:
@@ -95,9 +109,9 @@ class Sequence:
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
-    A sequence whose parameters are `stepwise` is `held` at the start, and again after each of its
-    tokens, until `Scheduler.release`. While it is held, all but its last token may be computed, but
-    nothing is sampled.
+    A sequence whose parameters are `stepwise` is `paused` at the start, and again after each of its
+    tokens, until `unpause`. While it is paused, all but its last token may be computed, but nothing
+    is sampled.
     """
 
     __slots__ = (
@@ -105,11 +119,9 @@ class Sequence:
         "block_hashes",
         "block_table",
         "features",
-        "held",
         "key",
         "last_row",
         "last_step",
-        "line",
         "max_scheduled_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -117,11 +129,13 @@ class Sequence:
         "num_scheduled_tokens",
         "num_unscheduled_tokens",
         "params",
+        "paused",
         "rank",
         "request",
         "started",
         "status",
         "tokens",
+        "usage",
     )
 
     def __init__(
@@ -141,12 +155,12 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self.tokens.extend(generated_ids)
         # How far it may be scheduled.
-        self.held = params.stepwise
+        self.paused = params.stepwise
         # The last token that it may have is not computed: nothing is sampled after it.
         self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
         # In the queue, and since.
-        self.rank = _NOT_QUEUED  # until the waiting queue gives it one, and a line
-        self.line: Line
+        self.rank = _NOT_QUEUED  # until the waiting queue gives it one, and a usage
+        self.usage: ClientUsage  # what its client has had, as far as it counts
         self.started: Started | None = None
         # In the cache; `reset` has the rest.
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
@@ -203,4 +217,33 @@ class Sequence:
     def begin_at(self, num_tokens: int) -> None:
         """Starts computing after `num_tokens` tokens that are in the cache."""
         self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
-        self.num_unscheduled_tokens = len(self.tokens) - num_tokens - self.held
+        self.num_unscheduled_tokens = len(self.tokens) - num_tokens - self.paused
+
+    def schedule(self, num_tokens: int, step: int, index: int) -> Row:
+        """Schedules the next `num_tokens` tokens as row `index` of a step."""
+        start = self.num_scheduled_tokens
+        previous_row = self.last_row if start == len(self.tokens) else None
+        end = self.num_scheduled_tokens = start + num_tokens
+        self.last_step, self.last_row = step, index
+        samples = False
+        left = self.num_unscheduled_tokens - num_tokens
+        if not left:  # after the last one comes the one that it samples, if that may be computed
+            samples = not self.paused
+            if end < self.max_scheduled_tokens and not (self.features and self.params.stepwise):
+                left = 1
+        self.num_unscheduled_tokens = left
+        return Row(self, start, num_tokens, samples, previous_row)
+
+    def pause(self) -> None:
+        """Has it wait for `unpause` after the answer to a step that sampled for it."""
+        self.paused = True
+
+    def unpause(self, mask: bytes | None = None) -> None:
+        """Lets it sample its next token, one that `mask` allows: uint32[ceil(vocab / 32)], lowest
+        bit first. It may have ended in the meantime."""
+        if self.status is not Status.FINISHED:
+            assert self.paused, "is not paused"
+            assert self.features is not None
+            self.paused = False
+            self.features.mask = mask
+            self.num_unscheduled_tokens += 1

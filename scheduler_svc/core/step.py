@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.sequence import FinishCause, Sequence, Status
+from scheduler_svc.core.sequence import FinishCause, Row, Sequence, Status
 
 
-# Not frozen: that would make each several times as expensive, and a step makes two per sequence.
-@dataclass(slots=True, eq=False)
-class Row:
-    """`num_tokens` tokens of `seq` from position `start` on. A row that does not reach the
-    sequence's last token is mid-prompt and samples nothing. If the token at `start` is not known
-    yet, it is the one that row `previous_row` of the step before samples."""
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-    previous_row: int | None = None
-
-
+# Not frozen: that would make it several times as expensive.
 @dataclass(slots=True, eq=False)
 class Step:
     """`copies` are blocks (from, to), copied before anything is written. `has_features` is false
@@ -40,6 +28,20 @@ class Step:
     num_decodes: int = 0
     num_tokens: int = 0
     traceparents: Seq[str] = ()
+
+
+class StepTiming(NamedTuple):
+    """How long a step took, in seconds of the engine's clock."""
+
+    took_s: float  # from the answer before, or from when it was sent if that was later
+    gap_s: float  # that the workers might have begun it earlier
+    answered_at: float
+
+
+class StepObserver(Protocol):
+    """Is told of each step once its answer has been applied."""
+
+    def step_answered(self, step: Step, timing: StepTiming, /) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

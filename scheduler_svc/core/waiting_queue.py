@@ -1,9 +1,9 @@
 """The waiting queue, which decides what is admitted next.
 
-Lower priorities go first. Among equal ones the client that has had least of the machine goes next
-(`lines`), so that one that submits thousands, or the longest, does not make another's requests wait
-for all of them. Anonymous requests count as their frontend's. A client's requests go in order of
-arrival.
+Lower priorities go first. Among equal ones the client that has had least of the engine goes next
+(`client_usage`), so that one that submits thousands, or the longest, does not make another's
+requests wait for all of them. Anonymous requests count as their frontend's. A client's requests go
+in order of arrival.
 
 Nothing starves: every `OLDEST_EVERY`-th admission disregards priorities. The clients take turns
 with these, so that a flood by one does not take them from others; all anonymous requests are one
@@ -12,35 +12,94 @@ next of those with the same priority as that one, so that a turn brings nobody m
 among equals. With n anonymous sequences in the queue that arrived before it, and c clients that
 wait, an anonymous one is admitted after at most `OLDEST_EVERY * c * (n + 1)` admissions, not
 counting short prompts, which may overtake where they delay nobody. A sequence keeps what it got
-that way: from then on nothing has a better priority, so that it is preempted last.
+that way: from then on nothing has a better rank, so that it is preempted last.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
-from scheduler_svc.core.client import Client
-from scheduler_svc.core.fair_order import FairOrder
-from scheduler_svc.core.lazy_heap import LazyHeap
-from scheduler_svc.core.lines import Line, Lines
+from scheduler_svc.core.client import ANONYMOUS, Client
+from scheduler_svc.core.client_usage import ClientUsage, ClientUsages
+from scheduler_svc.core.heap import Heap
 from scheduler_svc.core.sequence import Rank, Sequence
 
 OLDEST_EVERY = 8
-_FIRST_OF_ALL = -(1 << 31) - 1  # below every int32
+_FIRST_LEVEL = -(1 << 31) - 1  # below every int32
 
 
+class FairOrder:
+    """Sequences by priority, then by the tokens that their client has had, then by arrival. What
+    clients have had only grows, so a client's place is brought up to date when it comes to the
+    front: charging one costs nothing here."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, ClientUsage], Heap[float, Sequence]] = {}  # by arrival
+        # By priority: clients, by the tokens that they have had, then by arrival.
+        self._levels: dict[int, Heap[tuple[float, float], ClientUsage]] = {}
+        self._priorities: Heap[float, int] = Heap()
+
+    def push(self, seq: Sequence, usage: ClientUsage) -> None:
+        """Adds a sequence, in the place of the client with this usage."""
+        level, arrival = seq.rank
+        if level not in self._levels:
+            self._levels[level] = Heap()
+            self._priorities.put(level, level)
+        self._queues.setdefault((level, usage), Heap()).put(seq, arrival)
+        _, place = self._place(level, usage)
+        self._levels[level].put(usage, place)
+
+    def remove(self, seq: Sequence, usage: ClientUsage) -> None:
+        """Takes out a sequence that was pushed with this usage."""
+        level = seq.rank.level
+        queue, clients = self._queues[level, usage], self._levels[level]
+        queue.discard(seq)
+        if not queue:
+            del self._queues[level, usage]
+            clients.discard(usage)
+        if not clients:
+            del self._levels[level]
+            self._priorities.discard(level)
+
+    def peek(self) -> Sequence | None:
+        """The next sequence."""
+        first = self._priorities.peek()
+        return self.peek_at(first[1]) if first else None
+
+    def peek_at(self, level: int) -> Sequence:
+        """The next sequence of those of one priority, of which there is one."""
+        while first := self._levels[level].peek():
+            key, usage = first
+            head, place = self._place(level, usage)
+            if key == place:
+                return head
+            self._levels[level].put(usage, place)
+        raise AssertionError("a priority without sequences")
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the heaps contradict each other. For tests."""
+        assert all(self._queues.values()), "an empty queue"
+        assert len(self._queues) == sum(map(len, self._levels.values())), "clients"
+        assert all(self._levels.values()), "an empty level"
+        assert len(self._levels) == len(self._priorities), "priorities"
+
+    def _place(self, level: int, usage: ClientUsage) -> tuple[Sequence, tuple[float, float]]:
+        """A client's first sequence of a priority, and the client's place in the order."""
+        first = self._queues[level, usage].peek()
+        assert first is not None, "an empty queue"
+        arrival, head = first
+        return head, (usage.num_tokens, arrival)
+
+
+@dataclass(slots=True)
 class _Share:
     """One client's part of the queue."""
 
-    __slots__ = ("length", "num_tokens", "oldest")
-
-    def __init__(self, oldest: LazyHeap[float, Sequence]) -> None:
-        self.length = 0
-        self.num_tokens = 0
-        self.oldest = oldest
+    num_tokens: int = 0
+    sequences: Heap[float, Sequence] = field(default_factory=Heap)  # by arrival
 
 
 class WaitingQueue:
@@ -50,162 +109,130 @@ class WaitingQueue:
         self.num_tokens = 0  # of all sequences in the queue
         self.num_uncached_tokens = 0  # of those, the ones that are expected to be computed
         self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
+        self.usages = ClientUsages()
         self._max_short_tokens = max_short_tokens
-        self._lines = Lines()
-        self._tickets: dict[Sequence, int] = {}  # of the sequences in the queue
-        self._preempted: set[Sequence] = set()  # of those, the ones that have had a turn already
-        self._numbers = itertools.count()
+        self._sequences: dict[Sequence, ClientUsage] = {}  # with which they are in order
+        # Of sequences that have had a turn already: they go ahead of all others.
+        self._preempted = ClientUsage(-1, ANONYMOUS)
+        self._preempted.num_tokens = -1.0
         self._arrivals = itertools.count()
-        self._ordered = FairOrder(self._holds)
-        self._ordered_short = FairOrder(self._holds)
+        self._order, self._short_order = FairOrder(), FairOrder()
         self._shares: OrderedDict[str, _Share] = OrderedDict()  # by name; whose turn is next first
         self._num_admissions = 0
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._sequences)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._tickets
-
-    @property
-    def num_lines(self) -> int:
-        """Lines that compete, or may: what a single one has had need not be counted."""
-        return len(self._lines)
-
-    @property
-    def num_clients(self) -> int:
-        """Clients with open sequences, whether they wait or not; anonymous ones are one."""
-        return self._lines.num_clients
+        return seq in self._sequences
 
     def waiting_of(self, client: Client) -> tuple[int, int]:
         """The number of a client's sequences in the queue, and of their tokens."""
         share = self._shares.get(client.name)
-        return (share.length, share.num_tokens) if share else (0, 0)
+        return (len(share.sequences), share.num_tokens) if share else (0, 0)
 
     def arrive(self, seq: Sequence) -> None:
         """Gives a new sequence its place among the others without queueing it. When it is queued
         later, it counts as preempted."""
         request = seq.request
         seq.rank = Rank(request.priority, next(self._arrivals))
-        seq.line = self._lines.line_of(request.client, seq.key.connection, request.priority)
-
-    def open(self, seq: Sequence) -> None:
-        """Notes that a sequence that has arrived, or a beam of it, may wait until `close`."""
-        self._lines.open(seq.line)
-
-    def close(self, seq: Sequence) -> None:
-        """Notes that a sequence, which is not in the queue, has ended."""
-        self._lines.close(seq.line)
+        seq.usage = self.usages.of(request.client, seq.key.connection)
 
     def push(self, seq: Sequence) -> None:
         """Queues a new sequence, or a preempted one, which goes ahead of the new ones."""
-        if seq.queued:
-            self._preempted.add(seq)
-        else:
+        usage = self._preempted
+        if not seq.queued:
             self.arrive(seq)
-            seq.line.join()
+            self.usages.join(seq.usage)
+            usage = seq.usage
+        self._sequences[seq] = usage
+        for order in self._orders_of(seq):
+            order.push(seq, usage)
         self.num_tokens += seq.num_tokens
         self.num_uncached_tokens += seq.num_expected_uncached
-        ticket = self._tickets[seq] = next(self._numbers)
-        line = self._queued_line(seq)
-        self._ordered.push(seq, ticket, line)
-        if seq.num_tokens <= self._max_short_tokens:
-            self._ordered_short.push(seq, ticket, line)
-        share = self._shares.get(seq.request.client.name)
-        if share is None:
-            share = self._shares[seq.request.client.name] = _Share(LazyHeap(self._holds))
-        share.length += 1
+        share = self._shares.setdefault(seq.request.client.name, _Share())
         share.num_tokens += seq.num_tokens
-        share.oldest.push(seq.rank.arrival, ticket, seq)
+        share.sequences.put(seq, seq.rank.arrival)
 
     def peek(self) -> Sequence | None:
         """The next sequence to admit. It stays the same until admitted, until another comes, or
         until its client has had more than another."""
         if self.only is not None:
             return next((seq for seq in self.only if seq in self), None)
-        return self._next_of_its_client() if self._is_clients_turn else self._ordered.peek()
+        return self._next_of_turn() if self._is_turn else self._order.peek()
 
     def peek_short(self) -> Sequence | None:
         """The next of the short sequences."""
-        if self.only is not None:
-            return None
-        return self._ordered_short.peek()
+        return self._short_order.peek() if self.only is None else None
 
     def may_overtake(self, seq: Sequence, first: Sequence) -> bool:
         """Whether a short sequence may go before the next in line without a head start for its
         client that grows: beyond one short prompt's tokens it goes in order. Anonymous ones may."""
-        line, other = seq.line, first.line
-        if not seq.request.client.name or line is other:
+        usage, other = seq.usage, first.usage
+        if not seq.request.client.name or usage is other:
             return True
-        if line.level is not other.level:
-            return line.level.priority < other.level.priority
-        return line.served <= other.served + self._max_short_tokens
+        if seq.request.priority != first.request.priority:
+            return seq.request.priority < first.request.priority
+        return usage.num_tokens <= other.num_tokens + self._max_short_tokens
 
     def admit(self, seq: Sequence) -> None:
         """Takes out a sequence that `peek` or `peek_short` returned, and charges its client for the
         tokens that are to be computed."""
         is_next = self.only is None and seq is self.peek()
-        is_first = seq is self._ordered.peek()
-        if seq not in self._preempted:
-            seq.line.add_input(seq.num_tokens - seq.num_computed_tokens)
-        if is_next and self._is_clients_turn:
+        is_first = seq is self._order.peek()
+        if self._sequences[seq] is not self._preempted:
+            seq.usage.add_input(seq.num_tokens - seq.num_computed_tokens)
+        if is_next and self._is_turn:
             self._shares.move_to_end(next(iter(self._shares)))
         self.remove(seq)
         self._num_admissions += is_next
         if is_next and not is_first:
-            seq.rank = seq.rank._replace(priority=_FIRST_OF_ALL)
+            seq.rank = seq.rank._replace(level=_FIRST_LEVEL)
 
     def remove(self, seq: Sequence) -> None:
         """Takes out any sequence in the queue."""
-        del self._tickets[seq]
-        line = self._queued_line(seq)
-        self._ordered.remove(seq, line)
-        if seq.num_tokens <= self._max_short_tokens:
-            self._ordered_short.remove(seq, line)
-        if line is None:
-            self._preempted.remove(seq)
-        else:
-            line.leave()
+        usage = self._sequences.pop(seq)
+        if usage is not self._preempted:
+            self.usages.leave(usage)
+        for order in self._orders_of(seq):
+            order.remove(seq, usage)
         self.num_tokens -= seq.num_tokens
         self.num_uncached_tokens -= seq.num_expected_uncached
-        share = self._shares[seq.request.client.name]
-        share.length -= 1
+        name = seq.request.client.name
+        share = self._shares[name]
         share.num_tokens -= seq.num_tokens
-        if not share.length:
-            del self._shares[seq.request.client.name]
+        share.sequences.discard(seq)
+        if not share.sequences:
+            del self._shares[name]
 
-    def check_integrity(self, open_sequences: Iterable[Sequence] | None = None) -> None:
+    def check_integrity(self) -> None:
         """Raises AssertionError if the counts contradict the sequences. For tests."""
-        if open_sequences is not None:
-            self._lines.check_integrity(seq.line for seq in open_sequences)
-        assert self.num_tokens == sum(s.num_tokens for s in self._tickets), "waiting tokens"
-        uncached = sum(s.num_expected_uncached for s in self._tickets)
+        assert self.num_tokens == sum(s.num_tokens for s in self._sequences), "waiting tokens"
+        uncached = sum(s.num_expected_uncached for s in self._sequences)
         assert self.num_uncached_tokens == uncached, "uncached tokens"
-        lengths = {name: share.length for name, share in self._shares.items()}
-        assert lengths == Counter(s.request.client.name for s in self._tickets), "clients' shares"
+        lengths = {name: len(share.sequences) for name, share in self._shares.items()}
+        assert lengths == Counter(s.request.client.name for s in self._sequences), "shares"
         shares = self._shares.values()
         assert sum(share.num_tokens for share in shares) == self.num_tokens, "clients' tokens"
-        assert self._preempted <= self._tickets.keys(), "preempted, but not waiting"
-        waiting = Counter(s.line for s in self._tickets if s not in self._preempted)
-        assert all(line.num_waiting == n for line, n in waiting.items()), "lines"
-        self._ordered.check_integrity()
-        self._ordered_short.check_integrity()
+        waiting = Counter(u for u in self._sequences.values() if u is not self._preempted)
+        assert all(usage.num_waiting == n for usage, n in waiting.items()), "usages"
+        self._order.check_integrity()
+        self._short_order.check_integrity()
 
     @property
-    def _is_clients_turn(self) -> bool:
+    def _is_turn(self) -> bool:
+        """Whether a client's turn has come, whatever the priorities."""
         return self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
 
-    def _next_of_its_client(self) -> Sequence | None:
-        """The sequence that goes where it is a client's turn."""
+    def _next_of_turn(self) -> Sequence | None:
+        """The sequence to admit for the client whose turn is next."""
         for name, share in self._shares.items():
-            first = share.oldest.peek()
-            assert first is not None, "an empty share"
-            return self._ordered.peek_at(first[1].rank.priority) if name else first[1]
+            oldest = share.sequences.peek()
+            assert oldest is not None, "an empty share"
+            _, seq = oldest
+            return self._order.peek_at(seq.rank.level) if name else seq
         return None
 
-    def _queued_line(self, seq: Sequence) -> Line | None:
-        """The line that a sequence in the queue waits in; None if it was preempted."""
-        return None if seq in self._preempted else seq.line
-
-    def _holds(self, seq: Sequence, ticket: int) -> bool:
-        return self._tickets.get(seq) == ticket
+    def _orders_of(self, seq: Sequence) -> tuple[FairOrder, ...]:
+        is_short = seq.num_tokens <= self._max_short_tokens
+        return (self._order, self._short_order) if is_short else (self._order,)

@@ -17,12 +17,23 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from scheduler_svc.grammar import wire
-from scheduler_svc.grammar.compiler import Compilers, compile_grammar, is_out_of_memory
+from scheduler_svc.grammar.compiler import (
+    CompiledGrammar,
+    Compilers,
+    Matcher,
+    compile_grammar,
+    is_out_of_memory,
+)
 from scheduler_svc.grammar.confinement import confine
 from scheduler_svc.grammar.errors import GrammarError
-from scheduler_svc.grammar.limits import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, TOKEN_CPU_S
-from scheduler_svc.grammar.matcher import CompiledGrammar, Matcher
-from scheduler_svc.grammar.wire import Answer, Request
+from scheduler_svc.grammar.wire import (
+    COMPILE_CPU_S,
+    MASK_CPU_S,
+    MEMORY_BYTES,
+    TOKEN_CPU_S,
+    Answer,
+    Request,
+)
 
 _MAX_DESCRIPTORS = 16
 # Past so much processor time for a mask, others go first, of this process and every other.

@@ -1,6 +1,6 @@
 """Structured output: sequences whose every token waits for a mask.
 
-A grammar is compiled before its sequence is queued. After each token the sequence is held while
+A grammar is compiled before its sequence is queued. After each token the sequence is paused while
 the grammar's process computes the mask of the next one; steps go on without it.
 """
 
@@ -22,13 +22,13 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.core.step import End, Output
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
-from scheduler_svc.grammar.grammar import CompiledGrammar, Grammar, Matcher
+from scheduler_svc.grammar.grammar import Grammar, GrammarUse, RemoteMatcher
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.metrics import EngineMetrics
 
 log = structlog.get_logger(__name__)
 
-# When all places to compile are taken, or all grammars in use, for which nobody knows how long.
+# When all slots to compile are taken, or all grammars in use, for which nobody knows how long.
 _RETRY_AFTER_S = 5.0
 
 
@@ -61,7 +61,7 @@ class Constraints:
         self._beginning: dict[SequenceKey, asyncio.Task[None]] = {}
         self._beginning_of: Counter[str] = Counter()  # by client's name
         self._masking: set[asyncio.Task[None]] = set()
-        self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
+        self._matchers: WeakKeyDictionary[Sequence, RemoteMatcher] = WeakKeyDictionary()
 
     def begin(self, seq: Sequence, n: int) -> None:
         """Queues a sequence once its grammar is compiled, or emits its end if that fails."""
@@ -145,36 +145,36 @@ class Constraints:
         sender = seq.request.client
         client = sender.name if self._engine.scheduler.shares_queue(sender) else None
         began_at = self._engine.clock()
-        compiled = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
+        use = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
         self._engine.metrics.grammar_compile.observe(self._engine.clock() - began_at)
-        self._match(seq, compiled)
+        self._match(seq, use)
         (mask,) = await self._masks([seq])
         if seq.status is not Status.FINISHED:
             self._engine.queue(seq, n)
-        scheduler = self._engine.scheduler
-        for follower in scheduler.followers(seq):
-            self._match(follower, compiled)
-            scheduler.release(follower, mask)
-        scheduler.release(seq, mask)
+        for follower in self._engine.scheduler.followers(seq):
+            self._match(follower, use)
+            follower.unpause(mask)
+        seq.unpause(mask)
 
-    def _match(self, seq: Sequence, compiled: CompiledGrammar) -> None:
-        self._matchers[seq] = Matcher(compiled, seq.tokens, seq.num_prompt_tokens)
+    def _match(self, seq: Sequence, use: GrammarUse) -> None:
+        self._matchers[seq] = RemoteMatcher(use, seq.tokens, seq.num_prompt_tokens)
 
     async def _advance(self, grown: list[Sequence]) -> None:
         going_on = [seq for seq in grown if seq.status is not Status.FINISHED]
         if going_on:
             began_at = self._engine.clock()
             for seq, mask in zip(going_on, await self._masks(going_on), strict=True):
-                self._engine.scheduler.release(seq, mask)
+                seq.unpause(mask)
             self._engine.metrics.grammar_mask.observe(self._engine.clock() - began_at)
             self._engine.wake()
 
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
-        """The next token's mask per sequence; None if it has ended."""
+        """The next token's mask per sequence of one grammar; None if it has ended."""
         matchers = [self._matchers[seq] for seq in seqs]
+        outcomes = await matchers[0].grammar.masks(matchers)
         nothing = bytes(4 * -(-self._engine.scheduler.limits.vocab_size // 32))
         masks: list[bytes | None] = []
-        for seq, outcome in zip(seqs, await self._grammars.masks(matchers), strict=True):
+        for seq, outcome in zip(seqs, outcomes, strict=True):
             if isinstance(outcome, bytes) and len(outcome) == len(nothing) and outcome != nothing:
                 masks.append(without_early_end(seq, outcome))
                 continue

@@ -25,13 +25,19 @@ from scheduler_svc.grammar.errors import (
     HostLostError,
     ProcessDiedError,
 )
-from scheduler_svc.grammar.host_client import HostClient
-from scheduler_svc.grammar.limits import COMPILE_LIMITS, MASK_LIMITS
+from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess, Outcome
-from scheduler_svc.grammar.wire import Row
+from scheduler_svc.grammar.wire import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, Row
 
 log = structlog.get_logger(__name__)
 
+_COMPILE_LIMITS = (
+    f"needs more than {COMPILE_CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
+)
+_MASK_LIMITS = (
+    f"its mask needs more than {MASK_CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB of "
+    "memory"
+)
 _COMPILE_TRIES = 2  # unless it exceeds a limit
 # A matcher at whose mask the process dies is convicted by this much evidence: two deaths that can
 # be its fault, or four that cannot. (Machines that run out of memory kill, and so do people.)
@@ -49,13 +55,13 @@ class Grammar:
     """
 
     def __init__(
-        self, kind: GrammarKind, text: str, host: HostClient, replacing: asyncio.Semaphore
+        self, kind: GrammarKind, text: str, link: HostLink, replacing: asyncio.Semaphore
     ) -> None:
         self.kind = kind
         self.text = text
         self.num_bytes = 0
         self.process: GrammarProcess | None = None
-        self._host = host
+        self._link = link
         self._replacing = replacing
         self._numbers = count()  # of matchers
         self._dropped: list[int] = []  # which the process has not been told yet
@@ -73,14 +79,14 @@ class Grammar:
         """
         for tries_left in reversed(range(_COMPILE_TRIES)):
             try:
-                self.process = await GrammarProcess.start(self._host)
+                self.process = await GrammarProcess.start(self._link)
                 self.num_bytes = await self.process.compile(self.kind, self.text, timeout_s)
                 return
             except ProcessDiedError as error:
                 log.warning("a grammar's process died compiling", reason=str(error))
                 match error.death:
                     case Death.AT_LIMIT:
-                        raise GuiltyGrammarError(self.kind, COMPILE_LIMITS) from error
+                        raise GuiltyGrammarError(self.kind, _COMPILE_LIMITS) from error
                     case Death.SILENT:
                         reason = f"cannot be compiled within {timeout_s:g} seconds"
                         raise GrammarError(self.kind, reason) from error
@@ -92,13 +98,13 @@ class Grammar:
                 self.close()
                 raise
 
-    def number_of(self, matcher: Matcher) -> int:
+    def number_of(self, matcher: RemoteMatcher) -> int:
         """A number for a new matcher, which the process is to forget once nothing refers to it."""
         number = next(self._numbers)
         finalize(matcher, self._dropped.append, number).atexit = False
         return number
 
-    async def masks(self, matchers: Seq[Matcher]) -> list[Outcome]:
+    async def masks(self, matchers: Seq[RemoteMatcher]) -> list[Outcome]:
         """Tells matchers of this grammar their completions' new tokens, and returns an outcome for
         each. If the process dies, a new one takes over.
 
@@ -115,7 +121,7 @@ class Grammar:
         if self.process is not None:
             self.process.close()
 
-    async def _masks(self, matchers: Seq[Matcher]) -> list[Outcome]:
+    async def _masks(self, matchers: Seq[RemoteMatcher]) -> list[Outcome]:
         async with self._turn:
             outcomes: list[Outcome] = []
             suspect, evidence, careful = -1, 0, len(matchers) == 1
@@ -136,7 +142,7 @@ class Grammar:
                         evidence += 2
                     if evidence >= _CONVICTED:
                         at_limit = error.death is Death.AT_LIMIT
-                        reason = MASK_LIMITS if at_limit else str(error)
+                        reason = _MASK_LIMITS if at_limit else str(error)
                         outcomes.append(GrammarError(self.kind, reason))
                     careful = True
             return outcomes
@@ -156,7 +162,7 @@ class Grammar:
         return self.process
 
 
-class CompiledGrammar:
+class GrammarUse:
     """A use of a grammar, which keeps its process as long as this or a matcher of it lives."""
 
     __slots__ = ("__weakref__", "end_token_ids", "grammar")
@@ -166,17 +172,17 @@ class CompiledGrammar:
         self.end_token_ids = sorted(end_token_ids)
 
 
-class Matcher:
-    """A completion's place in its grammar: tokens[start:], which the sequence appends to, and how
-    many of them the process knows."""
+class RemoteMatcher:
+    """The matcher of a completion, which its grammar's process has: tokens[start:], which the
+    sequence appends to, and how many of them the process knows."""
 
     __slots__ = ("__weakref__", "_num_told", "_number", "_process", "_start", "_tokens", "_use")
 
-    def __init__(self, compiled: CompiledGrammar, tokens: array[int], start: int) -> None:
-        self._use = compiled
+    def __init__(self, use: GrammarUse, tokens: array[int], start: int) -> None:
+        self._use = use
         self._tokens = tokens
         self._start = start
-        self._number = compiled.grammar.number_of(self)
+        self._number = use.grammar.number_of(self)
         self._process: GrammarProcess | None = None  # that has the matcher
         self._num_told = 0
 

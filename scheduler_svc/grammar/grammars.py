@@ -1,6 +1,6 @@
 """The grammars that requests bring, each in a process of its own.
 
-text ──▶ waits for room and a place ──▶ is compiled ──▶ in use ◀──▶ idle ──▶ evicted
+text ──▶ waits for room and a slot ──▶ is compiled ──▶ in use ◀──▶ idle ──▶ evicted
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from weakref import finalize
 
@@ -21,19 +20,18 @@ from scheduler_svc.grammar.errors import (
     GuiltyGrammarError,
     HostLostError,
 )
-from scheduler_svc.grammar.grammar import CompiledGrammar, Grammar, Matcher
-from scheduler_svc.grammar.host_client import HostClient
+from scheduler_svc.grammar.grammar import Grammar, GrammarUse
 from scheduler_svc.grammar.host_link import HostLink
-from scheduler_svc.grammar.limits import (
-    GUILTY_S,
-    MAX_BYTES,
-    MAX_COMPILING,
-    MAX_GUILTY,
-    MAX_PROCESSES,
-    MAX_TEXT_BYTES,
-)
-from scheduler_svc.grammar.places import Places
-from scheduler_svc.grammar.process import Outcome
+from shared.round_robin import RoundRobin
+
+# How the numbers were found: docs/architecture.md, structured output.
+MAX_TEXT_BYTES = 64 << 10
+_MAX_COMPILING = 2  # at a time; and as many more to replace processes that died
+_MAX_PROCESSES = 64
+_MAX_BYTES = 1 << 30  # of all grammars' private memory when they were compiled
+# A grammar that killed its process while it was compiled is refused for this long.
+_GUILTY_S = 300.0
+_MAX_GUILTY = 1024
 
 Key = tuple[GrammarKind, str]
 
@@ -45,13 +43,55 @@ class _Entry:
         self.grammar = grammar
         self.client = client  # the first to ask for it
         self.num_uses = 0  # with those that wait for it
-        self.started = asyncio.Event()
-        self.compilation: asyncio.Task[None] | None = None
+        self.compilation: asyncio.Task[None]
 
     @property
     def is_evictable(self) -> bool:
-        assert self.compilation is not None
         return not self.num_uses and self.compilation.done()
+
+
+class Slots:
+    """A number of slots. Clients take turns, each with its oldest request: however many one asks
+    for, another waits for one of them at a time.
+
+    Args:
+        count: how many may be taken at a time.
+        make_room: asked whether a client may have a slot; call `fill` once its answer may have
+            changed.
+    """
+
+    def __init__(self, count: int, make_room: Callable[[Hashable], bool]) -> None:
+        self._num_free = count
+        self._make_room = make_room
+        self._waiting: RoundRobin[Hashable, asyncio.Future[None]] = RoundRobin()
+
+    async def enter(self, client: Hashable) -> None:
+        """Returns with a slot, to be given back by `leave`."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(client, turn)
+        self.fill()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            self._waiting.remove(client, turn)
+            raise
+
+    def leave(self) -> None:
+        self._num_free += 1
+        self.fill()
+
+    def fill(self) -> None:
+        """Gives out what slots there are."""
+        while self._num_free:
+            heads = (each for each in self._waiting.heads() if self._make_room(each[0]))
+            if (head := next(heads, None)) is None:
+                return
+            turn = self._waiting.pop_of(head[0])
+            if not turn.done():  # else it was cancelled
+                self._num_free -= 1
+                turn.set_result(None)
 
 
 class Grammars:
@@ -63,8 +103,8 @@ class Grammars:
         link: HostLink,
         *,
         timeout_s: float = 30.0,
-        max_processes: int = MAX_PROCESSES,
-        max_bytes: int = MAX_BYTES,
+        max_processes: int = _MAX_PROCESSES,
+        max_bytes: int = _MAX_BYTES,
     ) -> None:
         """Asks the host for nothing yet.
 
@@ -73,7 +113,7 @@ class Grammars:
             max_processes: at most so many grammars at a time.
             max_bytes: the memory of compiled grammars beyond which none is compiled any more.
         """
-        self._host = HostClient(link)
+        self._link = link
         self._timeout_s = timeout_s
         self._max_processes = max_processes
         self._max_bytes = max_bytes
@@ -81,13 +121,13 @@ class Grammars:
         self._entries: dict[Key, _Entry] = {}
         # Those of them that have a process, or are about to; least recently used first.
         self._started: OrderedDict[Key, _Entry] = OrderedDict()
-        self._places = Places(MAX_COMPILING, self._has_room)
-        self._replacing = asyncio.Semaphore(MAX_COMPILING)
+        self._slots = Slots(_MAX_COMPILING, self._make_room)
+        self._replacing = asyncio.Semaphore(_MAX_COMPILING)
         self._guilty: OrderedDict[bytes, tuple[float, GuiltyGrammarError]] = OrderedDict()
 
     async def compile(
         self, kind: GrammarKind, text: str, end_token_ids: Iterable[int], client: Hashable = None
-    ) -> CompiledGrammar:
+    ) -> GrammarUse:
         """Compiles the grammar in `text`, or waits for it if that is already under way.
 
         Args:
@@ -96,7 +136,7 @@ class Grammars:
 
         Raises:
             GrammarError: it cannot be compiled, or not within the limits.
-            GrammarsBusyError: there was no room or no place for it within `timeout_s`.
+            GrammarsBusyError: there was no room or no slot for it within `timeout_s`.
             VocabularyError: the model's tokenizer cannot be used.
         """
         if len(text.encode()) > MAX_TEXT_BYTES:
@@ -109,95 +149,80 @@ class Grammars:
         entry = self._entry(key, client)
         entry.num_uses += 1
         try:
-            await self._compiled(entry)
+            await asyncio.shield(entry.compilation)
         except BaseException:
             self._drop_use(key, entry)
             raise
-        compiled = CompiledGrammar(entry.grammar, end_token_ids)
-        finalize(compiled, self._drop_use, key, entry).atexit = False
-        return compiled
-
-    async def masks(self, matchers: Seq[Matcher]) -> list[Outcome]:
-        """The outcome of each of one grammar's matchers, see `Grammar.masks`."""
-        return await matchers[0].grammar.masks(matchers)
+        use = GrammarUse(entry.grammar, end_token_ids)
+        finalize(use, self._drop_use, key, entry).atexit = False
+        return use
 
     def close(self) -> None:
         """Ends all processes."""
         if self._loading is not None:
             self._loading.cancel()
         for entry in self._entries.values():
-            if entry.compilation is not None:
-                entry.compilation.cancel()
+            entry.compilation.cancel()
             entry.grammar.close()
 
     async def _loaded(self) -> None:
         if self._loading is None or (self._loading.done() and self._loading.exception()):
-            self._loading = asyncio.create_task(self._host.load())
+            self._loading = asyncio.create_task(self._link.load())
         await asyncio.shield(self._loading)
 
     def _entry(self, key: Key, client: Hashable) -> _Entry:
         if key not in self._entries:
-            entry = self._entries[key] = _Entry(Grammar(*key, self._host, self._replacing), client)
+            entry = self._entries[key] = _Entry(Grammar(*key, self._link, self._replacing), client)
             entry.compilation = asyncio.create_task(self._compile(key, entry, client))
         if key in self._started:
             self._started.move_to_end(key)
         return self._entries[key]
 
-    async def _compiled(self, entry: _Entry) -> None:
-        assert entry.compilation is not None
-        if not entry.started.is_set():
-            starting = asyncio.ensure_future(entry.started.wait())
-            either = [starting, entry.compilation]
-            try:
-                await asyncio.wait(
-                    either, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-            finally:
-                starting.cancel()
-            if not entry.started.is_set() and not entry.compilation.done():
-                limit = f"{self._timeout_s:g} seconds"
-                raise GrammarsBusyError(f"other grammars take all places since {limit}")
-        await asyncio.shield(entry.compilation)
-
     async def _compile(self, key: Key, entry: _Entry, client: Hashable) -> None:
         try:
-            await self._places.enter(client)
+            await self._enter(client)
             try:
-                entry.started.set()
                 self._started[key] = entry
                 await self._start(entry.grammar)
             finally:
-                self._places.leave()
+                self._slots.leave()
         except BaseException as error:
             self._forget(key, entry)
             if isinstance(error, GuiltyGrammarError):
                 self._remember(key, error)
             raise
 
+    async def _enter(self, client: Hashable) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._slots.enter(client)
+        except TimeoutError:
+            limit = f"{self._timeout_s:g} seconds"
+            raise GrammarsBusyError(f"other grammars take all slots since {limit}") from None
+
     async def _start(self, grammar: Grammar) -> None:
         while True:
             with suppress(HostLostError):
                 await grammar.start(self._timeout_s)
                 return
-            await self._host.load()
+            await self._link.load()
 
     def _drop_use(self, key: Key, entry: _Entry) -> None:
         entry.num_uses -= 1
         if entry.num_uses:
             return
-        assert entry.compilation is not None
-        if not entry.compilation.done():  # nobody wants it any more, and others may need the place
+        if not entry.compilation.done():  # nobody wants it any more, and others may need the slot
             entry.compilation.cancel()
             self._forget(key, entry)
-        self._places.look()
+        self._slots.fill()
 
     def _forget(self, key: Key, entry: _Entry) -> None:
         for entries in (self._entries, self._started):
             if entries.get(key) is entry:
                 del entries[key]
 
-    def _has_room(self, client: Hashable) -> bool:
-        """Whether one more may be compiled for a client, after evicting what is idle."""
+    def _make_room(self, client: Hashable) -> bool:
+        """Evicts what is idle until one more may be compiled for a client. False if it may not."""
         started = self._started.values()  # few, whatever number waits
         if client is not None:
             theirs = sum(each.client == client and not each.is_evictable for each in started)
@@ -216,8 +241,8 @@ class Grammars:
         return num_processes < self._max_processes and num_bytes < self._max_bytes
 
     def _remember(self, key: Key, error: GuiltyGrammarError) -> None:
-        self._guilty[_digest(key)] = time.monotonic() + GUILTY_S, error
-        while len(self._guilty) > MAX_GUILTY:
+        self._guilty[_digest(key)] = time.monotonic() + _GUILTY_S, error
+        while len(self._guilty) > _MAX_GUILTY:
             self._guilty.popitem(last=False)
 
     def _refuse_guilty(self, key: Key) -> None:

@@ -35,6 +35,7 @@ from scheduler_svc.grammar.host_link import (
 log = structlog.get_logger(__name__)
 
 _BEAT_S = 0.2
+_LOAD_S = 120.0  # some 4 s on an idle machine; beyond it the kernel kills the host (SIGALRM)
 # xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
@@ -72,7 +73,6 @@ class _Host:
         self._reports: dict[int, socket.socket] = {}  # of the processes that live, by pid
 
     def run(self) -> None:
-        self._link.set_state(os.getpid(), loading=False)
         # A library that makes threads would not have them in its forks.
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ class _Host:
     def _load(self) -> None:
         if self._serve is not None:
             return
-        self._link.set_state(os.getpid(), loading=True)
+        signal.setitimer(signal.ITIMER_REAL, _LOAD_S)
         try:
             from scheduler_svc.grammar.vocabulary import read_vocabulary
 
@@ -125,7 +125,7 @@ class _Host:
             self._serve = partial(serve, compilers=compilers)
             log_gaps()
         finally:
-            self._link.set_state(os.getpid(), loading=False)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         gc.collect()
         gc.freeze()
 
@@ -168,15 +168,14 @@ def _tell(report: socket.socket, word: str, value: str) -> None:
 
 
 def main(args: list[str]) -> None:
-    """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST STATE` runs a host on a link whose
+    """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST` runs a host on a link whose
     descriptors it inherits, and ends with its parent."""
     from shared.process.death_signal import end_with_parent
 
     end_with_parent()
     model, *descriptors = args
-    scheduler, host, state = map(int, descriptors)
-    link = HostLink(socket.socket(fileno=scheduler), socket.socket(fileno=host), state)
-    run_host(link, Path(model))
+    scheduler, host = (socket.socket(fileno=int(each)) for each in descriptors)
+    run_host(HostLink(scheduler, host), Path(model))
 
 
 if __name__ == "__main__":

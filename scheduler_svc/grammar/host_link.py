@@ -1,17 +1,16 @@
-"""The way from the scheduler to the grammar host: made once by the process that keeps both alive,
-inherited by all forks of both, so that it outlives either.
+"""The scheduler's link to the grammar host.
 
 Nothing listens: who did not inherit the link cannot reach the host.
 """
 
 from __future__ import annotations
 
-import os
+import asyncio
 import socket
-import struct
+from contextlib import suppress
 from dataclasses import dataclass
 
-_STATE = struct.Struct("<i?")
+from scheduler_svc.grammar.errors import HostLostError, VocabularyError
 
 # Demands, each with the descriptors named here.
 LOAD = b"load"  # [report]: import xgrammar and read the vocabulary, if that is not done yet
@@ -24,35 +23,110 @@ VOCABULARY = "vocabulary"  # the text of a VocabularyError
 FAILED = "failed"  # reason
 ENDED = "ended"  # exit status; negative for a signal
 
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A new process: a connection to it, and the host's news of its end."""
+
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    report: asyncio.StreamReader
+    reporting: asyncio.StreamWriter
+
 
 @dataclass(frozen=True)
 class HostLink:
-    """Both ends of a pair of sockets that preserve messages, and a file in memory with the host's
-    state. Everyone has all three, so no end is ever seen to be closed: a demand that a host dies
-    without having taken waits for its successor."""
+    """Both ends of a pair of sockets that preserve messages. It is made by the parent process of
+    scheduler and host, so that it outlives either. All three have both ends, so no end is ever seen
+    to be closed: a demand that a host dies without having taken waits for its successor.
+
+    The scheduler calls `load` and `fork`, from one event loop only.
+    """
 
     scheduler: socket.socket
     host: socket.socket
-    state: int
 
     @classmethod
     def create(cls) -> HostLink:
         scheduler, host = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         scheduler.setblocking(False)
-        state = os.memfd_create("grammar-host")
-        os.pwrite(state, _STATE.pack(0, False), 0)
-        return cls(scheduler, host, state)
-
-    def set_state(self, pid: int, *, loading: bool) -> None:
-        os.pwrite(self.state, _STATE.pack(pid, loading), 0)
-
-    def get_state(self) -> tuple[int, bool]:
-        """The host's process id, 0 before there was one, and whether it is loading, which takes
-        seconds."""
-        pid, loading = _STATE.unpack(os.pread(self.state, _STATE.size, 0))
-        return pid, loading
+        return cls(scheduler, host)
 
     def close(self) -> None:
         self.scheduler.close()
         self.host.close()
-        os.close(self.state)
+
+    async def load(self) -> None:
+        """Returns once the host has loaded xgrammar and the vocabulary, however long that takes and
+        however many hosts.
+
+        Raises:
+            VocabularyError: the model's tokenizer cannot be used.
+        """
+        while True:
+            with suppress(HostLostError):
+                _, _, writer = await self._demand(LOAD, [])
+                writer.transport.abort()
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def fork(self) -> Forked:
+        """
+        Raises:
+            VocabularyError: the model's tokenizer cannot be used.
+            HostLostError: the host could not do it, or died.
+        """
+        reader, writer, theirs = await _stream_pair()
+        try:
+            with theirs:
+                pid, report, reporting = await self._demand(FORK, [theirs])
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return Forked(int(pid), reader, writer, report, reporting)
+
+    async def _demand(
+        self, demand: bytes, sockets: list[socket.socket]
+    ) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Returns the value that the host answers with, and the rest of its report."""
+        reader, writer, theirs = await _stream_pair()
+        try:
+            with theirs:
+                await self._send(demand, [theirs, *sockets])
+            for each in sockets:  # else nobody would see the host's process close it
+                each.close()
+            line = b""
+            with suppress(OSError):
+                line = await reader.readline()
+        except BaseException:
+            writer.transport.abort()
+            raise
+        word, _, value = line.decode().rstrip("\n").partition(" ")
+        if word in (LOADED, STARTED):
+            return value, reader, writer
+        writer.transport.abort()
+        if word == VOCABULARY:
+            raise VocabularyError(value)
+        raise HostLostError(value or "the grammar host died")
+
+    async def _send(self, demand: bytes, sockets: list[socket.socket]) -> None:
+        while True:
+            try:
+                socket.send_fds(self.scheduler, [demand], [each.fileno() for each in sockets])
+                return
+            except BlockingIOError:  # there is no host, or it is behind
+                await asyncio.sleep(_RETRY_S)
+
+
+async def _stream_pair() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, socket.socket]:
+    """A stream, and the socket at its other end."""
+    ours, theirs = socket.socketpair()
+    try:
+        return *await asyncio.open_connection(sock=ours), theirs
+    except BaseException:  # cancelled
+        ours.close()
+        theirs.close()
+        raise

@@ -13,8 +13,7 @@ from contextlib import suppress
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.errors import Death, GrammarError, ProcessDiedError
-from scheduler_svc.grammar.host_client import Forked, HostClient
-from scheduler_svc.grammar.host_link import ENDED
+from scheduler_svc.grammar.host_link import ENDED, Forked, HostLink
 from scheduler_svc.grammar.wire import Answer
 
 # A process that has not used up its processor time may be stopped, or get no processor.
@@ -45,14 +44,14 @@ class GrammarProcess:
         self._num_read = 0  # of these
 
     @classmethod
-    async def start(cls, host: HostClient) -> GrammarProcess:
+    async def start(cls, link: HostLink) -> GrammarProcess:
         """
         Raises:
             VocabularyError: the model's tokenizer cannot be used.
             HostLostError: the host could not fork, or died.
             ProcessDiedError: the process is gone already.
         """
-        forked = await host.fork()
+        forked = await link.fork()
         try:
             return cls(forked, os.pidfd_open(forked.pid))
         except OSError as error:  # gone, or no descriptors

@@ -4,7 +4,8 @@
     scheduler: a batch of matchers and tokens     process: an answer per matcher, in their order
                ...                                         ...
 
-Each is a frame: its length as uint32, its type as a byte, its contents; little-endian.
+Each is a frame: its length as uint32, its type as a byte, its contents; little-endian. And the
+limits of such a process; docs/architecture.md, structured output, says how they were found.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from itertools import chain
 import numpy as np
 
 from scheduler_svc.core.sampling import GrammarKind
+
+# Of processor time, by the kernel's clock: the process is killed when it has used it up.
+COMPILE_CPU_S = 20.0
+MASK_CPU_S = 2.0  # for one mask, ...
+TOKEN_CPU_S = 0.001  # ... and for each token that its matcher is told
+# Of address space, beyond what the host has; allocations fail beyond it.
+MEMORY_BYTES = 512 << 20
 
 OUT_OF_MEMORY = 3  # the exit status of a process that could not get any more
 HEADER = struct.Struct("<IB")

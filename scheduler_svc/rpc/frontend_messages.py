@@ -32,7 +32,6 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         resubmitted=submit.resubmitted,
-        num_resumed_tokens=len(generated_ids),
         client=_client(submit.client) if submit.client.name else ANONYMOUS,
         traceparent=submit.traceparent,
         num_expected_cached=submit.expected_cached_tokens,
@@ -87,11 +86,12 @@ def _floats(column: bytes, field: str) -> array[float]:
 
 def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
     tokens = [output for output in outputs if output.token is not None]
+    first = [o for o in tokens if o.seq.started and o.offset == o.seq.started.offset]
     return scheduler_pb2.StepOutput(
         requests=array("Q", [output.seq.key.number for output in tokens]).tobytes(),
         offsets=array("i", [output.offset for output in tokens]).tobytes(),
         token_ids=np.array([output.token for output in tokens], np.int32).tobytes(),
-        started=[_started(o.seq) for o in tokens if o.offset == o.seq.request.num_resumed_tokens],
+        started=[_started(output.seq) for output in first],
         finished=[_finished(o.seq, o.end) for o in outputs if o.end is not None],
         logprobs=[rows for output in outputs for rows in _logprobs(output)],
     )

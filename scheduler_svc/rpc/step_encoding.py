@@ -9,7 +9,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.step import Answer, Row, Step
+from scheduler_svc.core.sequence import Row
+from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.rpc.step_features import MalformedAnswerError, encode_features, read_logprobs
 from shared.pb import worker_pb2
 

@@ -10,8 +10,8 @@ from struct import pack
 
 import numpy as np
 
-from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Logprobs, Row
+from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.step import Logprobs
 from shared.pb import worker_pb2
 from shared.sampling_params import COLUMNS
 

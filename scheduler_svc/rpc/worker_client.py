@@ -16,8 +16,8 @@ from grpc import aio
 
 from nano_vllm_grpc.tls import FileError
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Answer, Row, Step
+from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rpc import profiles

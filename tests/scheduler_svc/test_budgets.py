@@ -160,10 +160,3 @@ def test_another_limit_counts_from_then_on() -> None:
     budgets.charge_input(less, 12, now=3600.0)
     assert budgets.refusal(less, now=3600.0)
     assert budgets.refusal(INPUT, now=3660.1) is None
-
-
-def test_full_buckets_are_forgotten() -> None:
-    budgets = Budgets()
-    for number in range(1000):
-        budgets.charge_input(Client(f"{number}", input_tokens_per_minute=60), 1, now=2.0 * number)
-    assert len(budgets) < 130

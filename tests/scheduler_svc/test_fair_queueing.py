@@ -102,7 +102,7 @@ def test_backlogged_clients_get_tokens_by_weight(
             seq, left = running.popleft()
             assert isinstance(seq, Sequence)
             assert isinstance(left, int)
-            seq.line.add_output(1)
+            seq.usage.add_output(1)
             had[seq.request.client.name] += 2
             if left > 1:
                 running.append([seq, left - 1])
@@ -145,6 +145,17 @@ def test_time_without_requests_earns_nothing() -> None:
     for _ in range(20):
         queue.push(make(B, length=10))
     assert Counter(admitted(queue, 20)) == {"a": 10, "b": 10}
+
+
+def test_tokens_count_whatever_the_priority() -> None:
+    queue = WaitingQueue(8)
+    for _ in range(20):
+        queue.push(make(B, length=10))
+        queue.push(make(A, length=10))
+    for _ in range(7):
+        queue.push(make(A, length=10, priority=-1))
+    assert admitted(queue, 7) == "a" * 7
+    assert admitted(queue, 7) == "b" * 7
 
 
 def test_a_client_is_one_whatever_frontends_it_comes_through() -> None:
@@ -279,4 +290,4 @@ def test_random_floods_leave_nothing_behind(seed: int) -> None:
             step(scheduler)
     while scheduler.num_waiting or scheduler.num_running:
         step(scheduler)
-    assert scheduler._waiting.num_lines == 0
+    assert not scheduler._waiting.usages

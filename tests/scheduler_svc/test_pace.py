@@ -12,7 +12,7 @@ from scheduler_svc.core.client import Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Request, Sequence
-from scheduler_svc.core.step import Answer, Step
+from scheduler_svc.core.step import Answer, Step, StepTiming
 
 STREAMS, PROMPTS = Client("streams"), Client("prompts")
 _LONG = 20_000  # tokens
@@ -46,7 +46,7 @@ class Machine:
         assert step is not None
         seconds = self._seconds(step) * self._rng.uniform(0.9, 1.1)
         self.scheduler.apply(step, Answer([5] * len(step.rows)))
-        self.scheduler.pace.measured(step, seconds)
+        self.scheduler.pace.step_answered(step, StepTiming(seconds, 0.0, self._now))
         self.scheduler.check_integrity()
         self._now += seconds
         return seconds
@@ -121,7 +121,7 @@ def test_a_pause_of_the_machine_is_forgotten(machine: Machine) -> None:
     step = machine.scheduler.schedule()
     assert step is not None
     machine.scheduler.apply(step, Answer([5] * len(step.rows)))
-    machine.scheduler.pace.measured(step, 60.0)
+    machine.scheduler.pace.step_answered(step, StepTiming(60.0, 0.0, 0.0))
     steps = 0
     while len(long.tokens) == _LONG:
         machine.step()

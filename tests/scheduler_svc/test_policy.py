@@ -9,9 +9,8 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
-from scheduler_svc.core.step import Answer
-from scheduler_svc.load import Load
-from scheduler_svc.rate import Rate
+from scheduler_svc.core.step import Answer, Step, StepTiming
+from scheduler_svc.load import Load, Rate
 
 
 def make_scheduler(num_blocks: int = 1000, **limits: int) -> Scheduler:
@@ -217,7 +216,7 @@ def test_retry_after_is_shorter_where_the_queue_moves_faster() -> None:
         assert load.retry_after_s(0.0) == 1.0  # nothing is known yet
         for second in range(1, 21):
             scheduler.stats.admissions += admissions_per_s
-            load.update(0.1, float(second))
+            load.step_answered(Step(second, []), StepTiming(0.1, 0.0, float(second)))
         return load.retry_after_s(20.0)
 
     assert retry_after(10) == pytest.approx(0.5, rel=0.2)  # one tenth of the 50 waiting

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from scheduler_svc.core.lazy_heap import LazyHeap
+from scheduler_svc.core.heap import Heap
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
@@ -139,16 +139,15 @@ def test_random_operations_agree_with_a_sorted_list(seed: int) -> None:
         assert queue.peek_short() is expected
 
 
-def test_a_lazy_heap_lets_go_of_what_is_no_longer_current() -> None:
-    current: set[Sequence] = set()
-    heap: LazyHeap[float] = LazyHeap(lambda seq, _: seq in current)
-    keeper = make(0, 0)
-    current.add(keeper)
-    heap.push(-1.0, 0, keeper)
-    for number in range(1, 10_000):
-        heap.push(float(number), number, make(0, number))
-        assert len(heap) <= 65
-    assert heap.peek() == (-1.0, keeper)
-    current.clear()
+def test_a_heap_lets_go_of_what_has_been_removed() -> None:
+    heap: Heap[float, int] = Heap()
+    heap.put(-1, 0.0)
+    for number in range(10_000):
+        heap.put(number, 1.0)
+        heap.discard(number)
+        heap.put(-1, -float(number))
+        assert heap.num_entries <= 65
+    assert heap.peek() == (-9999.0, -1)
+    heap.discard(-1)
     assert heap.peek() is None
-    assert len(heap) == 0
+    assert len(heap) == heap.num_entries == 0

@@ -52,7 +52,6 @@ class Request:
             priority=self.priority,
             cache_salt=f"{self.salt or ''}",
             resubmitted=resubmitted,
-            num_resumed_tokens=len(tokens),
             client=self.client,
         )
         return Sequence(key, self.prompt, self.params, request, generated_ids=tokens)

@@ -104,8 +104,8 @@ class BeamGroup:
         child = self._sequence(key)
         child.tokens.extend(parent.tokens[parent.num_prompt_tokens :])
         child.tokens.append(token)
-        child.held = False
-        child.rank, child.line = parent.rank, parent.line
+        child.unpause()
+        child.rank, child.usage = parent.rank, parent.usage
         return child
 
     def _sequence(self, key: SequenceKey) -> Sequence:

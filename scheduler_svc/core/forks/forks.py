@@ -1,19 +1,22 @@
 """Sequences of one request that share blocks: its n completions, or the beams of its search.
 
-Completions follow the first of them until the prompt is computed, and are then forked from it.
-Beams are forked and ended as the search chooses; one that is preempted while it waits for the
-others is parked until they have caught up.
+Of n completions the first one leads: it computes the prompt. The others follow: they wait, in no
+queue, until the prompt is in the cache, and are then forked from the leader. If the leader ends
+before that, the next one leads. Beams are forked and ended as the search chooses; one that is
+preempted while it waits for the others is parked until they have caught up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import chain
 
 from scheduler_svc.core.forks.beams import Advance, BeamGroup
-from scheduler_svc.core.forks.followers import Followers, siblings
-from scheduler_svc.core.sequence import Sequence, SequenceKey, Status
-from scheduler_svc.core.step import End, Logprobs, Output, Row, Step
+from scheduler_svc.core.sequence import Row, Sequence, SequenceKey, Status
+from scheduler_svc.core.step import End, Logprobs, Output, Step
+
+_SEEDS = 1 << 64
 
 
 class Forks:
@@ -21,10 +24,10 @@ class Forks:
     decides what it is to do with those that have."""
 
     def __init__(self) -> None:
-        self._followers = Followers()
+        # By each of several completions that await their prompt: all of them, the leader first.
+        self._completions: dict[Sequence, list[Sequence]] = {}
         self._beams: dict[Sequence, BeamGroup] = {}  # live ones
         self._beam_keys: set[SequenceKey] = set()  # that live beams have, or may come to have
-        self._parked: set[Sequence] = set()
 
     @property
     def beams(self) -> Collection[Sequence]:
@@ -40,12 +43,16 @@ class Forks:
         if seq.params.beam_width:
             group = self._beams[seq] = BeamGroup(seq)
             self._beam_keys.update(group.keys())
-        followers = siblings(seq, n)
-        self._followers.add(seq, followers)
+        followers = [_sibling(seq, i) for i in range(1, n)]
+        if followers:
+            completions = [seq, *followers]
+            self._completions.update((each, completions) for each in completions)
         return followers
 
     def followers_of(self, seq: Sequence) -> list[Sequence]:
-        return self._followers.of(seq)
+        """The completions that wait for this one to compute their prompt."""
+        completions = self._completions.get(seq)
+        return completions[1:] if completions and completions[0] is seq else []
 
     def all_of(self, seq: Sequence) -> list[Sequence]:
         """The sequences that end along with this one: all beams of its search, or just itself."""
@@ -60,10 +67,15 @@ class Forks:
     def prompts_computed(self, step: Step) -> list[tuple[Row, Sequence]]:
         """The followers to fork now from a row's sequence: those whose prompt this answered step
         completed."""
-        if not self._followers:
+        if not self._completions:
             return []
-        rows = [row for row in step.rows if row.samples and row.seq.status is Status.RUNNING]
-        return [(row, child) for row in rows for child in self._followers.pop(row.seq)]
+        found = []
+        for row in step.rows:
+            if row.samples and row.seq.status is Status.RUNNING:
+                for follower in self._completions.pop(row.seq, [])[1:]:
+                    del self._completions[follower]
+                    found.append((row, follower))
+        return found
 
     def advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Advance]:
         """Takes in the candidates found for live beams, and moves each search on that has all of
@@ -72,7 +84,7 @@ class Forks:
         for seq, logprobs in found.items():
             group = self._beams.get(seq)
             if group is not None:
-                seq.held = True
+                seq.pause()
                 if group.add_candidates(seq, logprobs):
                     advance = group.advance()
                     self._beams.update((child, group) for _, child in advance.forks)
@@ -84,29 +96,17 @@ class Forks:
         group = self._beams.get(seq)
         return group is not None and group.has_candidates(seq)
 
-    def park(self, seq: Sequence) -> None:
-        """Sets aside an idle beam that has lost its blocks."""
-        seq.status = Status.PARKED
-        self._parked.add(seq)
-
-    def remove(self, seq: Sequence) -> None:
-        """Takes out a follower or a parked beam."""
-        if seq.status is Status.FOLLOWING:
-            self._followers.remove(seq)
-        else:
-            self._parked.remove(seq)
-
     def closed(self, seq: Sequence) -> Sequence | None:
-        """Notes that a sequence has ended. Returns its first follower, which now leads the others
-        and is to be queued."""
+        """Notes that a sequence has ended. Returns the completion that now leads in its place, and
+        is to be queued, if there is one."""
         group = self._beams.pop(seq, None)
         if group and not any(beam in self._beams for beam in group.live):
             self._beam_keys.difference_update(group.keys())
-        if followers := self._followers.pop(seq):
-            leader, *others = followers
-            self._followers.add(leader, others)
-            return leader
-        return None
+        completions = self._completions.pop(seq, [])
+        has_led = bool(completions) and completions[0] is seq
+        if completions:
+            completions.remove(seq)
+        return completions[0] if has_led and completions else None
 
     def check_integrity(self, num_waiting_here: int) -> None:
         """Raises AssertionError if the records contradict each other. For tests.
@@ -114,10 +114,30 @@ class Forks:
         Args:
             num_waiting_here: open sequences that neither run nor wait in the scheduler's queue.
         """
-        self._followers.check_integrity()
-        assert all(s.status is Status.PARKED and not s.block_table for s in self._parked), "parked"
-        assert all(s.status is not Status.FINISHED for s in self._beams), "a beam that has ended"
+        followers = []
+        for seq, completions in self._completions.items():
+            leader = completions[0]
+            assert leader.status in (Status.WAITING, Status.RUNNING), "a leader that has ended"
+            assert leader.num_generated_tokens == 0, "a leader whose prompt is computed"
+            assert seq in completions, "follows another"
+            if seq is not leader:
+                followers.append(seq)
+        parked = [seq for seq in self._beams if seq.status is Status.PARKED]
+        assert all(seq.status is Status.FOLLOWING for seq in followers), "status of followers"
+        assert not any(seq.block_table for seq in (*followers, *parked)), "holds blocks idly"
+        assert all(seq.status is not Status.FINISHED for seq in self._beams), "an ended beam"
         keys = {*chain(*(group.keys() for group in self._beams.values()))}
         assert self._beam_keys == keys, "beams"
-        num_here = len(self._followers) + len(self._parked)
-        assert num_here == num_waiting_here, "in no queue, or in two"
+        assert len(followers) + len(parked) == num_waiting_here, "in no queue, or in two"
+
+
+def _sibling(seq: Sequence, i: int) -> Sequence:
+    """Completion `i` of a new sequence's prompt, numbered and seeded from it onwards. Only the
+    first sequence reports the prompt's log-probabilities."""
+    connection, number = seq.key
+    prompt = seq.tokens[: seq.num_prompt_tokens]
+    seed = (seq.params.seed + i) % _SEEDS
+    params = replace(seq.params, seed=seed, prompt_logprobs=None)
+    sibling = Sequence((connection, number + i), prompt, params, seq.request)
+    sibling.status = Status.FOLLOWING
+    return sibling

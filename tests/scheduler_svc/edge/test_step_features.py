@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Answer, Logprobs, Row, Step
+from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.step import Answer, Logprobs, Step
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import completion, logprobs, next_token, states

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from scheduler_svc.grammar import limits
+from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.host_link import HostLink
 from tests.scheduler_svc.grammar.attempts import attempting
 from tests.waiting import wait_for
@@ -25,9 +25,11 @@ class TestHost:
 
     __test__ = False
 
-    def __init__(self, model: Path = DEMO, compile_cpu_s: float = 1.0) -> None:
+    def __init__(
+        self, model: Path = DEMO, compile_cpu_s: float = 1.0, load_s: float = 120.0
+    ) -> None:
         self.link = HostLink.create()
-        self._args = [str(compile_cpu_s), str(model)]
+        self._args = [str(compile_cpu_s), str(load_s), str(model)]
         self._process = self._start()
 
     @property
@@ -39,9 +41,14 @@ class TestHost:
         found = psutil.Process(self.pid).children()
         return sorted((each for each in found if _is_alive(each)), key=lambda each: each.pid)
 
-    def restart(self) -> None:
+    def wait(self) -> int:
+        """Returns the exit status of this one once it has died."""
+        return self._process.wait()
+
+    def restart(self, load_s: float = 120.0) -> None:
         """Starts another once this one has died."""
-        self._process.wait()
+        self.wait()
+        self._args[1] = str(load_s)
         self._process = self._start()
 
     def close(self) -> None:
@@ -51,7 +58,7 @@ class TestHost:
 
     def _start(self) -> subprocess.Popen[bytes]:
         link = self.link
-        descriptors = [link.scheduler.fileno(), link.host.fileno(), link.state]
+        descriptors = [link.scheduler.fileno(), link.host.fileno()]
         module = "tests.scheduler_svc.grammar.host"
         return subprocess.Popen(
             [sys.executable, "-m", module, *self._args, *map(str, descriptors)],
@@ -61,8 +68,10 @@ class TestHost:
 
 
 @contextmanager
-def running_host(model: Path = DEMO, compile_cpu_s: float = 1.0) -> Iterator[TestHost]:
-    host = TestHost(model, compile_cpu_s)
+def running_host(
+    model: Path = DEMO, compile_cpu_s: float = 1.0, load_s: float = 120.0
+) -> Iterator[TestHost]:
+    host = TestHost(model, compile_cpu_s, load_s)
     try:
         yield host
     finally:
@@ -88,12 +97,13 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    limits.COMPILE_CPU_S = float(sys.argv[1])
-    limits.MASK_CPU_S = 0.05
-    limits.MEMORY_BYTES = 64 << 20
+    wire.COMPILE_CPU_S = float(sys.argv[1])
+    wire.MASK_CPU_S = 0.05
+    wire.MEMORY_BYTES = 64 << 20
 
     from scheduler_svc.grammar import host
 
+    host._LOAD_S = float(sys.argv[2])
     load = host._Host._load
 
     def load_and_attempt(self: host._Host) -> None:
@@ -105,4 +115,4 @@ if __name__ == "__main__":
         child.compile_grammar = attempting(child.compile_grammar)
 
     host._Host._load = load_and_attempt  # type: ignore[method-assign]
-    host.main(sys.argv[2:])
+    host.main(sys.argv[3:])

@@ -185,7 +185,7 @@ async def running(
 
 @pytest.fixture(autouse=True)
 def odd_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "Matcher", OddTokens)
+    monkeypatch.setattr(constraints, "RemoteMatcher", OddTokens)
 
 
 def odd(number: int, max_tokens: int = 6, client: str = "", **fields: Any) -> Sequence:

@@ -18,11 +18,11 @@ import pytest
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import (
     Compilers,
+    Matcher,
     compile_grammar,
     make_compilers,
 )
 from scheduler_svc.grammar.errors import GrammarError
-from scheduler_svc.grammar.matcher import Matcher
 from scheduler_svc.grammar.schema import schema_problem
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 

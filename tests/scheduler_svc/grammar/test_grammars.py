@@ -25,8 +25,8 @@ import pytest
 
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import grammars as grammars_module
-from scheduler_svc.grammar import host_client, process
-from scheduler_svc.grammar.compiler import compile_grammar, make_compilers
+from scheduler_svc.grammar import process
+from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import (
     Death,
     GrammarError,
@@ -35,11 +35,9 @@ from scheduler_svc.grammar.errors import (
     ProcessDiedError,
     VocabularyError,
 )
-from scheduler_svc.grammar.grammar import CompiledGrammar, Matcher
-from scheduler_svc.grammar.grammars import Grammars
-from scheduler_svc.grammar.host_client import HostClient
-from scheduler_svc.grammar.limits import MAX_TEXT_BYTES
-from scheduler_svc.grammar.matcher import Matcher as LocalMatcher
+from scheduler_svc.grammar.grammar import GrammarUse, RemoteMatcher
+from scheduler_svc.grammar.grammars import MAX_TEXT_BYTES, Grammars
+from scheduler_svc.grammar.host_link import Forked
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 from scheduler_svc.grammar.wire import Row, frame
@@ -94,9 +92,9 @@ async def grammars(host: TestHost) -> AsyncIterator[Grammars]:
 class Completion:
     """A completion and its matcher."""
 
-    def __init__(self, compiled: CompiledGrammar, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, compiled: GrammarUse, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i", [7, 8, *tokens])
-        self.matcher = Matcher(compiled, self.tokens, 2)
+        self.matcher = RemoteMatcher(compiled, self.tokens, 2)
 
 
 def allowed(mask: Outcome) -> list[int]:
@@ -105,8 +103,12 @@ def allowed(mask: Outcome) -> list[int]:
     return [int(token) for token in np.flatnonzero(bits)]
 
 
+async def masks(matchers: Seq[RemoteMatcher]) -> list[Outcome]:
+    return await matchers[0].grammar.masks(matchers)
+
+
 async def go_on(
-    grammars: Grammars, completions: Seq[Completion], rng: random.Random, steps: int
+    completions: Seq[Completion], rng: random.Random, steps: int
 ) -> list[list[Outcome]]:
     """Picks allowed tokens at random, an end token only if there are no others; returns the
     outcomes that each completion had until its end."""
@@ -115,7 +117,7 @@ async def go_on(
         open = [i for i, each in enumerate(completions) if each.tokens[-1] not in ENDS]
         if not open:
             break
-        outcomes = await grammars.masks([completions[i].matcher for i in open])
+        outcomes = await masks([completions[i].matcher for i in open])
         for i, mask in zip(open, outcomes, strict=True):
             found[i].append(mask)
             choice = [token for token in allowed(mask) if token not in ENDS]
@@ -138,10 +140,10 @@ async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Gr
     for kind, text in TEXTS:
         compiled = await grammars.compile(kind, text, ENDS)
         completions = [Completion(compiled) for _ in range(5)]
-        found = await go_on(grammars, completions, random.Random(1), 12)
+        found = await go_on(completions, random.Random(1), 12)
         local = compile_grammar(compilers, kind, text)
         for each, outcomes in zip(completions, found, strict=True):
-            matcher = LocalMatcher(local, ENDS)
+            matcher = Matcher(local, ENDS)
             for token, outcome in zip(each.tokens[2:], outcomes, strict=True):
                 assert outcome == matcher.mask()
                 matcher.accept(token)
@@ -150,16 +152,16 @@ async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Gr
 async def test_a_completion_may_come_with_its_tokens(grammars: Grammars) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     first = Completion(compiled)
-    (found,) = await go_on(grammars, [first], random.Random(2), 10)
+    (found,) = await go_on([first], random.Random(2), 10)
     for i, expected in enumerate(found):
         resumed = Completion(compiled, first.tokens[2 : 2 + i])
-        assert await grammars.masks([resumed.matcher]) == [expected]
+        assert await masks([resumed.matcher]) == [expected]
 
 
 async def test_a_token_that_does_not_match_ends_its_own_completion(grammars: Grammars) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     good, bad = Completion(compiled), Completion(compiled, [1535])
-    (mask, error) = await grammars.masks([good.matcher, bad.matcher])
+    (mask, error) = await masks([good.matcher, bad.matcher])
     assert allowed(mask)
     assert isinstance(error, GrammarError)
     assert str(error) == (
@@ -169,9 +171,9 @@ async def test_a_token_that_does_not_match_ends_its_own_completion(grammars: Gra
 
 async def test_a_complete_one_has_no_mask(grammars: Grammars) -> None:
     compiled = await grammars.compile(REGEX, "a?", ())
-    (mask,) = await grammars.masks([Completion(compiled).matcher])
+    (mask,) = await masks([Completion(compiled).matcher])
     (a,) = allowed(mask)
-    assert await grammars.masks([Completion(compiled, [a]).matcher]) == [None]
+    assert await masks([Completion(compiled, [a]).matcher]) == [None]
 
 
 async def test_a_process_that_is_taken_over_can_do_nothing(
@@ -206,8 +208,8 @@ async def test_a_grammar_is_compiled_once(grammars: Grammars, host: TestHost) ->
     first, second = [Completion(compiled) for compiled in both]
     assert both[0].grammar is both[1].grammar is again.grammar
     for each, end in ((first, 1535), (second, 1534)):
-        await go_on(grammars, [each], random.Random(3), 6)
-        assert {1535, 1534} & set(allowed((await grammars.masks([each.matcher]))[0])) <= {end}
+        await go_on([each], random.Random(3), 6)
+        assert {1535, 1534} & set(allowed((await masks([each.matcher]))[0])) <= {end}
 
 
 async def test_an_error_is_no_grammar(grammars: Grammars, host: TestHost) -> None:
@@ -231,7 +233,7 @@ async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
     for bomb in bombs:
         with pytest.raises(GuiltyGrammarError, match=r"needs more than .* s of processor time or"):
             await bomb
-    assert (await go_on(grammars, [Completion(honest)], random.Random(4), 3))[0]
+    assert (await go_on([Completion(honest)], random.Random(4), 3))[0]
     assert len(host.children()) == 1
     with pytest.raises(GuiltyGrammarError, match="needs more than"):
         await grammars.compile(GrammarKind.JSON_SCHEMA, BOMB.replace("p1", "q0"), ENDS)
@@ -243,13 +245,13 @@ async def test_memory_alone_ends_a_grammar_and_its_neighbours_go_on() -> None:
     with running_host(compile_cpu_s=3600) as host:
         grammars = Grammars(host.link)
         honest = Completion(await grammars.compile(REGEX, WORDS, ENDS))
-        expected = await grammars.masks([honest.matcher])
+        expected = await masks([honest.matcher])
         (neighbour,) = host.children()
         with pytest.raises(GuiltyGrammarError, match="or 512 MiB of memory") as caught:
             await grammars.compile(REGEX, HUNGRY, ENDS)
         assert isinstance(caught.value.__cause__, ProcessDiedError)
         assert caught.value.__cause__.death is Death.AT_LIMIT
-        assert await grammars.masks([honest.matcher]) == expected
+        assert await masks([honest.matcher]) == expected
         assert [each.pid for each in host.children()] == [neighbour.pid]
         grammars.close()
 
@@ -260,13 +262,11 @@ async def test_a_process_that_dies_at_work_is_replaced(
 ) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     completions = [Completion(compiled) for _ in range(4)]
-    await go_on(grammars, completions, random.Random(5), 5)
-    expected = await grammars.masks(
-        [Completion(compiled, c.tokens[2:]).matcher for c in completions]
-    )
+    await go_on(completions, random.Random(5), 5)
+    expected = await masks([Completion(compiled, c.tokens[2:]).matcher for c in completions])
     (child,) = host.children()
     child.suspend()  # the work is on its way when it dies
-    asking = asyncio.ensure_future(grammars.masks([each.matcher for each in completions]))
+    asking = asyncio.ensure_future(masks([each.matcher for each in completions]))
     await asyncio.sleep(0)
     os.kill(child.pid, number)
     with suppress(ProcessLookupError):  # SIGKILL ends it even while it is stopped
@@ -279,11 +279,11 @@ async def test_a_process_that_dies_at_work_is_replaced(
 async def test_a_process_that_dies_idle_is_replaced(grammars: Grammars, host: TestHost) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     one = Completion(compiled)
-    await go_on(grammars, [one], random.Random(6), 5)
-    expected = await grammars.masks([one.matcher])
+    await go_on([one], random.Random(6), 5)
+    expected = await masks([one.matcher])
     (child,) = host.children()
     child.kill()
-    assert await soon(grammars.masks([one.matcher])) == expected
+    assert await soon(masks([one.matcher])) == expected
 
 
 async def test_one_whose_process_always_dies_is_convicted_alone(
@@ -293,18 +293,18 @@ async def test_one_whose_process_always_dies_is_convicted_alone(
     compiled = await grammars.compile(REGEX, "b+|a((((a*)*|a)*|a)*|a)*", ENDS)
     start = Completion(compiled)
     a, b = (VOCABULARY.index(letter) for letter in (b"a", b"b"))
-    assert {a, b} <= set(allowed((await grammars.masks([start.matcher]))[0]))
+    assert {a, b} <= set(allowed((await masks([start.matcher]))[0]))
     completions = [
         Completion(compiled, [b]),
         Completion(compiled, [a] * 200),
         Completion(compiled, [b, b]),
     ]
-    first, guilty, last = await soon(grammars.masks([each.matcher for each in completions]))
+    first, guilty, last = await soon(masks([each.matcher for each in completions]))
     assert b in allowed(first)
     assert first == last
     assert isinstance(guilty, GrammarError)
     assert "its mask needs more than" in str(guilty)
-    assert b in allowed((await grammars.masks([completions[0].matcher]))[0])
+    assert b in allowed((await masks([completions[0].matcher]))[0])
 
 
 async def test_a_process_that_is_stopped_is_replaced(
@@ -312,12 +312,12 @@ async def test_a_process_that_is_stopped_is_replaced(
 ) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     one = Completion(compiled)
-    await go_on(grammars, [one], random.Random(7), 5)
-    expected = await grammars.masks([one.matcher])
+    await go_on([one], random.Random(7), 5)
+    expected = await masks([one.matcher])
     (child,) = host.children()
     child.suspend()
     monkeypatch.setattr(process, "ANSWER_S", 0.5)
-    asking = asyncio.ensure_future(grammars.masks([one.matcher]))
+    asking = asyncio.ensure_future(masks([one.matcher]))
     await asyncio.to_thread(wait_dead, child.pid)
     monkeypatch.undo()
     assert await soon(asking) == expected
@@ -332,7 +332,7 @@ async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
     await grammars.compile(REGEX, "c", ENDS)
     wait_dead(second.pid)
     assert is_running(first.pid)
-    assert (await grammars.masks([Completion(used).matcher]))[0]
+    assert (await masks([Completion(used).matcher]))[0]
     assert len(host.children()) == 2
     grammars.close()
 
@@ -344,7 +344,7 @@ async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestH
     grammars._timeout_s = 0.01
     with pytest.raises(GrammarsBusyError, match="other grammars"):
         await grammars.compile(REGEX, "b", ENDS)
-    assert await grammars.masks([matcher])
+    assert await masks([matcher])
     grammars._timeout_s = 30.0
     waiting = asyncio.ensure_future(grammars.compile(REGEX, "b", ENDS))
     (child,) = host.children()
@@ -380,8 +380,8 @@ async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> Non
 async def test_who_gives_up_while_connecting_leaves_no_socket_open(
     host: TestHost, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    client, calls, connect = HostClient(host.link), count(1), asyncio.open_connection
-    await client.load()
+    calls, connect = count(1), asyncio.open_connection
+    await host.link.load()
 
     async def cancelled(**kwargs: Any) -> Any:
         if next(calls) == nth:
@@ -394,7 +394,7 @@ async def test_who_gives_up_while_connecting_leaves_no_socket_open(
     gc.collect()
     with warnings.catch_warnings(record=True) as leaks:
         warnings.simplefilter("always")
-        starting = asyncio.ensure_future(process.GrammarProcess.start(client))
+        starting = asyncio.ensure_future(process.GrammarProcess.start(host.link))
         await asyncio.wait([starting])
         assert starting.cancelled()
         del starting
@@ -432,13 +432,13 @@ async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
         grammars = Grammars(host.link)
         compiled = await grammars.compile(REGEX, WORDS, ENDS)
         one = Completion(compiled)
-        await go_on(grammars, [one], random.Random(8), 5)
+        await go_on([one], random.Random(8), 5)
         (child,) = host.children()
         os.kill(host.pid, signal.SIGKILL)
-        expected = await grammars.masks([one.matcher])
+        expected = await masks([one.matcher])
         asking = asyncio.ensure_future(grammars.compile(REGEX, "b", ENDS))
         child.kill()
-        replaying = asyncio.ensure_future(grammars.masks([one.matcher]))
+        replaying = asyncio.ensure_future(masks([one.matcher]))
         await asyncio.sleep(0)
         await asyncio.to_thread(host.restart)
         assert await soon(asking)
@@ -446,19 +446,19 @@ async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
         grammars.close()
 
 
-async def test_a_host_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_client, "_ANSWER_S", 0.5)
-    with running_host(tmp_path) as host:
-        await asyncio.to_thread(wait_for, lambda: host.link.get_state()[0], "the host")
-        os.kill(host.pid, signal.SIGSTOP)
+async def test_a_host_that_does_not_load_in_time_is_killed(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    os.mkfifo(config)  # reading it takes for ever
+    with running_host(tmp_path, load_s=0.1) as host:
         grammars = Grammars(host.link)
         asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
-        await asyncio.to_thread(host.restart)
-        monkeypatch.undo()
+        assert await asyncio.to_thread(host.wait) == -signal.SIGALRM
+        config.unlink()
+        host.restart()
         for missing in ("config.json", "tokenizer.json"):  # a model without a tokenizer says so
             with pytest.raises(VocabularyError, match=missing):
                 await soon(asking)
-            (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+            config.write_text('{"vocab_size": 10}')
             asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
         asking.cancel()
         grammars.close()
@@ -487,8 +487,8 @@ async def test_what_is_no_answer_ends_its_process(
         report, reporting = await asyncio.open_connection(sock=to_us)
 
         class Host:
-            async def fork(self) -> host_client.Forked:
-                return host_client.Forked(child.pid, reader, writer, report, reporting)
+            async def fork(self) -> Forked:
+                return Forked(child.pid, reader, writer, report, reporting)
 
         host: Any = Host()
         made = await process.GrammarProcess.start(host)

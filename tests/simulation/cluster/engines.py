@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
-from scheduler_svc.core.step import Answer, Output, Row, Step
+from scheduler_svc.core.sequence import FinishCause, Row, Sequence
+from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.pb import scheduler_pb2 as pb

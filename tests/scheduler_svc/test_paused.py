@@ -1,4 +1,4 @@
-"""Held sequences, whose next token depends on a decision made after the last one."""
+"""Paused sequences, whose next token depends on a decision made after the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRAMMAR = Grammar(2, "[a-z]+")
 MASK = b"\xff" * 128
 
 
-def held(number: int, prompt: list[int], max_tokens: int = 5) -> Sequence:
+def paused(number: int, prompt: list[int], max_tokens: int = 5) -> Sequence:
     return Sequence((0, number), prompt, SamplingParams(max_tokens, grammar=GRAMMAR))
 
 
@@ -29,16 +29,16 @@ def answered(scheduler: Scheduler) -> Step | None:
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 5, 9, 20])
-def test_all_but_the_last_token_is_computed_before_the_release(prompt_len: int) -> None:
+def test_all_but_the_last_token_is_computed_before_it_goes_on(prompt_len: int) -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
-    seq = held(1, list(range(prompt_len)))
+    seq = paused(1, list(range(prompt_len)))
     scheduler.add(seq)
     computed = 0
     while (step := answered(scheduler)) is not None:
         assert [row.samples for row in step.rows] == [False]
         computed += step.rows[0].num_tokens
     assert computed == prompt_len - 1
-    scheduler.release(seq, MASK)
+    seq.unpause(MASK)
     step = scheduler.schedule()
     assert step is not None
     assert [(row.start, row.samples) for row in step.rows] == [(prompt_len - 1, True)]
@@ -51,26 +51,26 @@ def test_all_but_the_last_token_is_computed_before_the_release(prompt_len: int) 
 
 def test_others_go_on_meanwhile() -> None:
     scheduler = make_scheduler()
-    first, second = held(1, [1, 2, 3]), make(2, [4, 5], 4)
+    first, second = paused(1, [1, 2, 3]), make(2, [4, 5], 4)
     scheduler.add(first)
     scheduler.add(second)
     while generated(second) != completion([4, 5], 4):
         assert answered(scheduler) is not None
     assert not generated(first)
     for _ in range(5):
-        scheduler.release(first)
+        first.unpause()
         assert answered(scheduler) is not None
     assert generated(first) == completion([1, 2, 3], 5)
     assert not scheduler.open_sequences()
 
 
-def test_a_lost_step_is_computed_again_without_another_release() -> None:
+def test_a_lost_step_is_computed_again_without_another_mask() -> None:
     scheduler = make_scheduler()
-    seq = held(1, [1, 2, 3])
+    seq = paused(1, [1, 2, 3])
     scheduler.add(seq)
-    scheduler.release(seq, MASK)
+    seq.unpause(MASK)
     answered(scheduler)
-    scheduler.release(seq, MASK)
+    seq.unpause(MASK)
     assert scheduler.schedule() is not None
     scheduler.requeue_all()
     step = scheduler.schedule()
@@ -80,65 +80,65 @@ def test_a_lost_step_is_computed_again_without_another_release() -> None:
     assert seq.features.mask == MASK
 
 
-def test_one_that_is_held_when_the_cache_is_lost_stays_held() -> None:
+def test_one_that_is_paused_when_the_cache_is_lost_stays_paused() -> None:
     scheduler = make_scheduler()
-    seq = held(1, [1, 2, 3])
+    seq = paused(1, [1, 2, 3])
     scheduler.add(seq)
-    scheduler.release(seq)
+    seq.unpause()
     answered(scheduler)
     scheduler.requeue_all()
     step = answered(scheduler)
     assert step is not None
     assert [(row.num_tokens, row.samples) for row in step.rows] == [(3, False)]
     assert answered(scheduler) is None
-    scheduler.release(seq)
+    seq.unpause()
     assert answered(scheduler) is not None
     assert generated(seq) == completion([1, 2, 3], 2)
 
 
-def test_it_can_be_released_and_aborted_in_any_state() -> None:
+def test_it_can_be_unpaused_and_aborted_in_any_state() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
-    runs, waits = held(1, [1, 2]), held(2, [1, 2, 3, 4, 5], 1)
+    runs, waits = paused(1, [1, 2]), paused(2, [1, 2, 3, 4, 5], 1)
     scheduler.add(runs)
     scheduler.add(waits)
     answered(scheduler)
-    scheduler.release(waits, MASK)
+    waits.unpause(MASK)
     assert waits.status is Status.WAITING
     scheduler.abort(runs.key)
-    scheduler.release(runs)  # already ended
+    runs.unpause()  # already ended
     step = answered(scheduler)
     assert step is not None
     assert [(row.seq.key.number, row.samples) for row in step.rows] == [(2, True)]
     assert not scheduler.open_sequences()
 
 
-def test_the_preempted_and_held_give_their_blocks_to_others() -> None:
+def test_the_preempted_and_paused_give_their_blocks_to_others() -> None:
     scheduler = make_scheduler(num_blocks=4)
-    first, second = make(1, [1] * 7, 8), held(2, [2] * 7, 2)
+    first, second = make(1, [1] * 7, 8), paused(2, [2] * 7, 2)
     scheduler.add(first)
     scheduler.add(second)
-    scheduler.release(second)
+    second.unpause()
     for _ in range(8):
         assert answered(scheduler) is not None
     assert generated(first) == completion([1] * 7, 8)
     assert scheduler.stats.preemptions == 1
     while answered(scheduler) is not None:
         pass
-    scheduler.release(second)
+    second.unpause()
     run(scheduler)
     assert generated(second) == completion([2] * 7, 2)
 
 
-def test_siblings_are_held_each_for_itself() -> None:
+def test_siblings_are_paused_each_for_itself() -> None:
     scheduler = make_scheduler()
-    first = held(1, [1, 2, 3, 4, 5, 6])
+    first = paused(1, [1, 2, 3, 4, 5, 6])
     scheduler.add(first, n=2)
     second = scheduler._sequences[0, 2]
-    scheduler.release(first)
+    first.unpause()
     answered(scheduler)
     assert second.status is Status.RUNNING
     assert answered(scheduler) is None
-    scheduler.release(second)
+    second.unpause()
     step = answered(scheduler)
     assert step is not None
     assert [(row.seq, row.start) for row in step.rows] == [(second, 5)]

@@ -1,0 +1,222 @@
+"""The sequences that have not ended, and their ways from one state to another.
+
+    add ──▶ waiting ──admit──▶ running ──close──▶ finished
+     │         ▲                 ▲ │
+     │         └──── preempted ──│─┘
+     └─▶ following, until the prompt that it shares is computed ──fork──▶ running or waiting
+
+Sequences that share a prompt, and the beams of a search, are looked after in `forks/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.forks.beams import Advance
+from scheduler_svc.core.forks.forks import Forks
+from scheduler_svc.core.heap import Heap
+from scheduler_svc.core.sequence import Sequence, SequenceKey, Started, Status
+from scheduler_svc.core.waiting_queue import WaitingQueue
+
+_rank_of = attrgetter("rank")
+
+
+@dataclass
+class Stats:
+    """Counters since the start."""
+
+    steps: int = 0
+    step_sequences: int = 0
+    step_tokens: int = 0
+    sampled_tokens: int = 0
+    admissions: int = 0  # preempted sequences count each time
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+
+
+class OpenSequences:
+    """Each is in exactly one place: in `waiting`, in `running`, or known to `forks` alone."""
+
+    def __init__(self, blocks: BlockManager, waiting: WaitingQueue, max_num_seqs: int) -> None:
+        self.waiting = waiting
+        self.running: dict[Sequence, None] = {}  # in order of admission
+        self.num_featured = 0  # of the running, those whose rows may need feature columns
+        self.forks = Forks()
+        self.stats = Stats()
+        self.by_key: dict[SequenceKey, Sequence] = {}
+        self.last_step = self.last_answered = 0
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
+        self._deadlines: Heap[float, Sequence] = Heap()
+        # Ended sequences by the last step in flight that still writes their blocks.
+        self._fenced: dict[int, list[Sequence]] = {}
+
+    def is_in_use(self, key: SequenceKey) -> bool:
+        """Whether a key belongs to a sequence, or may come to."""
+        return key in self.by_key or self.forks.may_claim(key)
+
+    def expired(self, now: float) -> Sequence | None:
+        """A sequence whose deadline has passed at `now`."""
+        first = self._deadlines.peek()
+        return first[1] if first and first[0] <= now else None
+
+    def add(self, seq: Sequence, n: int) -> None:
+        """Queues a new sequence; the other n - 1 completions of its prompt follow it."""
+        self.waiting.push(seq)
+        self._open(seq)
+        followers = self.forks.add(seq, n)
+        if seq.params.beam_width:
+            seq.unpause()
+        for follower in followers:
+            self.waiting.arrive(follower)
+            self._open(follower)
+
+    def admit(self, seq: Sequence, now: float) -> bool:
+        """Lets a waiting sequence run if there are blocks for it."""
+        if len(self.running) >= self._max_num_seqs or not self._blocks.allocate_prompt(seq):
+            return False
+        self.waiting.admit(seq)
+        self.stats.admissions += 1
+        self._run(seq, now)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Lets a sequence run on what its parent has computed. If it finds no slot or no blocks, it
+        waits as preempted ones do, and later finds the prompt in the prefix cache."""
+        may_run = parent.status is Status.RUNNING and len(self.running) < self._max_num_seqs
+        if may_run and self._blocks.fork(parent, child):
+            assert parent.started is not None
+            self._run(child, parent.started.at)
+        else:
+            self._queue_again(child)
+
+    def advance_beams(self, advance: Advance) -> None:
+        """Makes the live beams what their search has chosen."""
+        for seq in advance.dropped:  # first: the others' children take over their numbers
+            self.close(seq)
+        for parent, child in advance.forks:
+            self._open(child)
+            self.fork(parent, child)
+        for seq, token in advance.kept:
+            seq.tokens.append(token)
+            seq.unpause()
+            if seq.status is Status.PARKED:
+                self._queue_again(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Sends a running sequence back to wait."""
+        self._leave(seq)
+        self._blocks.free(seq)
+        self._queue_again(seq)
+        self.stats.preemptions += 1
+
+    def preempt_last(self, among: Iterable[Sequence]) -> Sequence:
+        """Preempts the running sequence of the lowest priority and latest arrival."""
+        seq = max(among, key=_rank_of)
+        self.preempt(seq)
+        return seq
+
+    def preempt_idle_beam(self) -> bool:
+        """Resolves a deadlock, in which idle beams hold the blocks that others need, by preempting
+        one of them. False if there is none."""
+        if self.last_answered < self.last_step or not self.waiting:
+            return False
+        idle = [seq for seq in self.running if self.forks.is_idle(seq)]
+        if not idle:
+            return False
+        self.preempt_last(idle)
+        return True
+
+    def restrict(self, only: Seq[Sequence] | None) -> None:
+        """Lets only these sequences run from now on, or all again if None. Preempts any others, so
+        no step may be in flight."""
+        self.waiting.only = only
+        if only is not None:
+            for seq in [seq for seq in self.running if seq not in only]:
+                self.preempt(seq)
+
+    def requeue_all(self) -> None:
+        """Has all that run wait: the cache is lost, and the steps in flight."""
+        for seq in self.running:
+            self._queue_again(seq)
+        self.stats.preemptions += len(self.running)
+        self.running.clear()
+        self.num_featured = 0
+        self._fenced.clear()
+        self.last_answered = self.last_step
+        self._blocks.reset()
+
+    def close(self, seq: Sequence) -> None:
+        """Takes a sequence out. Its blocks are freed once no step in flight still writes them."""
+        if seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        elif seq.status is Status.RUNNING:
+            self._leave(seq)
+            if seq.last_step > self.last_answered:
+                self._fenced.setdefault(seq.last_step, []).append(seq)
+            else:
+                self._blocks.free(seq)
+        self.waiting.usages.close(seq.usage)
+        self._deadlines.discard(seq)
+        seq.status = Status.FINISHED
+        del self.by_key[seq.key]
+        if leader := self.forks.closed(seq):
+            self._queue_again(leader)
+
+    def close_all_of(self, seq: Sequence) -> None:
+        """Takes a sequence out, or all beams of its search."""
+        for each in self.forks.all_of(seq):
+            self.close(each)
+
+    def free_fenced(self, step: int) -> None:
+        """Frees the blocks of ended sequences that nothing writes once this step is answered."""
+        for seq in self._fenced.pop(step, ()):
+            self._blocks.free(seq)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if blocks or queues contradict each other. For tests."""
+        self._blocks.check_integrity([*self.running, *chain(*self._fenced.values())])
+        self.waiting.check_integrity()
+        self.waiting.usages.check_integrity(seq.usage for seq in self.by_key.values())
+        assert all(s.status is Status.RUNNING for s in self.running), "status of the running"
+        featured = sum(s.features is not None for s in self.running)
+        assert featured == self.num_featured, "rows with features"
+        waiting = [s for s in self.by_key.values() if s in self.waiting]
+        assert len(waiting) == len(self.waiting), "an ended sequence waits"
+        assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
+        self.forks.check_integrity(len(self.by_key) - len(self.running) - len(waiting))
+
+    def _open(self, seq: Sequence) -> None:
+        self.by_key[seq.key] = seq
+        self.waiting.usages.open(seq.usage)
+        if seq.request.deadline is not None:
+            self._deadlines.put(seq, seq.request.deadline)
+
+    def _queue_again(self, seq: Sequence) -> None:
+        seq.reset()
+        if self.forks.is_idle(seq):
+            seq.status = Status.PARKED
+        else:
+            self.waiting.push(seq)
+
+    def _run(self, seq: Sequence, now: float) -> None:
+        """Starts a sequence that has been given its blocks."""
+        if seq.started is None:
+            num_cached = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            seq.started = Started(now, num_cached, seq.num_generated_tokens)
+            self.stats.prompt_tokens += seq.num_prompt_tokens
+            self.stats.cached_prompt_tokens += num_cached
+        seq.status = Status.RUNNING
+        self.running[seq] = None
+        self.num_featured += seq.features is not None
+
+    def _leave(self, seq: Sequence) -> None:
+        """Stops running a sequence."""
+        del self.running[seq]
+        self.num_featured -= seq.features is not None

@@ -1,0 +1,78 @@
+"""Slots: who gets the next one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from scheduler_svc.grammar.grammars import Slots
+
+
+async def entered(slots: Slots, order: list[str], client: str) -> None:
+    await slots.enter(client)
+    order.append(client)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_clients_take_turns_however_many_slots_one_asks_for() -> None:
+    slots, order = Slots(1, lambda _: True), list[str]()
+    await slots.enter("first")
+    many = [asyncio.create_task(entered(slots, order, "many")) for _ in range(20)]
+    await settle()
+    one = asyncio.create_task(entered(slots, order, "one"))
+    await settle()
+    assert not order
+    for _ in range(21):
+        slots.leave()
+        await settle()
+    await asyncio.gather(*many, one)
+    assert order.index("one") <= 1
+
+
+async def test_one_that_gives_up_leaves_its_turn_to_others() -> None:
+    slots, order = Slots(1, lambda _: True), list[str]()
+    await slots.enter("first")
+    gone = asyncio.create_task(entered(slots, order, "gone"))
+    last = asyncio.create_task(entered(slots, order, "last"))
+    await settle()
+    gone.cancel()
+    slots.leave()
+    await asyncio.wait_for(last, 60)
+    assert order == ["last"]
+
+
+async def test_one_that_gives_up_just_as_its_turn_comes_gives_the_slot_back() -> None:
+    slots, order = Slots(1, lambda _: True), list[str]()
+    await slots.enter("first")
+    gone = asyncio.create_task(entered(slots, order, "gone"))
+    await settle()
+    slots.leave()
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    await asyncio.wait_for(entered(slots, order, "last"), 60)
+
+
+async def test_nobody_enters_before_there_is_room() -> None:
+    room = False
+    slots, order = Slots(1, lambda _: room), list[str]()
+    waiting = asyncio.create_task(entered(slots, order, "one"))
+    await settle()
+    assert not order
+    room = True
+    slots.fill()
+    await asyncio.wait_for(waiting, 60)
+
+
+async def test_one_that_may_not_enter_does_not_keep_others_out() -> None:
+    slots, order = Slots(1, lambda client: client != "many"), list[str]()
+    waiting = asyncio.create_task(entered(slots, order, "many"))
+    await settle()
+    await asyncio.wait_for(entered(slots, order, "one"), 60)
+    assert order == ["one"]
+    waiting.cancel()
