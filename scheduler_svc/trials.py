@@ -1,12 +1,10 @@
-"""Tries requests that may have killed schedulers before this one: group testing (Dorfman 1943), of
-which each scheduler does one part and the frontends remember the result.
+"""Tries requests that may have killed schedulers before this one, in the groups of
+`shared.suspects`. Each scheduler does one part of it, and the frontends remember the result.
 
-Frontends count, per request, the schedulers that died with it before it got any further, and from
-two on name it instead of submitting it. Those with the most losses were in the latest group to be
-tried: they are tried in halves, one after the other, then those with fewer. No more than half of
-them are in the next death, and then have one more than the rest. Other requests go on meanwhile.
+Frontends count, per request, the schedulers that died with it before it made progress, and name
+suspects instead of submitting them. Other requests go on while a group is tried.
 
-A suspect that is the only one of its half is tried alone: only such deaths convict. Everything else
+A suspect that is a group by itself is tried alone: only such deaths convict. Everything else
 is withdrawn for as long, and each frontend confirms that it will submit nothing, so that whatever
 the scheduler then dies of, it is no other request.
 
@@ -27,6 +25,7 @@ from typing import Protocol
 import structlog
 
 from scheduler_svc.core.sequence import SequenceKey
+from shared.suspects import next_groups
 
 log = structlog.get_logger(__name__)
 
@@ -45,20 +44,23 @@ class Engine(Protocol):
         """Ends all sequences that came from one frontend's stream."""
 
 
-class Tell(Protocol):
-    """Tells a frontend which of its suspects to submit, beside everything that is none."""
+class Frontend(Protocol):
+    """A frontend's stream."""
 
-    def __call__(
+    def send_trial(
         self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False
     ) -> None:
-        """With `withdraw` it withdraws everything, confirms that and submits nothing; with `alone`
-        it learns that all have, and submits nothing but what it is told to."""
+        """Says which of its suspects to submit, beside everything that is none. With `withdraw` the
+        frontend withdraws everything, confirms that and submits nothing. With `alone` it learns
+        that all have, and submits nothing but these suspects."""
+
+    def cut_off(self, reason: str) -> None:
+        """Ends the stream."""
 
 
 @dataclass
-class _Frontend:
-    tell: Tell
-    cut_off: Callable[[str], None]
+class _Member:
+    frontend: Frontend
     suspects: dict[int, int] = field(default_factory=dict)  # losses by request
     holding: bool = False  # it has withdrawn everything
 
@@ -68,24 +70,23 @@ class Trials:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._frontends: dict[int, _Frontend] = {}
+        self._members: dict[int, _Member] = {}  # by connection
         self._news = asyncio.Event()
         self._open = asyncio.Event()  # unless a suspect is tried alone
         self._open.set()
 
-    async def join(self, connection: int, tell: Tell, cut_off: Callable[[str], None]) -> None:
-        """Takes in a frontend that has submitted nothing yet, once no suspect is tried alone.
-        `cut_off` ends its stream, for a reason."""
+    async def join(self, connection: int, frontend: Frontend) -> None:
+        """Takes in a frontend that has submitted nothing yet, once no suspect is tried alone."""
         while not self._open.is_set():
             await self._open.wait()
-        self._frontends[connection] = _Frontend(tell, cut_off)
+        self._members[connection] = _Member(frontend)
 
     def leave(self, connection: int) -> None:
         """Forgets a frontend, if it has joined, and its suspects."""
-        self._frontends.pop(connection, None)
+        self._members.pop(connection, None)
         self._news.set()
 
-    def hear(
+    def receive(
         self,
         connection: int,
         suspects: Mapping[int, int],
@@ -93,15 +94,15 @@ class Trials:
         *,
         holding: bool = False,
     ) -> None:
-        """Takes in a frontend's news: losses of suspects by request, those that are none any more,
-        and whether it has withdrawn everything and submits nothing."""
-        frontend = self._frontends[connection]
-        frontend.suspects.update(suspects)
+        """Takes in what a frontend says: losses of suspects by request, those that are none any
+        more, and whether it has withdrawn everything and submits nothing."""
+        member = self._members[connection]
+        member.suspects.update(suspects)
         for request in cleared:
-            frontend.suspects.pop(request, None)
+            member.suspects.pop(request, None)
         if holding:
             self._engine.abort_connection(connection)
-            frontend.holding = True
+            member.holding = True
         self._news.set()
 
     async def run(self) -> None:
@@ -109,12 +110,10 @@ class Trials:
         while True:
             await self._until(lambda: bool(self._suspects()))
             suspects = self._suspects()
-            losses = max(suspects.values())
-            group = sorted(key for key, count in suspects.items() if count == losses)
-            middle = len(group) // 2
-            for half in (group[:middle], group[middle:]):
-                if self._untried(half):
-                    await self._try(half, 2.0 ** min(losses, _MAX_LOG_SECONDS))
+            seconds = 2.0 ** min(max(suspects.values()), _MAX_LOG_SECONDS)
+            for group in next_groups(suspects):
+                if self._untried(group):
+                    await self._try(group, seconds)
             if not self._suspects():
                 self._release()
 
@@ -127,60 +126,57 @@ class Trials:
             self._release()
         group = self._untried(group)
         owners = {key.connection for key in group}
-        for connection in self._frontends if alone else owners:
+        for connection in self._members if alone else owners:
             numbers = [key.number for key in group if key.connection == connection]
-            self._frontends[connection].tell(numbers, alone=alone)
+            self._members[connection].frontend.send_trial(numbers, alone=alone)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: not self._untried(group))
         except TimeoutError:
             for key in self._untried(group):
-                del self._frontends[key.connection].suspects[key.number]
+                del self._members[key.connection].suspects[key.number]
             if alone:
                 await self._isolate()  # so that its frontend knows that it is not alone any more
                 return
-            for owner in owners & self._frontends.keys():
-                self._frontends[owner].tell()
+            for owner in owners & self._members.keys():
+                self._members[owner].frontend.send_trial()
 
     async def _isolate(self) -> None:
         """Returns once all frontends have withdrawn everything and nothing is computed."""
         self._open.clear()
-        for frontend in self._frontends.values():
-            frontend.holding = False
-            frontend.tell(withdraw=True)
+        for member in self._members.values():
+            member.holding = False
+            member.frontend.send_trial(withdraw=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONFIRMATION_S):
                 await self._until(self._all_hold)
-        for frontend in self._frontends.values():
-            if not frontend.holding:
-                frontend.cut_off("a request to withdraw everything was not confirmed")
+        for member in self._members.values():
+            if not member.holding:
+                member.frontend.cut_off("a request to withdraw everything was not confirmed")
         await self._until(self._all_hold)
         await self._engine.rest()
 
     def _all_hold(self) -> bool:
-        return all(frontend.holding for frontend in self._frontends.values())
+        return all(member.holding for member in self._members.values())
 
     def _release(self) -> None:
         if not self._open.is_set():
             self._open.set()
-            for frontend in self._frontends.values():
-                frontend.tell()
+            for member in self._members.values():
+                member.frontend.send_trial()
 
     def _suspects(self) -> dict[SequenceKey, int]:
+        """The losses of all suspects."""
         return {
             SequenceKey(connection, request): losses
-            for connection, frontend in self._frontends.items()
-            for request, losses in frontend.suspects.items()
+            for connection, member in self._members.items()
+            for request, losses in member.suspects.items()
         }
 
     def _untried(self, group: Seq[SequenceKey]) -> list[SequenceKey]:
         """The members of a group that have neither passed nor ended."""
-        frontends = self._frontends
-        return [
-            key
-            for key in group
-            if key.connection in frontends and key.number in frontends[key.connection].suspects
-        ]
+        suspects = self._suspects()
+        return [key for key in group if key in suspects]
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -26,7 +26,7 @@ from shared.errors import (
     DataLossError,
     InternalError,
     QueueFullError,
-    UnavailableError,
+    StreamEndedError,
 )
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
@@ -39,11 +39,9 @@ _MAX_UNREAD = 1 << 18
 # What one turn of the event loop may do.
 _OUTPUTS_AT_ONCE = 4096
 _ABORTS_AT_ONCE = 64
-# Between messages that tell watchers of the cache nothing but the load.
+# Between messages with nothing but the load to those that watch the cache.
 _LOAD_EVERY_S = 0.5
 _FLUSH_POLL_S, _MAX_FLUSH_S = 0.02, 600.0
-# With a status that says when to retry, a frontend knows that this process has not died.
-_AT_ONCE = 0.0
 
 Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
 
@@ -60,8 +58,7 @@ class Connection:
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
-        # What is, and what the frontend knows.
-        self._state = self._told = _State()
+        self._state = self._sent_state = _State()
         self._trials: list[scheduler_pb2.Trial] = []
         self._news = asyncio.Event()
         self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -70,8 +67,9 @@ class Connection:
         self._state = state
         self._news.set()
 
-    def tell(self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False) -> None:
-        """Sends a Trial."""
+    def send_trial(
+        self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False
+    ) -> None:
         trial = scheduler_pb2.Trial(requests=requests, withdraw=withdraw, alone=alone)
         self._trials.append(trial)
         self._news.set()
@@ -96,9 +94,9 @@ class Connection:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._told != self._state:
-                self._told = self._state
-                state = scheduler_pb2.EngineState(**self._told._asdict())
+            if self._sent_state != self._state:
+                self._sent_state = self._state
+                state = scheduler_pb2.EngineState(**self._sent_state._asdict())
                 await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
             while self._trials:
                 trial = self._trials.pop(0)
@@ -147,13 +145,13 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def set_serving(self, serving: bool) -> None:
         """Tells all frontends whether requests wait for workers."""
-        self._tell(self._state._replace(serving=serving))
+        self._send_state(self._state._replace(serving=serving))
 
     def drain(self) -> None:
         """Tells all frontends that this scheduler is about to stop, and ends its other streams."""
-        self._tell(self._state._replace(draining=True))
+        self._send_state(self._state._replace(draining=True))
 
-    def _tell(self, state: _State) -> None:
+    def _send_state(self, state: _State) -> None:
         self._state = state
         for connection in self._connections.values():
             connection.set_state(state)
@@ -173,7 +171,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         engine, trials = await self._started_engine()
         number = next(self._numbers)
         connection = Connection()
-        await trials.join(number, connection.tell, connection.cut_off)
+        await trials.join(number, connection)
         self._connections[number] = connection
         connection.set_state(self._state)
         tasks: list[asyncio.Task[None]] = []
@@ -187,7 +185,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         except asyncio.CancelledError:
             if self._failed:
                 raise InternalError("internal error") from None
-            raise UnavailableError("this scheduler is stopping", _AT_ONCE) from None
+            raise StreamEndedError("this scheduler is stopping") from None
         finally:
             for task in tasks:  # first: nothing may be submitted behind what is aborted here
                 task.cancel()
@@ -200,7 +198,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             log.info("frontend gone", connection=number)
             await asyncio.gather(*tasks, return_exceptions=True)
         if connection.cut.done():
-            raise UnavailableError(f"{connection.cut.result()}: connect again", _AT_ONCE)
+            raise StreamEndedError(f"{connection.cut.result()}: connect again")
         if not reader.cancelled():
             reader.result()
 
@@ -238,7 +236,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         engine, _ = await self._started_engine()
         caller, blocks = str(next(self._numbers)), engine.scheduler.blocks
 
-        async def tell(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
+        async def send(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
             while True:
                 async with self._watch_turns.half_the_time(caller):
                     message = next(messages, None)
@@ -253,11 +251,11 @@ class SchedulerServicer(SchedulerServiceServicer):
                 f"{MAX_WATCHES} callers watch the prefix cache, and no more may", RETRY_AFTER_S
             )
         with blocks.watched() as watch:
-            await tell(snapshot_parts(watch.snapshot))
+            await send(snapshot_parts(watch.snapshot))
             while not (watch.fell_behind or self._state.draining):
-                await tell(event_messages(await watch.read(_LOAD_EVERY_S)))
+                await send(event_messages(await watch.read(_LOAD_EVERY_S)))
         if self._state.draining:
-            raise UnavailableError("this scheduler is stopping", _AT_ONCE)
+            raise StreamEndedError("this scheduler is stopping")
         raise DataLossError("too many events were not read: watch again")
 
     async def FlushCache(
@@ -315,10 +313,10 @@ async def _read(
             engine.submit(seq, message.submit.n or 1)
         elif message.HasField("abort"):
             engine.abort(SequenceKey(number, message.abort.request))
-            trials.hear(number, {}, [message.abort.request])
+            trials.receive(number, {}, [message.abort.request])
         elif message.HasField("suspects"):
             news = message.suspects
             losses = {each.request: each.losses for each in news.suspects}
-            trials.hear(number, losses, news.cleared, holding=news.holding)
+            trials.receive(number, losses, news.cleared, holding=news.holding)
         elif message.HasField("names_clients"):
             engine.scheduler.clients_have_names |= message.names_clients
