@@ -3,7 +3,7 @@
 A scheduler that dies remembers nothing, so the frontends count the schedulers that died with each
 completion. A completion that two died with, without progress in between, is a suspect
 (`shared/suspects.py`). It is named to the next scheduler, which has suspects submitted on trial
-(`scheduler_svc/trials.py`).
+(`scheduler_svc/rpc/trials.py`).
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ async def test_steps_are_as_large_as_the_workers_say(
 async def test_a_frontend_that_does_not_read_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.rpc.servicer._MAX_UNREAD", 1000)
+    monkeypatch.setattr("scheduler_svc.rpc.connection._MAX_UNREAD", 1000)
     sampling = scheduler_pb2.TokenSampling(max_tokens=400, logprobs=20)
     limits = {"max_num_seqs": 32, "max_num_batched_tokens": 64}
     worker = FakeWorker(num_blocks=32 * 110, max_model_len=1000)
@@ -615,7 +615,7 @@ async def test_a_suspect_that_takes_long_is_not_alone_for_ever(tmp_path: Path) -
 async def test_a_frontend_that_does_not_confirm_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.trials._CONFIRMATION_S", 2.0)
+    monkeypatch.setattr("scheduler_svc.rpc.trials._CONFIRMATION_S", 2.0)
     async with stack_of(tmp_path, FakeWorker()) as stack:
         owner, hung = await stack.frontend(), await stack.frontend()
         await owner.tell_suspects({7: 2})

@@ -19,12 +19,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
 from scheduler_svc.core.sequence import SequenceKey
+from scheduler_svc.engine import Engine
+from scheduler_svc.rpc.connection import Connection
 from shared.suspects import next_groups
 
 log = structlog.get_logger(__name__)
@@ -34,61 +34,29 @@ _MAX_LOG_SECONDS = 6
 _CONFIRMATION_S = 3.0
 
 
-class Engine(Protocol):
-    """The part of the engine that is needed here."""
-
-    async def rest(self) -> None:
-        """Returns once there is nothing to do and no step is in flight."""
-
-    def abort_connection(self, connection: int) -> object:
-        """Ends all sequences that came from one frontend's stream."""
-
-
-class Frontend(Protocol):
-    """A frontend's stream."""
-
-    def send_trial(
-        self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False
-    ) -> None:
-        """Says which of its suspects to submit, beside everything that is none. With `withdraw` the
-        frontend withdraws everything, confirms that and submits nothing. With `alone` it learns
-        that all have, and submits nothing but these suspects."""
-
-    def cut_off(self, reason: str) -> None:
-        """Ends the stream."""
-
-
-@dataclass
-class _Member:
-    frontend: Frontend
-    suspects: dict[int, int] = field(default_factory=dict)  # losses by request
-    holding: bool = False  # it has withdrawn everything
-
-
 class Trials:
     """Tries the suspects of all connected frontends. Use it only from the engine's event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, connections: Mapping[int, Connection]) -> None:
+        """`connections`: those that have been let in, by number."""
         self._engine = engine
-        self._members: dict[int, _Member] = {}  # by connection
+        self._connections = connections
         self._news = asyncio.Event()
         self._open = asyncio.Event()  # unless a suspect is tried alone
         self._open.set()
 
-    async def join(self, connection: int, frontend: Frontend) -> None:
-        """Takes in a frontend that has submitted nothing yet, once no suspect is tried alone."""
+    async def opened(self) -> None:
+        """Returns once no suspect is tried alone, so that another connection may be let in."""
         while not self._open.is_set():
             await self._open.wait()
-        self._members[connection] = _Member(frontend)
 
-    def leave(self, connection: int) -> None:
-        """Forgets a frontend, if it has joined, and its suspects."""
-        self._members.pop(connection, None)
+    def wake(self) -> None:
+        """Takes into account that a connection is gone, with its suspects."""
         self._news.set()
 
     def receive(
         self,
-        connection: int,
+        connection: Connection,
         suspects: Mapping[int, int],
         cleared: Iterable[int] = (),
         *,
@@ -96,13 +64,12 @@ class Trials:
     ) -> None:
         """Takes in what a frontend says: losses of suspects by request, those that are none any
         more, and whether it has withdrawn everything and submits nothing."""
-        member = self._members[connection]
-        member.suspects.update(suspects)
+        connection.suspects.update(suspects)
         for request in cleared:
-            member.suspects.pop(request, None)
+            connection.suspects.pop(request, None)
         if holding:
-            self._engine.abort_connection(connection)
-            member.holding = True
+            self._engine.abort_connection(connection.number)
+            connection.holding = True
         self._news.set()
 
     async def run(self) -> None:
@@ -126,51 +93,51 @@ class Trials:
             self._release()
         group = self._untried(group)
         owners = {key.connection for key in group}
-        for connection in self._members if alone else owners:
-            numbers = [key.number for key in group if key.connection == connection]
-            self._members[connection].frontend.send_trial(numbers, alone=alone)
+        for number in self._connections if alone else owners:
+            requests = [key.number for key in group if key.connection == number]
+            self._connections[number].send_trial(requests, alone=alone)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: not self._untried(group))
         except TimeoutError:
             for key in self._untried(group):
-                del self._members[key.connection].suspects[key.number]
+                del self._connections[key.connection].suspects[key.number]
             if alone:
                 await self._isolate()  # so that its frontend knows that it is not alone any more
                 return
-            for owner in owners & self._members.keys():
-                self._members[owner].frontend.send_trial()
+            for owner in owners & self._connections.keys():
+                self._connections[owner].send_trial()
 
     async def _isolate(self) -> None:
         """Returns once all frontends have withdrawn everything and nothing is computed."""
         self._open.clear()
-        for member in self._members.values():
-            member.holding = False
-            member.frontend.send_trial(withdraw=True)
+        for connection in self._connections.values():
+            connection.holding = False
+            connection.send_trial(withdraw=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONFIRMATION_S):
                 await self._until(self._all_hold)
-        for member in self._members.values():
-            if not member.holding:
-                member.frontend.cut_off("a request to withdraw everything was not confirmed")
+        for connection in self._connections.values():
+            if not connection.holding:
+                connection.cut_off("a request to withdraw everything was not confirmed")
         await self._until(self._all_hold)
         await self._engine.rest()
 
     def _all_hold(self) -> bool:
-        return all(member.holding for member in self._members.values())
+        return all(connection.holding for connection in self._connections.values())
 
     def _release(self) -> None:
         if not self._open.is_set():
             self._open.set()
-            for member in self._members.values():
-                member.frontend.send_trial()
+            for connection in self._connections.values():
+                connection.send_trial()
 
     def _suspects(self) -> dict[SequenceKey, int]:
         """The losses of all suspects."""
         return {
-            SequenceKey(connection, request): losses
-            for connection, member in self._members.items()
-            for request, losses in member.suspects.items()
+            SequenceKey(number, request): losses
+            for number, connection in self._connections.items()
+            for request, losses in connection.suspects.items()
         }
 
     def _untried(self, group: Seq[SequenceKey]) -> list[SequenceKey]:
