@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from frontend.engines.placement import EngineLoad, choose
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.metrics import RequestMetrics
-from scheduler_svc.core.step import Step
+from scheduler_svc.core.step import Step, StepTiming
 from scheduler_svc.metrics import EngineMetrics
 from shared.pb import scheduler_pb2 as pb
 from shared.telemetry.metrics import ServiceMetrics
@@ -31,8 +31,9 @@ def report(name: str, part: Callable[[], object], times: int = 1) -> None:
 
 
 def report_metrics() -> None:
-    engine, requests, step = EngineMetrics(), RequestMetrics(), Step(1, [])
-    report("metrics, a step in the scheduler", lambda: engine.observe_step(step, 0.005, 0.0))
+    engine, requests = EngineMetrics(), RequestMetrics()
+    step, timing = Step(1, []), StepTiming(0.005, 0.0, 0.0)
+    report("metrics, a step in the scheduler", lambda: engine.step_answered(step, timing))
     report("metrics, a token in a frontend", lambda: requests.inter_token_latency.observe(0.03))
     report("metrics, a scrape of the scheduler", partial(generate_latest, _registry(engine)))
     report("metrics, a scrape of a frontend", partial(generate_latest, _registry(requests)))

@@ -16,12 +16,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from contextlib import suppress
+from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
+
+Detail = TypeVar("Detail", bound=Message)
 
 
 class LLMError(Exception):
@@ -102,39 +105,27 @@ _CUTS = {
 }
 
 
-class _Details:
-    """The google.rpc details of a failed call that the client looks at."""
-
-    KEY: ClassVar[str] = "grpc-status-details-bin"
-
-    def __init__(self, error: aio.AioRpcError) -> None:
-        self.bad_request = error_details_pb2.BadRequest()
-        self.retry_info: error_details_pb2.RetryInfo | None = None
-        status = status_pb2.Status()
-        for key, value in error.trailing_metadata() or ():
-            if key == self.KEY and isinstance(value, bytes):
-                try:
-                    status.ParseFromString(value)
-                except DecodeError:
-                    return  # details are optional: the code and the message stand without them
-        for detail in status.details:
-            if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-                detail.Unpack(self.bad_request)
-            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                self.retry_info = error_details_pb2.RetryInfo()
-                detail.Unpack(self.retry_info)
+def _detail(error: aio.AioRpcError, detail: Detail) -> Detail | None:
+    """Fills in the google.rpc detail of this type that a call ended with; None if there is none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            # Details are optional: the code and the message stand without them.
+            with suppress(DecodeError):
+                for packed in status_pb2.Status.FromString(value).details:
+                    if packed.Unpack(detail):
+                        return detail
+    return None
 
 
 def from_rpc_error(error: aio.AioRpcError, address: str) -> LLMError:
     """The client's exception for a failed call to `address`."""
     code, message = error.code(), error.details() or "no message"
-    details = _Details(error)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        violations = details.bad_request.field_violations
+        bad_request = _detail(error, error_details_pb2.BadRequest())
+        violations = bad_request.field_violations if bad_request else ()
         return InvalidRequestError(message, tuple((v.field, v.description) for v in violations))
-    retry_after_s = None
-    if details.retry_info is not None:
-        retry_after_s = details.retry_info.retry_delay.ToMilliseconds() / 1000
+    retry = _detail(error, error_details_pb2.RetryInfo())
+    retry_after_s = retry.retry_delay.ToMilliseconds() / 1000 if retry else None
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return QueueFullError(message, retry_after_s)
     if code is grpc.StatusCode.UNAVAILABLE or (code in _CUTS and message.startswith(_CUTS[code])):

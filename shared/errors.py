@@ -9,6 +9,7 @@
     ├── PermissionDeniedError    PERMISSION_DENIED    the caller's certificate is for something else
     ├── OutOfRangeError          OUT_OF_RANGE         a place in a stream that is not there any more
     ├── DataLossError            DATA_LOSS            a stream's reader fell behind; begin again
+    ├── StreamEndedError         ABORTED              this process ends a stream; open another
     ├── UnimplementedError       UNIMPLEMENTED        a method that this model or stack is without
     ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
@@ -20,6 +21,7 @@ Raise them where the fault is known; `rpc.interceptors` is the one place that tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -28,6 +30,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 Metadata = tuple[tuple[str, str | bytes], ...]
+Detail = TypeVar("Detail", bound=Message)
+_DETAILS = "grpc-status-details-bin"  # the standard trailer
 RETRY_AFTER_S = 1.0  # where nobody can tell when there will be room
 
 
@@ -41,7 +45,7 @@ class ServiceError(Exception):
         return ()
 
     def trailing_metadata(self) -> Metadata:
-        """The standard `grpc-status-details-bin` trailer, or nothing if there are no details."""
+        """The trailer with the details, or nothing if there are none."""
         details = self.details()
         if not details:
             return ()
@@ -50,7 +54,7 @@ class ServiceError(Exception):
             packed = any_pb2.Any()
             packed.Pack(detail)
             status.details.append(packed)
-        return (("grpc-status-details-bin", status.SerializeToString()),)
+        return ((_DETAILS, status.SerializeToString()),)
 
 
 class InvalidArgumentError(ServiceError):
@@ -107,6 +111,13 @@ class DataLossError(ServiceError):
     code = grpc.StatusCode.DATA_LOSS
 
 
+class StreamEndedError(ServiceError):
+    """This process ends a stream, whose caller is to open another. gRPC itself ends no call with
+    this code, so that the caller knows that the process has not died."""
+
+    code = grpc.StatusCode.ABORTED
+
+
 class UnimplementedError(ServiceError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
@@ -135,17 +146,29 @@ class InternalError(ServiceError):
 def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
     """The refusal with which another service ended a call, for the caller of this one; `otherwise`
     if the call ended for another reason."""
-    details = error.details() or ""
+    message = error.details() or ""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        field, _, reason = details.partition(": ")
-        return InvalidArgumentError(field, reason)
+        violations = _detail(error, error_details_pb2.BadRequest()).field_violations
+        if violations:
+            return InvalidArgumentError(violations[0].field, violations[0].description)
+        return InvalidArgumentError("request", message)
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        return FailedPreconditionError(details)
+        return FailedPreconditionError(message)
     if error.code() is grpc.StatusCode.DATA_LOSS:
-        return DataLossError(details)
+        return DataLossError(message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return QueueFullError(details, RETRY_AFTER_S)
+        delay = _detail(error, error_details_pb2.RetryInfo()).retry_delay
+        return QueueFullError(message, delay.ToMilliseconds() / 1000 or RETRY_AFTER_S)
     return otherwise
+
+
+def _detail(error: aio.AioRpcError, detail: Detail) -> Detail:
+    """Fills in the google.rpc detail of this type that a call ended with, if there is one."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS and isinstance(value, bytes):
+            for packed in status_pb2.Status.FromString(value).details:
+                packed.Unpack(detail)
+    return detail
 
 
 def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:

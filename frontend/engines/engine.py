@@ -1,112 +1,335 @@
-"""An engine as this frontend sees it: its connection, its load and what its cache holds."""
+"""An engine, which is a scheduler and its ranks, as this frontend sees it.
+
+The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
+wait and are resubmitted on the next one with the tokens they have, or are released to continue on
+another engine (`engines.pool`). A token is identified by (request, offset), and one that was
+received before is dropped, so that none is repeated. A request that may have killed a scheduler is
+submitted to the next one only when that asks for it (`engines.ledger`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
-from frontend.engines.connection import SchedulerClient
-from frontend.engines.placement import EngineLoad
+from frontend.engines.connection import Connection
+from frontend.engines.ledger import Entry, Ledger, State
+from frontend.engines.messages import abort_message, submit_message, suspects_message
+from frontend.engines.outputs import Outputs
+from frontend.engines.placement import EngineLoad, Fit
 from frontend.engines.prefix_index import Name, PrefixIndex
+from frontend.engines.streams import Streams
 from frontend.engines.token_stream import TokenStream
-from shared.errors import ServiceError
+from frontend.metrics import RequestMetrics
+from shared.channels import PLAINTEXT, Dialer
+from shared.errors import InternalError, ServiceError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
+_RETRY_AFTER_S = 0.5  # told to clients while there is no connection
+_SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What a prompt would find at an engine: the tokens to compute, and those that are cached; of
-    the blocks to compute, the names."""
-
-    engine: Engine
-    uncached_tokens: int
-    cached_tokens: int = 0
-    missing: Sequence[Name] = ()
-
-
 class Engine:
-    """One of several engines; no other of this frontend's has its number at the same time."""
+    """The engine whose scheduler is at `address`."""
 
-    def __init__(self, number: int, connect: Callable[[Engine], SchedulerClient]) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_ready: Callable[[Engine, bool], Awaitable[None]],
+        resume_timeout_s: float = 300.0,  # a worker may have died as well, and has weights to load
+        dialer: Dialer = PLAINTEXT,
+        metrics: RequestMetrics | None = None,
+        streams: Streams | None = None,
+        try_elsewhere: Callable[[Engine, TokenStream], bool] = lambda *_: False,
+        *,
+        number: int = 0,
+        names_clients: bool = False,
+    ) -> None:
+        """Args:
+        on_ready: is called with the engine and whether it is ready, at each change.
+        resume_timeout_s: open requests outlive a lost connection by this.
+        streams: all of this frontend's.
+        try_elsewhere: is called with the engine and a completion that it has no room for; returns
+            whether another engine takes it.
+        number: no other engine of this frontend has it at the same time.
+        names_clients: whether requests have a client with a name.
+        """
         self.number = number
-        self.listed = True  # else it gets nothing new, and loses what it has
-        self.client = connect(self)
+        self.listed = True  # else it gets no new request, and its completions move
         self.load = EngineLoad()
-        self.name = ""  # when it was last connected
-        self.index: PrefixIndex | None = None  # that has its blocks, while it tells them
-        self._lost_at: float | None = _now()  # since when it does not serve
+        self.index: PrefixIndex | None = None  # that has its blocks, while they are watched
+        self.metrics = metrics or RequestMetrics()
+        self.streams = streams or Streams()
+        self.ledger = Ledger(number, self.load)
+        self._outputs = Outputs(self.ledger, self.streams, self.metrics)
+        self.connection = Connection(
+            address, dialer, self._on_message, self._on_lost, names_clients=names_clients
+        )
+        self._on_ready = on_ready
+        self._resume_timeout_s = resume_timeout_s
+        self._try_elsewhere = try_elsewhere
+        # Of the last connection.
+        self.name = ""
+        self.model_fingerprint = ""
+        # As its scheduler said last.
+        self.draining = False
+        self._serving = True
+        self._was_ready = False
+        self._not_ready_since = time.monotonic()
+        self._disconnected_at: float | None = None
+        self._giving_up: asyncio.TimerHandle | None = None
+
+    # What it is.
+
+    @property
+    def connected(self) -> bool:
+        return self.connection.info is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is submitted now would run."""
+        return self.connected and self._serving and not self.ledger.holding and not self.draining
 
     @property
     def serving(self) -> bool:
         """Whether requests may go to it now."""
-        return self.listed and self.client.serving
+        return self.listed and self.ready
 
     @property
     def is_drained(self) -> bool:
-        """Whether it loses what it has because somebody wants it to."""
-        return not self.listed or self.client.draining
+        """Whether its completions move because somebody wants it to stop."""
+        return not self.listed or self.draining
 
-    def note(self, ready: bool) -> None:
-        """Takes note that its client is ready, or is not any more."""
-        self._lost_at = None if ready else _now()
-        if ready:
-            self.name = self.client.engine_info.name
+    @property
+    def engine_info(self) -> pb.EngineInfo:
+        """The limits of the connected engine.
+
+        Raises:
+            UnavailableError: there is no connection.
+        """
+        if self.connection.info is None:
+            raise no_engine()
+        return self.connection.info
 
     def lost_for(self, seconds: float) -> bool:
-        return self._lost_at is not None and _now() - self._lost_at >= seconds
+        """Whether it has not been ready for so long."""
+        return not self._was_ready and time.monotonic() - self._not_ready_since >= seconds
 
     def may_return_with(self, model_fingerprint: str, within_s: float) -> bool:
         """Whether it may yet serve a model, any if empty, if it is back within `within_s` of its
         loss."""
-        its = self.client.model_fingerprint
-        possible = not its or model_fingerprint in ("", its)
-        return possible and self._lost_at is not None and not self.lost_for(within_s)
+        possible = not self.model_fingerprint or model_fingerprint in ("", self.model_fingerprint)
+        return possible and not self._was_ready and not self.lost_for(within_s)
+
+    def current_load(self) -> EngineLoad:
+        self.load.num_open = self.num_open
+        return self.load
+
+    # Which completions it has, and which it may have.
+
+    @property
+    def num_open(self) -> int:
+        return len(self.ledger.entries)
+
+    def open_streams(self) -> list[TokenStream]:
+        """The completions that have not ended, in the order in which they came."""
+        return [entry.stream for entry in self.ledger.entries.values()]
+
+    def has(self, stream: TokenStream) -> bool:
+        return stream.number in self.ledger.entries
+
+    def is_suspect(self, stream: TokenStream) -> bool:
+        """Whether schedulers died with a completion, so that it is only submitted on trial."""
+        return self.ledger.entries[stream.number].is_suspect
+
+    def model_of(self, stream: TokenStream) -> str:
+        """The fingerprint of the model that a completion here must continue with, as must the
+        others of its request; empty: any."""
+        known = (each.model_fingerprint for each in stream.group if each.model_fingerprint)
+        begun = any(each.tokens for each in stream.group)
+        return next(known, self.model_fingerprint if begun else "")
+
+    def has_other_model(self, stream: TokenStream) -> bool:
+        """Whether a completion was begun with another model than this engine's."""
+        return self.model_of(stream) not in ("", self.model_fingerprint)
 
     def is_gone_for(self, stream: TokenStream) -> bool:
-        """Whether it will never go on with a completion that it has."""
-        removed = not self.listed and not self.client.connected
-        return removed or self.client.is_stranger(stream)
+        """Whether it will never continue a completion that it has."""
+        removed = not self.listed and not self.connected
+        return removed or self.has_other_model(stream)
 
     def can_take(self, stream: TokenStream, model_fingerprint: str) -> bool:
         """Whether it has the model of a completion that was begun elsewhere, and enough room."""
         request = stream.request
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
-        fits = num_tokens <= self.client.engine_info.max_model_len
-        return fits and model_fingerprint in ("", self.client.model_fingerprint)
+        fits = num_tokens <= self.engine_info.max_model_len
+        return fits and model_fingerprint in ("", self.model_fingerprint)
 
     def fit(self, num_tokens: int, names: Sequence[Name], num_cached: int) -> Fit:
         """What a prompt of `num_tokens` tokens would find here, of whose blocks, called `names`,
         the first `num_cached` are in the cache."""
-        cached = num_cached * self.client.engine_info.block_size
-        return Fit(self, num_tokens - cached, cached, names[num_cached:])
+        cached = num_cached * self.engine_info.block_size
+        return Fit(num_tokens - cached, cached, names[num_cached:], self.index)
 
-    def submit(self, stream: TokenStream, fit: Fit, send: Callable[[int], None]) -> None:
-        """Has `send` submit a request, whose first completion is `stream`; it is given the number
-        of cached tokens."""
-        load, index = self.load, self.index
-        load.unstarted_tokens += fit.uncached_tokens
-        if index:
-            index.promise(self.number, fit.missing)
+    # Completions come and go.
 
-        def on_settled() -> None:
-            load.unstarted_tokens -= fit.uncached_tokens
-            if index:
-                index.withdraw(self.number, fit.missing)
+    def submit(
+        self, streams: Sequence[TokenStream], fit: Fit | None = None, *, moved: bool = False
+    ) -> None:
+        """Has the engine compute the completions of a request, which is new or has `moved` here
+        from another engine.
 
-        stream.on_settled = on_settled
-        send(fit.cached_tokens)
+        Raises:
+            UnavailableError: there is no connection.
+        """
+        if not self.connected:
+            raise no_engine()
+        fit = fit or Fit()
+        entries = self.ledger.add(streams, fit)
+        for stream in streams:
+            stream.holder = self
+        if moved:
+            self._name_suspects(entries)
+            self._submit_again(entries, fit.cached_tokens)
+        elif not self.ledger.holding:
+            for entry in entries:
+                entry.state = State.SENT
+            n = streams[0].request.sampling.n
+            self._submit(streams[0], n=n if n > 1 else 0, expected_cached=fit.cached_tokens)
 
-    def current_load(self) -> EngineLoad:
-        self.load.num_open = self.client.num_open
-        return self.load
+    def release(self, streams: Sequence[TokenStream]) -> None:
+        """Drops completions of a request that continue on another engine, with new numbers."""
+        for stream in streams:
+            self._note_model(stream)
+            self.close(stream)
+        self.streams.number(streams)
+
+    def fail(self, streams: Sequence[TokenStream], error: ServiceError) -> None:
+        """Ends completions with `error`."""
+        for stream in streams:
+            self.close(stream)
+            stream.fail(error)
+
+    def close(self, stream: TokenStream) -> None:
+        """Has the scheduler drop a completion unless it has ended."""
+        if self.ledger.remove(stream.number):
+            self.connection.send(abort_message(stream))
+
+    def _note_model(self, stream: TokenStream) -> None:
+        """Notes the model that a completion's tokens are of, if that is not known."""
+        stream.model_fingerprint = self.model_of(stream)
+
+    def _submit(self, stream: TokenStream, **facts: Any) -> None:
+        message = submit_message(stream, num_engines=self.streams.num_engines, **facts)
+        self.connection.send(message)
+
+    def _submit_again(self, entries: Iterable[Entry], expected_cached: int = 0) -> None:
+        """Submits completions that are withheld, with the tokens that they have."""
+        for entry in entries:
+            if entry.state is State.WITHHELD:
+                entry.state = State.SENT
+                if entry.stream.stands_for_itself:
+                    self._submit(entry.stream, resubmitted=True, expected_cached=expected_cached)
+
+    def _name_suspects(self, entries: Iterable[Entry]) -> None:
+        suspects = [entry.stream for entry in entries if entry.state is State.SUSPECT]
+        if suspects:
+            log.warning("schedulers died with requests", suspects=len(suspects))
+            losses = {stream.number: stream.record.losses for stream in suspects}
+            self.connection.send(suspects_message(losses))
+
+    # What the connection brings.
+
+    async def _on_message(self, message: pb.SchedulerMessage) -> None:
+        if message.HasField("step_output"):
+            await self._on_step(message.step_output)
+        elif message.HasField("trial"):
+            await self._on_trial(message.trial)
+        elif message.HasField("engine_state"):
+            self._serving = message.engine_state.serving
+            self.draining = message.engine_state.draining
+            await self._report_ready()
+        elif message.HasField("engine_info"):
+            await self._on_connected(message.engine_info)
+
+    async def _on_connected(self, info: pb.EngineInfo) -> None:
+        address = self.connection.address
+        log.info("connected to the scheduler", address=address, resubmitted=self.num_open)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        self.name, self.model_fingerprint = info.name, info.model_fingerprint
+        self._serving, self.draining = True, False
+        entries = self.ledger.entries.values()
+        self._name_suspects([each for each in entries if not self.has_other_model(each.stream)])
+        await self._submit_rest()
+        if self._disconnected_at is not None:
+            self.metrics.recovery.observe(time.monotonic() - self._disconnected_at)
+        await self._report_ready()
+
+    async def _on_lost(self, died: bool) -> None:
+        self._disconnected_at = time.monotonic()
+        culprit = self.ledger.disconnect(died=died)
+        if culprit:
+            log.error(
+                "a request kills the scheduler whenever it is submitted",
+                request_id=culprit.request.request_id,
+            )
+            self.fail([culprit], InternalError("internal error"))
+        for stream in self.open_streams():
+            self._note_model(stream)
+        self._giving_up = asyncio.get_running_loop().call_later(
+            self._resume_timeout_s, self._give_up
+        )
+        await self._report_ready()
+
+    async def _report_ready(self) -> None:
+        if (ready := self.ready) != self._was_ready:
+            self._was_ready = ready
+            self._not_ready_since = time.monotonic()
+            await self._on_ready(self, ready)
+
+    def _give_up(self) -> None:
+        reason = "the engine was lost and did not come back in time"
+        self.fail(self.open_streams(), UnavailableError(reason, _RETRY_AFTER_S))
+
+    async def _submit_rest(self) -> None:
+        """Submits what is withheld, except what is of another model."""
+        numbers = [*self.ledger.entries]
+        for start in range(0, len(numbers), _SUBMISSIONS_AT_ONCE):
+            part = map(self.ledger.entries.get, numbers[start : start + _SUBMISSIONS_AT_ONCE])
+            self._submit_again(e for e in part if e and not self.has_other_model(e.stream))
+            await asyncio.sleep(0)
+
+    async def _on_trial(self, trial: pb.Trial) -> None:
+        suspects, cleared = self.ledger.begin_trial(
+            trial.requests, withdraw=trial.withdraw, alone=trial.alone
+        )
+        if trial.withdraw or cleared:
+            self.connection.send(suspects_message(cleared=cleared, holding=trial.withdraw))
+        for entry in suspects:
+            self._submit(entry.stream, resubmitted=True)
+        if not self.ledger.holding:
+            await self._submit_rest()
+        await self._report_ready()
+
+    async def _on_step(self, output: pb.StepOutput) -> None:
+        await self._outputs.take_logprobs(output)
+        self.fail(self._outputs.take_tokens(output), InternalError("internal error"))
+        for stream, error in self._outputs.take_ends(output):
+            if not self._try_elsewhere(self, stream):
+                stream.fail(error)
+        if cleared := self.ledger.clear():
+            self.connection.send(suspects_message(cleared=cleared))
+
+    # What its cache holds.
 
     async def watch(self, index_of: Callable[[int], PrefixIndex]) -> None:
         """Keeps the load and the index, which `index_of` has for a block size, up to date; until
@@ -114,8 +337,8 @@ class Engine:
         reason = ""
         while True:
             try:
-                index = index_of(self.client.engine_info.block_size)
-                async with aclosing(self.client.calls.watch_blocks()) as messages:
+                index = index_of(self.engine_info.block_size)
+                async with aclosing(self.connection.calls.watch_blocks()) as messages:
                     async for message in messages:
                         await self._take(message, index)
             except ServiceError as error:  # not connected, fell behind, or one watcher too many
@@ -132,16 +355,17 @@ class Engine:
             await asyncio.sleep(_WATCH_AGAIN_S)
 
     def stop_watching(self) -> None:
-        """Forgets what it holds."""
+        """Forgets what its cache holds."""
         if self.index is not None:
             self.index.forget(self.number)
             self.index = None
 
     async def _take(self, message: pb.BlockEvents, index: PrefixIndex) -> None:
-        self.current_load().tell(message.load)
+        self.current_load().update(message.load)
         await index.apply(self.number, message)
         self.index = index
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def no_engine() -> UnavailableError:
+    """The error of a request while there is no connection."""
+    return UnavailableError("no engine is ready", _RETRY_AFTER_S)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 import structlog
-from grpc import StatusCode, aio
 
 from frontend.callers.tenants import Client
 from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind
-from nano_vllm_grpc.pb import frontend_pb2
 from shared.errors import (
     DeadlineError,
     InternalError,
@@ -43,8 +40,6 @@ _GRAMMAR_KINDS = {
     GrammarKind.STRUCTURAL_TAG: pb.GRAMMAR_KIND_STRUCTURAL_TAG,
     GrammarKind.JSON: pb.GRAMMAR_KIND_JSON,
 }
-# The scheduler may object to a field that the client knows.
-_NAMED_FIELD = re.compile(r"((\w+)(?:\.\w+|\[\d+\])*): (.*)", re.DOTALL)
 
 
 def submit_message(
@@ -127,12 +122,6 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
     return pb.Grammar(kind=_GRAMMAR_KINDS[grammar.kind], text=grammar.text)
 
 
-def stands_for_itself(stream: TokenStream) -> bool:
-    """Whether a completion is submitted on its own. Beams end together, so that all of them are
-    open: the first stands for all."""
-    return not stream.request.sampling.beam_width or stream.index == 0
-
-
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
     """Has the scheduler drop a completion."""
     return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
@@ -144,18 +133,10 @@ def suspects_message(
     *,
     holding: bool = False,
 ) -> pb.FrontendMessage:
-    """Names suspects, by number, with their losses, and those that are none any more."""
+    """Names suspects with their losses, and those that are none any more, by number."""
     suspects = [pb.Suspect(request=number, losses=count) for number, count in losses.items()]
     return pb.FrontendMessage(
         suspects=pb.Suspects(suspects=suspects, cleared=cleared, holding=holding)
-    )
-
-
-def is_orderly(error: aio.AioRpcError) -> bool:
-    """Whether the scheduler itself ended the stream and asked for another: its death cannot."""
-    trailer = error.trailing_metadata() or ()
-    return error.code() is StatusCode.UNAVAILABLE and any(
-        key == "grpc-status-details-bin" for key, _ in trailer
     )
 
 
@@ -195,7 +176,7 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
     if finished.cause == pb.FINISH_CAUSE_QUEUE_FULL:
         return QueueFullError(finished.message, finished.retry_after_s)
     if finished.cause == pb.FINISH_CAUSE_INVALID:
-        return _invalid_argument(finished.message)
+        return InvalidArgumentError(finished.field or "request", finished.message)
     log.error(
         "request failed in the engine",
         request_id=request_id,
@@ -203,11 +184,3 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
         reason=finished.message,
     )
     return InternalError("internal error")
-
-
-def _invalid_argument(message: str) -> InvalidArgumentError:
-    """Blames the field named at the start of `message`, if a client's request has such a field."""
-    match = _NAMED_FIELD.fullmatch(message)
-    if match and match[2] in frontend_pb2.GenerateRequest.DESCRIPTOR.fields_by_name:
-        return InvalidArgumentError(match[1], match[3])
-    return InvalidArgumentError("request", message)

@@ -1,9 +1,9 @@
 """Chooses the engine on which a request has its first token soonest.
 
-The time to the first token is that of the prompts that wait there, and of what of the request's own
-prompt is not in that engine's cache, at the pace that the engine measures. A prompt computed again
-delays those behind it as well, so that its own time counts twice. Engines that have many more
-sequences than others are left out: their prefixes do not draw everything to them.
+An engine first computes the prompts that wait there, then the part of the request's own prompt
+that is not in its cache, at a pace that it measures. The request's own prompt counts twice, since
+it delays those behind it. An engine that has many more sequences than the others is left out, so
+that its cached prefixes do not attract every request.
 
 After the cost function of NVIDIA Dynamo's KV router (prefill tokens after overlap, and active
 load), in seconds rather than in blocks.
@@ -14,56 +14,68 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from frontend.engines.prefix_index import Name, PrefixIndex
 from shared.pb import scheduler_pb2 as pb
 
 _OWN_WEIGHT = 2.0  # of the seconds that the request's own prompt takes
 _UNKNOWN_TOKEN_S = 1e-5  # until an engine has computed a prompt
-# Up to so much longer than the shortest time is as good: a prompt that is computed again delays
-# others and evicts what they need, and costs more than it looks from one request.
+# An engine that takes up to this much longer than the best is as good: a prompt that is computed
+# again delays others and evicts what they need.
 _EQUAL_FACTOR, _EQUAL_S = 2.0, 0.002
 # An engine is left out that has more sequences than this, by factor and number, beyond the mean.
 _MAX_IMBALANCE, _MIN_IMBALANCE = 1.25, 4
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What a prompt finds at an engine: tokens to compute and tokens that are cached, and the names
+    of the blocks to compute in the index that has the engine's blocks."""
+
+    uncached_tokens: int = 0
+    cached_tokens: int = 0
+    missing: Sequence[Name] = ()
+    index: PrefixIndex | None = None
+
+
 @dataclass
 class EngineLoad:
-    """An engine's load, as it told last, and what this frontend has sent there since."""
+    """An engine's load, as it reported last, and what this frontend has sent there since."""
 
-    told: pb.GetLoadResponse = field(default_factory=pb.GetLoadResponse)
-    # This frontend's part: sequences, and tokens of prompts that have no first token yet; now, and
-    # when the engine told.
+    reported: pb.GetLoadResponse = field(default_factory=pb.GetLoadResponse)
+    # Of this frontend, now and at the last report: sequences, and uncached tokens of its prompts
+    # that have no first token yet.
     num_open: int = 0
     unstarted_tokens: int = 0
     num_open_then: int = 0
     unstarted_then: int = 0
 
-    def tell(self, load: pb.GetLoadResponse) -> None:
-        """Takes in what the engine tells."""
-        self.told = load
+    def update(self, load: pb.GetLoadResponse) -> None:
+        """Replaces the engine's report."""
+        self.reported = load
         self.num_open_then, self.unstarted_then = self.num_open, self.unstarted_tokens
 
     @property
     def num_sequences(self) -> int:
-        told = self.told.running + self.told.waiting + self.num_open - self.num_open_then
-        return max(told, self.num_open)
+        reported = self.reported.running + self.reported.waiting
+        return max(reported + self.num_open - self.num_open_then, self.num_open)
 
     def first_token_s(self, uncached_tokens: int, token_s: float) -> float:
-        """The expected seconds to the first token of a prompt with so many tokens to compute, its
-        own weighted; `token_s` stands for the engine's pace until that is known."""
-        told = self.told
-        waiting = told.waiting_uncached_tokens + self.unstarted_tokens - self.unstarted_then
+        """The expected seconds to the first token of a prompt with `uncached_tokens` to compute,
+        which are weighted; `token_s` replaces the engine's pace until that is known."""
+        reported = self.reported
+        waiting = reported.waiting_uncached_tokens + self.unstarted_tokens - self.unstarted_then
         waiting = max(waiting, self.unstarted_tokens)
-        each = told.prompt_token_s or token_s
-        return told.queue_s + (waiting + _OWN_WEIGHT * uncached_tokens) * each
+        each = reported.prompt_token_s or token_s
+        return reported.queue_s + (waiting + _OWN_WEIGHT * uncached_tokens) * each
 
 
 def choose(options: Sequence[tuple[EngineLoad, int]]) -> int:
-    """The place of the best of several engines, given each one's load and the tokens of a prompt
-    that it would compute."""
+    """The index of the best engine, given each engine's load and the tokens of a prompt that it
+    would compute."""
     loads = [load for load, _ in options]
     mean = sum(load.num_sequences for load in loads) / len(loads)
     limit = max(_MAX_IMBALANCE * mean, mean + _MIN_IMBALANCE)
-    known = [load.told.prompt_token_s for load in loads if load.told.prompt_token_s]
+    known = [load.reported.prompt_token_s for load in loads if load.reported.prompt_token_s]
     token_s = sum(known) / len(known) if known else _UNKNOWN_TOKEN_S
     seconds = {
         place: load.first_token_s(uncached, token_s)
@@ -73,9 +85,9 @@ def choose(options: Sequence[tuple[EngineLoad, int]]) -> int:
     enough = min(seconds.values()) * _EQUAL_FACTOR + _EQUAL_S
 
     def order(place: int) -> tuple[int, int, int]:
-        """Of engines that are as good as each other, the one with most of the prompt, then with
-        least else: new prefixes are spread over the caches."""
+        """Of equally good engines, the one with most of the prompt comes first, then the one with
+        the fewest sequences, so that new prefixes are spread over the caches."""
         load, uncached = options[place]
-        return uncached, load.num_sequences, -load.told.blocks_free
+        return uncached, load.num_sequences, -load.reported.blocks_free
 
     return min((place for place, each in seconds.items() if each <= enough), key=order)

@@ -1,10 +1,10 @@
-"""All engines that a frontend knows: sends each request where it has its first token soonest, and
-moves what an engine cannot go on with to another.
+"""All engines that a frontend knows. Each request goes to the engine that has its first token
+soonest, and moves to another one if that engine cannot continue it.
 
-Completions move when their engine is lost, has lost its workers, is drained or is not listed any
-more, to one with the same model, which computes their tokens again and goes on after them: in
-float32 with the same tokens. What was there at two losses in a row without getting any further may
-be why: it stays for a while, so that it takes no third engine along.
+A completion moves when its engine is lost, has lost its workers, is drained or is not listed any
+more. Another engine with the same model computes its tokens again and continues after them, in
+float32 with the same tokens. A completion that was on two lost engines in a row, without progress
+in between, may be the reason: it stays for a while, so that a third engine is not lost to it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import contextlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from weakref import WeakKeyDictionary
 
 import structlog
 
-from frontend.engines.connection import SchedulerClient, no_engine
-from frontend.engines.engine import Engine, Fit
+from frontend.engines.engine import Engine, no_engine
 from frontend.engines.engine_calls import EngineCalls
-from frontend.engines.placement import choose
+from frontend.engines.ledger import MIN_PROGRESS
+from frontend.engines.placement import Fit, choose
 from frontend.engines.prefix_index import PrefixIndex
-from frontend.engines.sources import Place, watch_places
+from frontend.engines.sources import Endpoint, watch_endpoints
 from frontend.engines.streams import Streams
 from frontend.engines.token_stream import TokenStream
 from frontend.metrics import RequestMetrics
@@ -35,19 +33,17 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-# What was lost twice in a row waits for so long for its scheduler, before it goes to another.
+# A completion that was lost twice in a row waits this long for its scheduler before it moves, ...
 _PATIENCE_S = 10.0
-# So long it waits for its workers, which have weights to load: with them the scheduler finds out
-# whether it is to blame. What no engine has the model for waits as long for one that had it.
+# ... and this long for its workers, which have weights to load: with them the scheduler finds out
+# whether it is to blame. A completion whose model no engine has waits as long for one that had it.
 _RETURN_S = 300.0
-# What gets that many tokens from one engine is not why the one before was lost.
-_MIN_PROGRESS = 4
-_DRAIN_LOOK_S = 0.1  # between looks at what a drained engine has left
+_DRAIN_POLL_S = 0.1  # between looks at what is left on a drained engine
 _MOVES_AT_ONCE = 32  # requests, in one iteration of the event loop
 
 
 class Engines:
-    """The engines whose schedulers are at `sources` (`sources.watch_places`)."""
+    """The engines whose schedulers are at `sources` (`sources.watch_endpoints`)."""
 
     def __init__(
         self,
@@ -71,15 +67,11 @@ class Engines:
         self._refuse = refuse
         self._names_clients = names_clients
         self._streams = Streams()
-        self._engines: dict[Place, Engine] = {}
+        self._engines: dict[Endpoint, Engine] = {}
         self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
         self._indexes: dict[int, PrefixIndex] = {}  # by block size
         self._was_serving = False
         self._changed = asyncio.Event()  # streams may have to move, or may be able to
-        # Tokens that a completion had when it last moved from a lost engine.
-        self._moved_at: WeakKeyDictionary[TokenStream, int] = WeakKeyDictionary()
-        # Engines without room for a request, by its first completion.
-        self._refused: WeakKeyDictionary[TokenStream, set[Engine]] = WeakKeyDictionary()
 
     @property
     def serving(self) -> bool:
@@ -94,7 +86,7 @@ class Engines:
         Raises:
             UnavailableError: there is no connection.
         """
-        infos = [engine.client.engine_info for engine in self._connected()]
+        infos = [engine.engine_info for engine in self._connected()]
         if not infos:
             raise no_engine()
         if len(infos) == 1:
@@ -113,7 +105,7 @@ class Engines:
         Raises:
             UnavailableError: there are none.
         """
-        found = [(each.client.engine_info, each.client.calls) for each in self._connected()]
+        found = [(each.engine_info, each.connection.calls) for each in self._connected()]
         if not found:
             raise no_engine()
         return found
@@ -127,46 +119,47 @@ class Engines:
         """
         engines = self._candidates(request)
         streams = self._streams.open(request)
-        self._begin(streams, engines)
+        self._submit(streams, engines)
         return streams
 
     async def run(self) -> None:
         """Finds engines and connects to them. Only cancellation ends it."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._move_streams())
-            async for places in watch_places(self._sources, self._refuse):
-                self._list(places, tasks)
+            async for endpoints in watch_endpoints(self._sources, self._refuse):
+                self._list(endpoints, tasks)
 
     # Which engines there are.
 
-    def _list(self, places: Sequence[Place], tasks: asyncio.TaskGroup) -> None:
-        for place, engine in self._engines.items():
-            engine.listed = place in places
-        for place in places:
-            if place not in self._engines:
+    def _list(self, endpoints: Sequence[Endpoint], tasks: asyncio.TaskGroup) -> None:
+        for endpoint, engine in self._engines.items():
+            engine.listed = endpoint in endpoints
+        for endpoint in endpoints:
+            if endpoint not in self._engines:
                 used = {engine.number for engine in self._engines.values()}
                 number = min(set(range(len(used) + 1)) - used)
-                engine = self._engines[place] = Engine(number, partial(self._connect, place))
-                self._tasks[engine] = [tasks.create_task(engine.client.run())]
+                engine = self._engines[endpoint] = self._engine_at(endpoint, number)
+                self._tasks[engine] = [tasks.create_task(engine.connection.run())]
         if len(self._engines) > 1:
-            log.info("engines", addresses=[place.address for place in places])
+            log.info("engines", addresses=[endpoint.address for endpoint in endpoints])
             for engine, its_tasks in self._tasks.items():
                 if len(its_tasks) == 1:
                     its_tasks.append(tasks.create_task(engine.watch(self._index_of)))
-        self._streams.num_engines = max(len(places), 1)
+        self._streams.num_engines = max(len(endpoints), 1)
         self._changed.set()
 
-    def _connect(self, place: Place, engine: Engine) -> SchedulerClient:
+    def _engine_at(self, endpoint: Endpoint, number: int) -> Engine:
         dialer = self._dialer
-        if place.name and dialer.tls and not dialer.tls.server_name:
-            dialer = replace(dialer, tls=replace(dialer.tls, server_name=place.name))
-        return SchedulerClient(
-            place.address,
-            partial(self._on_engine_ready, engine),
+        if endpoint.name and dialer.tls and not dialer.tls.server_name:
+            dialer = replace(dialer, tls=replace(dialer.tls, server_name=endpoint.name))
+        return Engine(
+            endpoint.address,
+            self._on_engine_ready,
             dialer=dialer,
             metrics=self.metrics,
             streams=self._streams,
-            try_elsewhere=partial(self._try_elsewhere, engine),
+            try_elsewhere=self._try_elsewhere,
+            number=number,
             names_clients=self._names_clients,
         )
 
@@ -174,21 +167,20 @@ class Engines:
         return self._indexes.setdefault(block_size, PrefixIndex(block_size))
 
     async def _on_engine_ready(self, engine: Engine, ready: bool) -> None:
-        engine.note(ready)
         if not ready:
             for wait_s in (_PATIENCE_S, _RETURN_S):
                 asyncio.get_running_loop().call_later(wait_s, self._changed.set)
         self._changed.set()
-        await self._tell_ready()
+        await self._report_ready()
 
-    async def _tell_ready(self) -> None:
+    async def _report_ready(self) -> None:
         self.metrics.num_engines_serving = len(self._serving())
         if self.serving != self._was_serving:
             self._was_serving = self.serving
             await self._on_ready(self.serving)
 
     def _connected(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.client.connected]
+        return [engine for engine in self._engines.values() if engine.connected]
 
     def _serving(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.serving]
@@ -196,7 +188,7 @@ class Engines:
     # Where new requests go.
 
     def _candidates(self, request: Request) -> list[Engine]:
-        """The engines that may have a new request: those that serve, else those where it would
+        """The engines that a new request may go to: those that serve, else those where it would
         wait."""
         engines = self._connected()
         if request.engine:
@@ -206,42 +198,41 @@ class Engines:
                 raise InvalidArgumentError(
                     "engine", f"there is none of this name; there are: {names}"
                 )
-            engines = [engine for engine in named if engine.client.connected]
+            engines = [engine for engine in named if engine.connected]
         if not engines:
             raise no_engine()
         return [engine for engine in engines if engine.serving] or engines
 
-    def _begin(self, streams: Sequence[TokenStream], engines: Sequence[Engine]) -> None:
-        fit = self._choose(streams[0], engines)
-        fit.engine.submit(streams[0], fit, partial(fit.engine.client.begin, streams))
-
-    def _choose(self, stream: TokenStream, engines: Sequence[Engine]) -> Fit:
-        """The best of `engines` for a completion."""
-        request = stream.request
+    def _submit(
+        self, streams: Sequence[TokenStream], engines: Sequence[Engine], *, moved: bool = False
+    ) -> None:
+        """Has the best of `engines` compute the completions of a request."""
+        request = streams[0].request
         ids = array("I", request.prompt_ids)
-        ids.extend(stream.tokens)
+        ids.extend(streams[0].tokens)
         if len(self._engines) == 1:
-            return Fit(engines[0], len(ids))
-        fits = [Fit(engine, len(ids)) for engine in engines if engine.index is None]
+            engines[0].submit(streams, Fit(len(ids)), moved=moved)
+            return
+        fits = {engine: Fit(len(ids)) for engine in engines if engine.index is None}
         for index in {engine.index for engine in engines if engine.index}:
             names = index.names_of(ids, request.cache_salt)
             told = {engine.number: engine for engine in engines if engine.index is index}
-            cached = index.matches(names, told)
-            fits += (engine.fit(len(ids), names, cached[n]) for n, engine in told.items())
-        best = choose([(fit.engine.current_load(), fit.uncached_tokens) for fit in fits])
-        return fits[best]
+            for number, num_cached in index.matches(names, told).items():
+                fits[told[number]] = told[number].fit(len(ids), names, num_cached)
+        loads = [(engine.current_load(), fit.uncached_tokens) for engine, fit in fits.items()]
+        engine, fit = [*fits.items()][choose(loads)]
+        engine.submit(streams, fit, moved=moved)
 
     def _try_elsewhere(self, engine: Engine, refused: TokenStream) -> bool:
-        """Has another engine take a new request for which one has no room."""
+        """Moves a new request for which an engine has no room; returns whether another takes it."""
         streams = refused.group
-        tried = self._refused.setdefault(streams[0], set())
+        tried = streams[0].refused_by
         tried.add(engine)
         others = [each for each in self._serving() if each not in tried]
         if not others or refused.request.engine:
             return False
-        engine.client.release(streams)
-        self._streams.number(streams)
-        self._begin(streams, others)
+        engine.release(streams)
+        self._submit(streams, others)
         return True
 
     # What has to move.
@@ -250,20 +241,20 @@ class Engines:
         while True:
             drained = any(engine.is_drained for engine in self._engines.values())
             with contextlib.suppress(TimeoutError):  # its last streams may have ended
-                async with asyncio.timeout(_DRAIN_LOOK_S if drained else None):
+                async with asyncio.timeout(_DRAIN_POLL_S if drained else None):
                     await self._changed.wait()
             self._changed.clear()
-            await self._tell_ready()
-            for place, engine in list(self._engines.items()):
+            await self._report_ready()
+            for endpoint, engine in list(self._engines.items()):
                 await self._move_from(engine)
-                if engine.is_drained and not engine.client.num_open:
-                    self._let_go(place, engine)
+                if engine.is_drained and not engine.num_open:
+                    self._remove(endpoint, engine)
 
     async def _move_from(self, engine: Engine) -> None:
-        """Moves what an engine cannot go on with and another can."""
+        """Moves the completions that an engine cannot continue and another can."""
         moved = 0
-        for stream in engine.client.open_streams():
-            streams = [each for each in stream.group if engine.client.has(each)]
+        for stream in engine.open_streams():
+            streams = [each for each in stream.group if engine.has(each)]
             if stream in streams[:1] and self._has_to_move(engine, stream):
                 self._move(engine, streams)
                 moved += 1
@@ -271,20 +262,20 @@ class Engines:
                     await asyncio.sleep(0)
 
     def _has_to_move(self, engine: Engine, stream: TokenStream) -> bool:
-        if engine.client.is_stranger(stream):
+        if engine.has_other_model(stream):
             return True
         if engine.serving:
             return False
-        hurt = engine.client.is_suspect(stream)
+        hurt = engine.is_suspect(stream)
         if not engine.is_drained:
-            hurt |= len(stream.tokens) < self._moved_at.get(stream, -_MIN_PROGRESS) + _MIN_PROGRESS
-        recovers = engine.client.connected and not engine.is_drained
+            hurt |= len(stream.tokens) < stream.move_goal
+        recovers = engine.connected and not engine.is_drained
         return not hurt or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
 
     def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
-        """Moves completions of one request, if an engine can take them. If none ever will, they
-        fail."""
-        model = engine.client.model_of(streams[0])
+        """Moves completions of one request to an engine that can take them. Fails them if none ever
+        will."""
+        model = engine.model_of(streams[0])
         others = [each for each in self._serving() if each is not engine]
         others = [each for each in others if each.can_take(streams[0], model)]
         if not others:
@@ -298,24 +289,22 @@ class Engines:
                 )
             ):
                 reason = "the model that this was begun with is not served any more: ask again"
-                engine.client.fail(streams, FailedPreconditionError(reason))
+                engine.fail(streams, FailedPreconditionError(reason))
             return
         if not engine.is_drained:
             for stream in streams:
-                self._moved_at[stream] = len(stream.tokens)
+                stream.move_goal = len(stream.tokens) + MIN_PROGRESS
         self.metrics.moved += len(streams)
-        records = engine.client.release(streams)
-        self._streams.number(streams)
-        fit = self._choose(streams[0], others)
-        fit.engine.submit(streams[0], fit, partial(fit.engine.client.adopt, streams, records))
+        engine.release(streams)
+        self._submit(streams, others, moved=True)
 
-    def _let_go(self, place: Place, engine: Engine) -> None:
-        """Closes the connection to an engine that is to stop, and has nothing more to do."""
+    def _remove(self, endpoint: Endpoint, engine: Engine) -> None:
+        """Ends the connection to a drained engine that has nothing left to do."""
         if engine.listed:
-            if engine.client.draining:
-                engine.client.disconnect()
+            if engine.draining:
+                engine.connection.close()
             return
         for task in self._tasks.pop(engine):
             task.cancel()
         engine.stop_watching()
-        del self._engines[place]
+        del self._engines[endpoint]

@@ -1,10 +1,10 @@
-"""Which engines hold which prefixes, from what they tell of their caches.
+"""Which engines hold which prefixes, by the events of their prefix caches.
 
-As an engine does (`BlockManager`), a block is named by its tokens and the name of
-the block before it, the first one by the cache salt. Engines choose their names with secrets of
-their own; here a block has one name, a hash under this process's random seed, whichever engines
-hold it. Should two prefixes have the same, a request goes to an engine that does not have its own:
-engines look for themselves.
+A block is named by its tokens and the name of the block before it, as in an engine
+(`BlockManager`); the first one by its tokens and the cache salt. Engines make their names with
+secrets of their own. Here a block has one name, a hash under this process's random seed, whichever
+engines hold it. If two prefixes had the same name, a request might go to an engine without its
+prefix, which that engine would compute.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class PrefixIndex:
         self._orphans: defaultdict[int, _Orphans] = defaultdict(_Orphans)
 
     async def apply(self, engine: int, message: pb.BlockEvents) -> None:
-        """Takes in an engine's next message, of which none may be left out. Yields to the event
-        loop between parts of long work."""
+        """Applies an engine's next message, of which none may be left out. Yields to the event loop
+        between parts of long work."""
         if message.HasField("snapshot") and message.snapshot.index == 0:
             self.forget(engine)
         for event in message.events:
@@ -74,7 +74,7 @@ class PrefixIndex:
                 self.forget(engine)
 
     def forget(self, engine: int) -> None:
-        """Empties an engine: it is gone, or will tell again what it holds."""
+        """Removes an engine's blocks: it is gone, or will send all that it holds again."""
         for name in self._names.pop(engine, {}).values():
             self._release(name, engine)
         self._orphans.pop(engine, None)
@@ -108,8 +108,8 @@ class PrefixIndex:
         return found
 
     def promise(self, engine: int, names: Iterable[Name]) -> None:
-        """Notes that an engine is about to compute blocks, until `withdraw`: requests that follow
-        at once with the same prompt need not compute it elsewhere."""
+        """Counts blocks that an engine is about to compute as held by it, until `withdraw`.
+        Requests that follow at once with the same prompt then go to the same engine."""
         for name in names:
             self._promised.setdefault(name, Counter())[engine] += 1
 

@@ -1,4 +1,5 @@
-"""Addresses of engines' schedulers: given, from DNS that is asked again, or from a watched file."""
+"""Endpoints of engines' schedulers: given as addresses, resolved from a DNS name, or read from a
+file, again and again."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-_LOOK_S = 0.2  # between looks at a file
-_RESOLVE_S = 2.0  # between questions to DNS
+_POLL_S = 0.2  # between reads of a file
+_RESOLVE_S = 2.0  # between DNS queries
 
 
-class Place(NamedTuple):
-    """Where a scheduler listens; `name` is the one its certificate must have, empty: the host's."""
+class Endpoint(NamedTuple):
+    """Where a scheduler listens. Its certificate must have `name`, or the host's name if empty."""
 
     address: str
     name: str = ""
@@ -28,39 +29,46 @@ class _Source:
 
     def __init__(self, text: str) -> None:
         self._kind, _, self._rest = text.partition(":")
-        self.places: list[Place] = []
-        self._look_at = 0.0  # next, in the event loop's time
+        self.endpoints: list[Endpoint] = []
+        self._poll_at = 0.0  # next, in the event loop's time
         self._failed = False
         if self._kind not in ("dns", "file"):
-            self.places = [Place(text)]
+            self.endpoints = [Endpoint(text)]
 
-    async def look(self, now: float) -> None:
-        """Brings `places` up to date. They stay as they are while nobody can be asked."""
-        if self._kind not in ("dns", "file") or now < self._look_at:
+    async def poll(self, now: float) -> None:
+        """Brings `endpoints` up to date. They stay as they are while they cannot be found out."""
+        if self._kind not in ("dns", "file") or now < self._poll_at:
             return
         try:
-            self.places = await self._resolve() if self._kind == "dns" else _read(Path(self._rest))
+            if self._kind == "dns":
+                self.endpoints = await self._resolve()
+            else:
+                self.endpoints = _read(Path(self._rest))
             self._failed = False
         except OSError as error:
             if not self._failed:
-                log.error("cannot look for engines", source=self._rest, reason=str(error))
+                log.error(
+                    "engines cannot be looked up; keeping those that are known",
+                    source=self._rest,
+                    reason=str(error),
+                )
             self._failed = True
-        self._look_at = now + (_RESOLVE_S if self._kind == "dns" else _LOOK_S)
+        self._poll_at = now + (_RESOLVE_S if self._kind == "dns" else _POLL_S)
 
-    async def _resolve(self) -> list[Place]:
+    async def _resolve(self) -> list[Endpoint]:
         host, _, port = self._rest.rpartition(":")
         host = host.strip("/[]")
         found = await asyncio.get_running_loop().getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM
         )
         ips = sorted({str(address[0]) for *_, address in found})
-        return [Place(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in ips]
+        return [Endpoint(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in ips]
 
 
-async def watch_places(
+async def watch_endpoints(
     sources: Iterable[str], refuse: Callable[[str], object]
-) -> AsyncIterator[Sequence[Place]]:
-    """Yields the places of all schedulers, first at once and then whenever they have changed.
+) -> AsyncIterator[Sequence[Endpoint]]:
+    """Yields the endpoints of all schedulers: at once, then whenever they have changed.
 
     Args:
         sources: `host:port` or `unix:path`; `dns:host:port`, for all addresses of a name;
@@ -68,29 +76,29 @@ async def watch_places(
         refuse: raises ValueError for an address that must not be called.
     """
     found = [_Source(text) for text in sources]
-    watched = any(not each.places for each in found)
-    known: list[Place] | None = None
-    refused: set[Place] = set()
+    watched = any(not each.endpoints for each in found)
+    known: list[Endpoint] | None = None
+    refused: set[Endpoint] = set()
     loop = asyncio.get_running_loop()
     while True:
         for source in found:
-            await source.look(loop.time())
-        places = list(dict.fromkeys(place for source in found for place in source.places))
-        for place in set(places) - refused:
+            await source.poll(loop.time())
+        endpoints = list(dict.fromkeys(each for source in found for each in source.endpoints))
+        for endpoint in set(endpoints) - refused:
             try:
-                refuse(place.address)
+                refuse(endpoint.address)
             except ValueError as error:
                 log.error("an engine is left out", reason=str(error))
-                refused.add(place)
-        places = [place for place in places if place not in refused]
-        if places != known:
-            known = places
-            yield places
+                refused.add(endpoint)
+        endpoints = [endpoint for endpoint in endpoints if endpoint not in refused]
+        if endpoints != known:
+            known = endpoints
+            yield endpoints
         if not watched:
             return
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
-def _read(path: Path) -> list[Place]:
+def _read(path: Path) -> list[Endpoint]:
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [Place(line.strip()) for line in lines if line.strip()]
+    return [Endpoint(line.strip()) for line in lines if line.strip()]

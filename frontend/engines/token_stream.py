@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
 from shared.errors import ServiceError
 from shared.rpc.turns import Turns
-
-
-def _nothing() -> None:
-    pass
+from shared.suspects import Record
 
 
 class FinishReason(enum.Enum):
@@ -61,8 +58,15 @@ class Waiter:
             self._permit = None
 
 
+class Holder(Protocol):
+    """Where a completion is open."""
+
+    def close(self, stream: TokenStream) -> None:
+        """Drops the completion unless it has ended."""
+
+
 class TokenStream:
-    """A completion's tokens, added by the scheduler client and read by the call that serves it."""
+    """A completion's tokens, added by its engine and read by the call that serves it."""
 
     def __init__(
         self,
@@ -80,9 +84,10 @@ class TokenStream:
         self.index = index
         self.traceparent = ""  # of the engine's spans
         self.group = [self]  # the request's completions
-        # Where it is: how to have that drop it, and what to do once it has begun or is gone.
-        self.on_close: Callable[[], None] = _nothing
-        self.on_settled: Callable[[], None] = _nothing
+        self.holder: Holder | None = None  # the engine where it is
+        self.record = Record()  # of schedulers that died with it
+        self.move_goal = 0  # tokens that are progress since it left a lost engine
+        self.refused_by: set[Holder] = set()  # engines that had no room for it
         self.model_fingerprint = ""  # of the model that its tokens are of, once it has left that
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs
@@ -109,20 +114,22 @@ class TokenStream:
         if self.error is not None:
             raise self.error
 
+    @property
+    def stands_for_itself(self) -> bool:
+        """Whether it is submitted on its own. Beams end together, so that all of them are open: the
+        first stands for all."""
+        return not self.request.sampling.beam_width or self.index == 0
+
     def close(self) -> None:
         """Has the engine where it is drop it, unless it has ended."""
-        self.on_close()
-        self._let_go()
+        if self.holder is not None:
+            self.holder.close(self)
+        self._unlink()
 
-    def _let_go(self) -> None:
+    def _unlink(self) -> None:
         """Drops the references in a circle, for which memory would wait for the collector."""
-        self.on_close = _nothing
+        self.holder = None
         self.group = []
-
-    def settle(self) -> None:
-        """Notes that it has begun where it is, or is not there any more."""
-        self.on_settled()
-        self.on_settled = _nothing
 
     def append(self, token_id: int, now: float) -> None:
         """Adds a token. Wake the waiter once all tokens of a step have been added."""
@@ -134,11 +141,11 @@ class TokenStream:
     def complete(self, reason: FinishReason, score: float = 0.0) -> None:
         """Ends the stream: no token follows."""
         self.finish, self.score = reason, score
-        self._let_go()
+        self._unlink()
         self.waiter.wake()
 
     def fail(self, error: ServiceError) -> None:
         """Ends the stream with `error`."""
         self.error = error
-        self._let_go()
+        self._unlink()
         self.waiter.wake()

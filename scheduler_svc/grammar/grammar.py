@@ -28,6 +28,7 @@ from scheduler_svc.grammar.errors import (
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess, Outcome
 from scheduler_svc.grammar.wire import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, Row
+from shared.suspects import MIN_LOSSES_ALONE
 
 log = structlog.get_logger(__name__)
 
@@ -39,9 +40,9 @@ _MASK_LIMITS = (
     "memory"
 )
 _COMPILE_TRIES = 2  # unless it exceeds a limit
-# A matcher at whose mask the process dies is convicted by this much evidence: two deaths that can
-# be its fault, or four that cannot. (Machines that run out of memory kill, and so do people.)
-_CONVICTED = 4
+# A death that cannot be a matcher's fault counts half: machines that run out of memory kill, and so
+# do people.
+_WEIGHT_OF_KILLS = 0.5
 _REPLACEMENT_TRIES = 5  # that are killed
 _REPLACEMENT_S = 60.0  # for one to compile: many may be at it
 _RETRY_S = 0.2
@@ -124,7 +125,7 @@ class Grammar:
     async def _masks(self, matchers: Seq[RemoteMatcher]) -> list[Outcome]:
         async with self._turn:
             outcomes: list[Outcome] = []
-            suspect, evidence, careful = -1, 0, len(matchers) == 1
+            suspect, losses_alone, careful = -1, 0.0, len(matchers) == 1
             while len(outcomes) < len(matchers):
                 process = await self._live_process()
                 rows = [matcher.row(process) for matcher in matchers[len(outcomes) :]]
@@ -135,12 +136,12 @@ class Grammar:
                 except ProcessDiedError as error:
                     log.warning("a grammar's process died", pid=process.pid, reason=str(error))
                     if len(outcomes) != suspect:
-                        suspect, evidence = len(outcomes), 0
+                        suspect, losses_alone = len(outcomes), 0.0
                     if not error.death.can_be_its_fault:
-                        evidence += 1
+                        losses_alone += _WEIGHT_OF_KILLS
                     elif careful:  # else it may have been at another's, this one's not yet sent
-                        evidence += 2
-                    if evidence >= _CONVICTED:
+                        losses_alone += 1
+                    if losses_alone >= MIN_LOSSES_ALONE:
                         at_limit = error.death is Death.AT_LIMIT
                         reason = _MASK_LIMITS if at_limit else str(error)
                         outcomes.append(GrammarError(self.kind, reason))

@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import Grammar, SamplingParams
-from scheduler_svc.core.sequence import Request, Sequence
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import End, Output
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
@@ -107,13 +107,16 @@ def _started(seq: Sequence) -> scheduler_pb2.Started:
 
 
 def _finished(seq: Sequence, end: End) -> scheduler_pb2.Finished:
-    return scheduler_pb2.Finished(
+    finished = scheduler_pb2.Finished(
         request=seq.key.number,
         cause=scheduler_pb2.FinishCause.ValueType(end.cause),
         message=end.message,
         retry_after_s=end.retry_after_s,
         score=end.score,
     )
+    if end.cause is FinishCause.INVALID:  # such messages begin with the field
+        finished.field, _, finished.message = end.message.partition(": ")
+    return finished
 
 
 def _logprobs(output: Output) -> list[scheduler_pb2.LogprobRows]:

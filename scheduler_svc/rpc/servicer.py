@@ -7,8 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
-from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from grpc import aio
@@ -18,15 +17,16 @@ from scheduler_svc.core.sequence import SequenceKey
 from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
-from scheduler_svc.rpc.frontend_messages import read_sequence, step_output
+from scheduler_svc.rpc.connection import Connection, Context, State
+from scheduler_svc.rpc.frontend_messages import read_sequence
+from scheduler_svc.rpc.trials import Trials
 from scheduler_svc.rpc.worker_client import WorkerClient
-from scheduler_svc.trials import Trials
 from shared.errors import (
     RETRY_AFTER_S,
     DataLossError,
     InternalError,
     QueueFullError,
-    UnavailableError,
+    StreamEndedError,
 )
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
@@ -34,82 +34,10 @@ from shared.rpc.turns import Turns
 
 log = structlog.get_logger(__name__)
 
-# Outputs that may wait for a frontend to read: about five seconds of a busy engine, some 50 MB.
-_MAX_UNREAD = 1 << 18
-# What one turn of the event loop may do.
-_OUTPUTS_AT_ONCE = 4096
-_ABORTS_AT_ONCE = 64
-# Between messages that tell watchers of the cache nothing but the load.
+_ABORTS_AT_ONCE = 64  # in one turn of the event loop
+# Between messages with nothing but the load to those that watch the cache.
 _LOAD_EVERY_S = 0.5
 _FLUSH_POLL_S, _MAX_FLUSH_S = 0.02, 600.0
-# With a status that says when to retry, a frontend knows that this process has not died.
-_AT_ONCE = 0.0
-
-Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
-
-
-class _State(NamedTuple):
-    serving: bool = True
-    draining: bool = False
-
-
-class Connection:
-    """Buffers the outputs that one frontend has not been sent yet. Those that arrive while a
-    message is being written join the next one. If the frontend falls too far behind, they are
-    dropped and it is cut off: `cut` is done, with the reason."""
-
-    def __init__(self) -> None:
-        self._outputs: list[Output] = []
-        # What is, and what the frontend knows.
-        self._state = self._told = _State()
-        self._trials: list[scheduler_pb2.Trial] = []
-        self._news = asyncio.Event()
-        self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def set_state(self, state: _State) -> None:
-        self._state = state
-        self._news.set()
-
-    def tell(self, requests: Seq[int] = (), *, withdraw: bool = False, alone: bool = False) -> None:
-        """Sends a Trial."""
-        trial = scheduler_pb2.Trial(requests=requests, withdraw=withdraw, alone=alone)
-        self._trials.append(trial)
-        self._news.set()
-
-    def add(self, output: Output) -> None:
-        if self.cut.done():
-            return
-        if not self._outputs:
-            self._news.set()
-        self._outputs.append(output)
-        if len(self._outputs) > _MAX_UNREAD:
-            self._outputs.clear()
-            self.cut_off(f"more than {_MAX_UNREAD} outputs were not read")
-
-    def cut_off(self, reason: str) -> None:
-        """Has the stream end. Its frontend keeps what it has, and submits the rest again."""
-        if not self.cut.done():
-            self.cut.set_result(reason)
-
-    async def write_to(self, context: Context) -> None:
-        """Writes messages as there is news, for ever."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._told != self._state:
-                self._told = self._state
-                state = scheduler_pb2.EngineState(**self._told._asdict())
-                await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
-            while self._trials:
-                trial = self._trials.pop(0)
-                await context.write(scheduler_pb2.SchedulerMessage(trial=trial))
-            if self._outputs:
-                outputs = self._outputs[:_OUTPUTS_AT_ONCE]
-                del self._outputs[:_OUTPUTS_AT_ONCE]
-                if self._outputs:
-                    self._news.set()
-                message = scheduler_pb2.SchedulerMessage(step_output=step_output(outputs))
-                await context.write(message)
 
 
 class SchedulerServicer(SchedulerServiceServicer):
@@ -122,7 +50,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._failed = False
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
-        self._state = _State()
+        self._state = State()
         self._connections: dict[int, Connection] = {}
         # A message about the cache has up to 512 events: one is made per turn of the loop.
         self._watch_turns = Turns(1)
@@ -136,7 +64,8 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         """Answers frontends, whose streams wait until then, and tries their suspects. Runs until
         cancelled. Without `workers`, nothing can be profiled."""
-        self._engine, self._info, self._trials = engine, info, Trials(engine)
+        self._engine, self._info = engine, info
+        self._trials = Trials(engine, self._connections)
         self._workers = workers
         self._ready.set()
         await self._trials.run()
@@ -147,13 +76,13 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def set_serving(self, serving: bool) -> None:
         """Tells all frontends whether requests wait for workers."""
-        self._tell(self._state._replace(serving=serving))
+        self._send_state(self._state._replace(serving=serving))
 
     def drain(self) -> None:
         """Tells all frontends that this scheduler is about to stop, and ends its other streams."""
-        self._tell(self._state._replace(draining=True))
+        self._send_state(self._state._replace(draining=True))
 
-    def _tell(self, state: _State) -> None:
+    def _send_state(self, state: State) -> None:
         self._state = state
         for connection in self._connections.values():
             connection.set_state(state)
@@ -171,28 +100,28 @@ class SchedulerServicer(SchedulerServiceServicer):
         context: Context,
     ) -> None:
         engine, trials = await self._started_engine()
-        number = next(self._numbers)
-        connection = Connection()
-        await trials.join(number, connection.tell, connection.cut_off)
+        connection = Connection(next(self._numbers))
+        await trials.opened()
+        number = connection.number
         self._connections[number] = connection
         connection.set_state(self._state)
         tasks: list[asyncio.Task[None]] = []
         log.info("frontend connected", connection=number)
         try:
             await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
-            reader = asyncio.create_task(_read(number, request_iterator, engine, trials))
+            reader = asyncio.create_task(_read(connection, request_iterator, engine, trials))
             tasks += reader, asyncio.create_task(connection.write_to(context))
             ends: tuple[asyncio.Future[Any], ...] = (*tasks, connection.cut)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if self._failed:
                 raise InternalError("internal error") from None
-            raise UnavailableError("this scheduler is stopping", _AT_ONCE) from None
+            raise StreamEndedError("this scheduler is stopping") from None
         finally:
             for task in tasks:  # first: nothing may be submitted behind what is aborted here
                 task.cancel()
             del self._connections[number]
-            trials.leave(number)
+            trials.wake()
             more = True
             while more:
                 more = engine.abort_connection(number, _ABORTS_AT_ONCE)
@@ -200,7 +129,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             log.info("frontend gone", connection=number)
             await asyncio.gather(*tasks, return_exceptions=True)
         if connection.cut.done():
-            raise UnavailableError(f"{connection.cut.result()}: connect again", _AT_ONCE)
+            raise StreamEndedError(f"{connection.cut.result()}: connect again")
         if not reader.cancelled():
             reader.result()
 
@@ -238,7 +167,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         engine, _ = await self._started_engine()
         caller, blocks = str(next(self._numbers)), engine.scheduler.blocks
 
-        async def tell(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
+        async def send(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
             while True:
                 async with self._watch_turns.half_the_time(caller):
                     message = next(messages, None)
@@ -253,11 +182,11 @@ class SchedulerServicer(SchedulerServiceServicer):
                 f"{MAX_WATCHES} callers watch the prefix cache, and no more may", RETRY_AFTER_S
             )
         with blocks.watched() as watch:
-            await tell(snapshot_parts(watch.snapshot))
+            await send(snapshot_parts(watch.snapshot))
             while not (watch.fell_behind or self._state.draining):
-                await tell(event_messages(await watch.read(_LOAD_EVERY_S)))
+                await send(event_messages(await watch.read(_LOAD_EVERY_S)))
         if self._state.draining:
-            raise UnavailableError("this scheduler is stopping", _AT_ONCE)
+            raise StreamEndedError("this scheduler is stopping")
         raise DataLossError("too many events were not read: watch again")
 
     async def FlushCache(
@@ -303,7 +232,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
 
 async def _read(
-    number: int,
+    connection: Connection,
     messages: AsyncIterator[scheduler_pb2.FrontendMessage],
     engine: Engine,
     trials: Trials,
@@ -311,14 +240,14 @@ async def _read(
     """Handles a frontend's messages until it sends no more."""
     async for message in messages:
         if message.HasField("submit"):
-            seq = read_sequence(number, message.submit, engine.clock())
+            seq = read_sequence(connection.number, message.submit, engine.clock())
             engine.submit(seq, message.submit.n or 1)
         elif message.HasField("abort"):
-            engine.abort(SequenceKey(number, message.abort.request))
-            trials.hear(number, {}, [message.abort.request])
+            engine.abort(SequenceKey(connection.number, message.abort.request))
+            trials.receive(connection, {}, [message.abort.request])
         elif message.HasField("suspects"):
             news = message.suspects
             losses = {each.request: each.losses for each in news.suspects}
-            trials.hear(number, losses, news.cleared, holding=news.holding)
+            trials.receive(connection, losses, news.cleared, holding=news.holding)
         elif message.HasField("names_clients"):
             engine.scheduler.clients_have_names |= message.names_clients

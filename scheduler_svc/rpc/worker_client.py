@@ -43,9 +43,9 @@ _INFO_TIMEOUT_S = 10.0
 _REOPEN_S = 10.0
 # Workers that fail at everything are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
-# Shares of `hang_timeout_s`: a rank that two looks in a row find idle, and that then leaves a call
-# unanswered this long, is found within it.
-_LOOK_SHARE, _ANSWER_SHARE = 0.12, 0.7
+# Shares of `hang_timeout_s`, within which a silent rank is found: the time between polls, and the
+# time for the answer to a call once two polls in a row have seen no progress.
+_POLL_SHARE, _ANSWER_SHARE = 0.12, 0.7
 
 
 class WorkerClient:
@@ -135,7 +135,7 @@ class WorkerClient:
         its time: a worker knows best how long one should, and ends itself if one hangs."""
         while True:
             before = self._num_answers
-            await asyncio.sleep(_LOOK_SHARE * self._hang_timeout_s)
+            await asyncio.sleep(_POLL_SHARE * self._hang_timeout_s)
             for stream in self._streams:
                 if stream.done():
                     return await stream.end_reason()

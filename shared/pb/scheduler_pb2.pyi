@@ -674,14 +674,17 @@ class Finished(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     cause: Global___FinishCause.ValueType
     message: _builtins.str
-    """for the last three causes: what went wrong"""
+    """for the last three causes: what is wrong"""
     retry_after_s: _builtins.float
     """with QUEUE_FULL"""
     score: _builtins.float
     """for beam search"""
+    field: _builtins.str
+    """with INVALID: the path of the client's field that is wrong"""
     def __init__(
         self,
         *,
@@ -690,10 +693,11 @@ class Finished(_message.Message):
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
         score: _builtins.float = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "message", b"message", "request", b"request", "retry_after_s", b"retry_after_s", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "field", b"field", "message", b"message", "request", b"request", "retry_after_s", b"retry_after_s", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,6 +72,8 @@ class SchedulerServiceServicer:
     def Connect(self, request_iterator, context):
         """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
         step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
+        Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
+        connect again: no request is to blame for such an end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,6 +34,8 @@ class SchedulerServiceStub:
     Connect: _grpc.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]
     """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
     step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
+    Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
+    connect again: no request is to blame for such an end.
     """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
     """Reports what the engine holds now and has done since its start."""
@@ -53,6 +55,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     Connect: _aio.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
     """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
     step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
+    Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
+    connect again: no request is to blame for such an end.
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Reports what the engine holds now and has done since its start."""
@@ -75,6 +79,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerMessage], _abc.AsyncIterator[_scheduler_pb2.SchedulerMessage]]:
         """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
         step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
+        Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
+        connect again: no request is to blame for such an end.
         """
 
     @_abc_1.abstractmethod

@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from frontend.engines.connection import SchedulerClient
-from frontend.engines.suspects import MIN_LOSSES
+from frontend.engines.engine import Engine as FrontendEngine
 from frontend.engines.token_stream import TokenStream
 from frontend.request import Request, Sampling
 from shared.errors import InternalError
+from shared.suspects import MIN_LOSSES
 from tests.fake_worker import FakeWorker, completion, start_worker
 from tests.faults.faulty import deadly_environment
 from tests.faults.faulty_scheduler.sitecustomize import FAILURE, READ, STEP, TOKEN
@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(self, parent: psutil.Process, worker: FakeWorker, deaths: Path) -> None:
         self.worker = worker
-        self.clients: list[SchedulerClient] = []
+        self.clients: list[FrontendEngine] = []
         self._parent = parent
         self._deaths = deaths
         self._ready: list[asyncio.Event] = []
@@ -50,16 +50,16 @@ class Engine:
         """Starts another client, and waits until it is ready."""
         ready = asyncio.Event()
 
-        async def note(is_ready: bool) -> None:
+        async def note(_: object, is_ready: bool) -> None:
             if is_ready:
                 ready.set()
             else:
                 ready.clear()
 
-        client = SchedulerClient(address, note)
+        client = FrontendEngine(address, note)
         self.clients.append(client)
         self._ready.append(ready)
-        self._tasks.append(asyncio.create_task(client.run()))
+        self._tasks.append(asyncio.create_task(client.connection.run()))
         await self.all_connected()
 
     async def all_connected(self) -> None:
@@ -106,15 +106,16 @@ async def engine_of(directory: Path, frontends: int) -> AsyncIterator[Engine]:
     assert not worker.violations
 
 
-def submit(client: SchedulerClient, prompt: Sequence[int], max_tokens: int = 60) -> TokenStream:
+def submit(client: FrontendEngine, prompt: Sequence[int], max_tokens: int = 60) -> TokenStream:
     sampling = Sampling(
         seed=0, max_tokens=max_tokens, eos_token_ids=(), stop_token_ids=(), stop=(), temperature=0
     )
-    (stream,) = client.submit(Request(f"begins with {prompt[0]}", prompt, sampling, None))
-    return stream
+    streams = client.streams.open(Request(f"begins with {prompt[0]}", prompt, sampling, None))
+    client.submit(streams)
+    return streams[0]
 
 
-async def ends(stream: TokenStream, client: SchedulerClient) -> Exception | None:
+async def ends(stream: TokenStream, client: FrontendEngine) -> Exception | None:
     """Waits for the end, and returns the error that it came with; closes the stream as a call
     does."""
     while not stream.ended:

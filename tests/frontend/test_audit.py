@@ -89,11 +89,11 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
     for cause, message, status, reason in (
         (pb2.FINISH_CAUSE_QUEUE_FULL, full, "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
         (pb2.FINISH_CAUSE_QUEUE_FULL, spent, "RESOURCE_EXHAUSTED", "input_tokens_per_minute"),
-        (pb2.FINISH_CAUSE_INVALID, "sampling.top_k: no", "INVALID_ARGUMENT", "sampling"),
+        (pb2.FINISH_CAUSE_INVALID, "no", "INVALID_ARGUMENT", "sampling"),
         (pb2.FINISH_CAUSE_INTERNAL, "a worker's", "INTERNAL", None),
         (pb2.FINISH_CAUSE_DEADLINE, "", "DEADLINE_EXCEEDED", None),
     ):
-        scheduler.refusal = pb2.Finished(cause=cause, message=message)
+        scheduler.refusal = pb2.Finished(cause=cause, message=message, field="sampling.top_k")
         call = stub.Generate(request(), metadata=mine)
         assert await outcome(call) == ("acme", "Generate", status, reason)
     scheduler.refusal = None

@@ -14,7 +14,7 @@ from grpc import aio
 from frontend.api import responses, sampling_checks
 from frontend.api.sampling_checks import MAX_LOGPROB_ENTRIES
 from frontend.api.validation import MAX_TOKENIZED
-from frontend.engines import connection as scheduler_client
+from frontend.engines import engine, outputs
 from frontend.engines import streams as frontend_streams
 from frontend.generation import Generation
 from frontend.text import structured_output
@@ -217,12 +217,12 @@ async def test_logprobs_of_a_step_are_filed_in_slices(
         return len(message.token_ids) // 4
 
     with counting_turns() as turns:
-        count(monkeypatch, scheduler_client, "logprob_rows", turns, size)
+        count(monkeypatch, outputs, "logprob_rows", turns, size)
         service.scheduler.send([(number, 0, 300)], [finished], pieces)
         (chunk,) = await rest(call)
     assert len(chunk.prompt_logprobs) == 4000
     assert turns.total == 3999 * 21
-    assert turns.max <= scheduler_client._LOGPROBS_AT_ONCE + 2100
+    assert turns.max <= outputs._LOGPROBS_AT_ONCE + 2100
 
 
 async def test_requests_are_submitted_again_in_slices(
@@ -235,7 +235,7 @@ async def test_requests_are_submitted_again_in_slices(
         for _ in calls:
             await service.scheduler.submits.get()
         with counting_turns() as turns:
-            count(monkeypatch, scheduler_client, "submit_message", turns, lambda *_: 1)
+            count(monkeypatch, engine, "submit_message", turns, lambda *_: 1)
             await service.reconnect()
             for _ in calls:
                 await service.scheduler.submits.get()

@@ -457,7 +457,7 @@ async def taker(cluster: Cluster, *args: Any, **kwargs: Any) -> str:
     """The engine that a request goes to."""
     stream = cluster.submit(*args, **kwargs)
     engines = cluster.engines._engines.values()
-    (name,) = [engine.name for engine in engines if engine.client.has(stream)]
+    (name,) = [engine.name for engine in engines if engine.has(stream)]
     await submitted(cluster.schedulers[name])
     stream.close()
     return name
@@ -509,7 +509,7 @@ async def test_requests_that_come_together_share_what_one_of_them_computes(
     first = await taker(cluster, LONG_PROMPT)
     streams = [cluster.submit(LONG_PROMPT) for _ in range(3)]
     engines = cluster.engines._engines.values()
-    assert {e.name for e in engines for s in streams if e.client.has(s)} == {first}
+    assert {e.name for e in engines for s in streams if e.has(s)} == {first}
 
 
 async def test_a_prefix_is_not_worth_any_wait(

@@ -14,8 +14,8 @@ import pytest
 import structlog
 
 from deploy.ports import free_port
-from frontend.engines import connection as scheduler_client
-from frontend.engines.connection import SchedulerClient
+from frontend.engines import connection
+from frontend.engines.engine import Engine
 from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.logprobs import LogprobRow
 from frontend.request import Grammar, GrammarKind, Request, Sampling
@@ -66,8 +66,11 @@ class Connected:
 
     def __init__(self, address: str, resume_timeout_s: float) -> None:
         self.readiness: asyncio.Queue[bool] = asyncio.Queue()
-        self.client = SchedulerClient(address, self.readiness.put, resume_timeout_s)
-        self._task = asyncio.create_task(self.client.run())
+        self.client = Engine(address, self._note, resume_timeout_s)
+        self._task = asyncio.create_task(self.client.connection.run())
+
+    async def _note(self, _: Engine, ready: bool) -> None:
+        self.readiness.put_nowait(ready)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -83,12 +86,18 @@ async def connected(scheduler: FakeScheduler) -> AsyncIterator[Connected]:
 
 
 @pytest.fixture
-def client(connected: Connected) -> SchedulerClient:
+def client(connected: Connected) -> Engine:
     return connected.client
 
 
-def submit_one(client: SchedulerClient, request: Request) -> TokenStream:
-    (stream,) = client.submit(request)
+def submit(client: Engine, request: Request) -> list[TokenStream]:
+    streams = client.streams.open(request)
+    client.submit(streams)
+    return streams
+
+
+def submit_one(client: Engine, request: Request) -> TokenStream:
+    (stream,) = submit(client, request)
     return stream
 
 
@@ -104,9 +113,7 @@ async def rest(stream: TokenStream, seen: int = 0) -> list[int]:
     return tokens
 
 
-async def test_a_request_is_submitted_whole(
-    client: SchedulerClient, scheduler: FakeScheduler
-) -> None:
+async def test_a_request_is_submitted_whole(client: Engine, scheduler: FakeScheduler) -> None:
     stream = submit_one(client, request(deadline=time.monotonic() + 60))
     submit = await scheduler.submits.get()
     assert submit.request == stream.number
@@ -126,9 +133,7 @@ async def test_a_request_is_submitted_whole(
     )
 
 
-async def test_every_feature_is_submitted(
-    client: SchedulerClient, scheduler: FakeScheduler
-) -> None:
+async def test_every_feature_is_submitted(client: Engine, scheduler: FakeScheduler) -> None:
     submit_one(
         client,
         request(
@@ -169,11 +174,11 @@ async def test_every_feature_is_submitted(
 
 
 async def test_completions_of_a_request_have_handles_in_a_row(
-    client: SchedulerClient, scheduler: FakeScheduler
+    client: Engine, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
     before = submit_one(client, request())
-    streams = client.submit(request(n=3))
+    streams = submit(client, request(n=3))
     after = submit_one(client, request())
     first = before.number + 1
     assert [stream.number for stream in streams] == [first, first + 1, first + 2]
@@ -193,7 +198,7 @@ async def test_completions_of_a_request_are_submitted_anew_each_alone(
     connected: Connected, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
-    streams = connected.client.submit(request(n=3, seed=2**64 - 2, prompt_logprobs=1))
+    streams = submit(connected.client, request(n=3, seed=2**64 - 2, prompt_logprobs=1))
     await scheduler.submits.get()
     scheduler.step()
     for stream in streams:
@@ -215,7 +220,7 @@ async def test_a_beam_search_is_submitted_anew_as_a_whole(
     connected: Connected, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
-    streams = connected.client.submit(request(beam_width=2, max_tokens=3))
+    streams = submit(connected.client, request(beam_width=2, max_tokens=3))
     first = await scheduler.submits.get()
     scheduler.drop_connection()
     assert await connected.readiness.get() is False
@@ -268,7 +273,7 @@ async def test_log_probabilities_that_came_before_are_dropped(
 
 
 async def test_a_completion_goes_on_after_the_tokens_to_resume_after(
-    client: SchedulerClient, scheduler: FakeScheduler
+    client: Engine, scheduler: FakeScheduler
 ) -> None:
     stream = submit_one(client, request(max_tokens=5, resume=[11, 12], logprobs=0))
     submit = await scheduler.submits.get()
@@ -281,15 +286,15 @@ async def test_a_completion_goes_on_after_the_tokens_to_resume_after(
 
 
 async def test_no_deadline_is_sent_as_zero_and_a_passed_one_is_not(
-    client: SchedulerClient, scheduler: FakeScheduler
+    client: Engine, scheduler: FakeScheduler
 ) -> None:
-    client.submit(request())
+    submit(client, request())
     assert (await scheduler.submits.get()).timeout_s == 0
-    client.submit(request(deadline=time.monotonic() - 1))
+    submit(client, request(deadline=time.monotonic() - 1))
     assert (await scheduler.submits.get()).timeout_s > 0
 
 
-async def test_tokens_and_finish_arrive(client: SchedulerClient) -> None:
+async def test_tokens_and_finish_arrive(client: Engine) -> None:
     streams = [submit_one(client, request(max_tokens=n)) for n in (5, 1, 3)]
     assert [await rest(s) for s in streams] == [[11, 12, 13, 11, 12], [11], [11, 12, 13]]
     for stream in streams:
@@ -299,7 +304,7 @@ async def test_tokens_and_finish_arrive(client: SchedulerClient) -> None:
 
 
 async def test_tokens_that_came_meanwhile_are_read_together(
-    client: SchedulerClient, scheduler: FakeScheduler
+    client: Engine, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
     stream = submit_one(client, request(max_tokens=4))
@@ -312,9 +317,7 @@ async def test_tokens_that_came_meanwhile_are_read_together(
     assert await read(stream, 1) == [12, 13, 11]
 
 
-async def test_a_repeated_token_is_dropped(
-    client: SchedulerClient, scheduler: FakeScheduler
-) -> None:
+async def test_a_repeated_token_is_dropped(client: Engine, scheduler: FakeScheduler) -> None:
     scheduler.automatic = False
     stream = submit_one(client, request(max_tokens=3))
     await scheduler.submits.get()
@@ -326,7 +329,7 @@ async def test_a_repeated_token_is_dropped(
 
 
 async def test_a_missing_token_is_an_internal_error(
-    client: SchedulerClient, scheduler: FakeScheduler
+    client: Engine, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
     stream = submit_one(client, request())
@@ -337,9 +340,7 @@ async def test_a_missing_token_is_an_internal_error(
     assert await scheduler.aborts.get() == stream.number
 
 
-async def test_closing_aborts_what_has_not_ended(
-    client: SchedulerClient, scheduler: FakeScheduler
-) -> None:
+async def test_closing_aborts_what_has_not_ended(client: Engine, scheduler: FakeScheduler) -> None:
     finished = submit_one(client, request())
     await rest(finished)
     scheduler.automatic = False
@@ -347,7 +348,7 @@ async def test_closing_aborts_what_has_not_ended(
     client.close(finished)
     client.close(stream)
     client.close(stream)
-    client.submit(request())
+    submit(client, request())
     for _ in range(3):
         await scheduler.submits.get()
     assert await scheduler.aborts.get() == stream.number
@@ -368,11 +369,9 @@ async def test_closing_aborts_what_has_not_ended(
             InvalidArgumentError("request", "does not fit the cache"),
         ),
         (
-            pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="blocks: 9 needed, 8 there"),
-            InvalidArgumentError("request", "blocks: 9 needed, 8 there"),
-        ),
-        (
-            pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="resume_token_ids[3]: no: never"),
+            pb.Finished(
+                cause=pb.FINISH_CAUSE_INVALID, message="no: never", field="resume_token_ids[3]"
+            ),
             InvalidArgumentError("resume_token_ids[3]", "no: never"),
         ),
         (pb.Finished(cause=pb.FINISH_CAUSE_DEADLINE), DeadlineError("the deadline passed")),
@@ -383,7 +382,7 @@ async def test_closing_aborts_what_has_not_ended(
     ],
 )
 async def test_a_cause_that_is_an_error_is_raised(
-    client: SchedulerClient, scheduler: FakeScheduler, finished: pb.Finished, error: ServiceError
+    client: Engine, scheduler: FakeScheduler, finished: pb.Finished, error: ServiceError
 ) -> None:
     scheduler.refusal = finished
     stream = submit_one(client, request())
@@ -407,7 +406,7 @@ async def test_streams_go_on_after_a_lost_connection(
     scheduler.drop_connection()
     assert await connected.readiness.get() is False
     with pytest.raises(UnavailableError):
-        client.submit(request())
+        submit(client, request())
     with pytest.raises(UnavailableError):
         _ = client.engine_info
 
@@ -453,7 +452,7 @@ async def test_a_scheduler_that_restarts_is_found_again(
 async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_client, "_CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.5)
     fake = FakeScheduler(f"127.0.0.1:{free_port()}")
     await fake.start()
     async with name_server() as names:
@@ -489,7 +488,7 @@ async def test_not_ready_before_the_engine_says_what_it_is(scheduler: FakeSchedu
     scheduler.ready.clear()
     connected = Connected(scheduler.address, resume_timeout_s=30)
     with pytest.raises(UnavailableError):
-        connected.client.submit(request())
+        submit(connected.client, request())
     assert connected.readiness.empty()
     scheduler.ready.set()
     assert await connected.readiness.get() is True

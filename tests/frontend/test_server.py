@@ -356,7 +356,7 @@ async def test_a_grammar_that_the_scheduler_refuses_is_blamed_on_its_field(
 ) -> None:
     field = "sampling.structured_output.regex"
     service.scheduler.refusal = scheduler_pb2.Finished(
-        cause=scheduler_pb2.FINISH_CAUSE_INVALID, message=f"{field}: missing ): at 3"
+        cause=scheduler_pb2.FINISH_CAUSE_INVALID, message="missing ): at 3", field=field
     )
     with pytest.raises(aio.AioRpcError) as caught:
         await service.stub.Generate(request(structured_output=pb.StructuredOutput(regex="(a")))

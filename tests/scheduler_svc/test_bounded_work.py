@@ -15,8 +15,9 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, Started
 from scheduler_svc.core.step import Output
-from scheduler_svc.rpc import servicer as server_module
-from scheduler_svc.rpc.servicer import Connection
+from scheduler_svc.rpc import connection as connection_module
+from scheduler_svc.rpc import servicer
+from scheduler_svc.rpc.connection import Connection
 from shared.pb import scheduler_pb2
 from tests.fake_worker import FakeWorker
 from tests.scheduler_svc.test_service import stack_of
@@ -40,14 +41,14 @@ class Written:
 async def test_outputs_that_piled_up_leave_in_slices() -> None:
     seq = Sequence((0, 1), [1], SamplingParams(max_tokens=10_001))
     seq.started = Started(0.0, 0)
-    connection, written = Connection(), Written()
+    connection, written = Connection(0), Written()
     for offset in range(10_000):
         connection.add(Output(seq, 7, offset))
     writer: Any = asyncio.create_task(connection.write_to(written))  # type: ignore[arg-type]
     async with asyncio.timeout(60):
         await written.enough.wait()
     writer.cancel()
-    assert max(written.sizes) == server_module._OUTPUTS_AT_ONCE
+    assert max(written.sizes) == connection_module._OUTPUTS_AT_ONCE
     assert sum(written.sizes) == 10_000
 
 
@@ -70,7 +71,7 @@ async def test_a_lost_frontends_sequences_end_in_slices(
             frontend._call.cancel()
             await stack.until(lambda load: load.waiting == load.running == 0)
     assert turns.total > 400
-    assert turns.max <= server_module._ABORTS_AT_ONCE
+    assert turns.max <= servicer._ABORTS_AT_ONCE
 
 
 def test_beams_of_any_length_take_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:

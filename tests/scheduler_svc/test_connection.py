@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.rpc.servicer import SchedulerServicer
-from shared.errors import UnavailableError
+from shared.errors import StreamEndedError
 from shared.pb import scheduler_pb2 as pb
 
 
@@ -48,7 +48,7 @@ async def test_a_frontend_that_is_cut_off_submits_nothing_more() -> None:
     while engine.events.count("submit") < 3:  # noqa: ASYNC110
         await asyncio.sleep(0)
     untyped._connections[0].cut_off("too slow")
-    with pytest.raises(UnavailableError, match="too slow"):
+    with pytest.raises(StreamEndedError, match="too slow"):
         await call
     aborted = engine.events.index("abort")
     assert engine.events[aborted:] == ["abort"] * 5

@@ -9,7 +9,8 @@ from random import Random
 
 import pytest
 
-from scheduler_svc.suspects import MIN_LOSSES, Suspects
+from scheduler_svc.suspects import Suspects
+from shared.suspects import MIN_LOSSES
 
 
 @dataclass

@@ -10,10 +10,10 @@ from math import ceil, log2
 from random import Random
 from typing import Any
 
-from frontend.engines.connection import SchedulerClient
-from frontend.engines.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
+from frontend.engines.engine import Engine
 from frontend.engines.token_stream import TokenStream
 from shared.errors import InternalError
+from shared.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
 from tests.oracle import completion
 from tests.simulation import virtual_time
 from tests.simulation.successions import (
@@ -47,7 +47,7 @@ async def play(
         loop.call_later(rng.uniform(0, window_s + 3), rng.choice([world.kill, world.restart]))
 
     async def one(prompt: list[int]) -> tuple[list[int], TokenStream, bool]:
-        client: SchedulerClient = rng.choice(world.clients)
+        client: Engine = rng.choice(world.clients)
         await asyncio.sleep(rng.uniform(0, window_s))
         stream = await submit(client, prompt, max_tokens=rng.choice([1, 8, 20]))
         leaves = prompt[0] not in DEADLY and rng.random() < 0.1

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from frontend.engines.connection import SchedulerClient
+from frontend.engines.engine import Engine as FrontendEngine
 from frontend.engines.token_stream import TokenStream
 from frontend.request import Request, Sampling
 from scheduler_svc.core.admission import Limits
@@ -220,8 +220,8 @@ class World:
         self._up = asyncio.Event()
         self._start()
         dialer: Any = self
-        self.clients = [SchedulerClient("", _ignore, dialer=dialer) for _ in range(frontends)]
-        self._tasks = [self.start(client.run()) for client in self.clients]
+        self.clients = [FrontendEngine("", _ignore, dialer=dialer) for _ in range(frontends)]
+        self._tasks = [self.start(client.connection.run()) for client in self.clients]
 
     def die(self) -> None:
         """Ends the scheduler, for which a request is to blame."""
@@ -295,7 +295,7 @@ class World:
         return process
 
 
-async def submit(client: SchedulerClient, prompt: Sequence[int], max_tokens: int) -> TokenStream:
+async def submit(client: FrontendEngine, prompt: Sequence[int], max_tokens: int) -> TokenStream:
     """Submits a greedy request as soon as its frontend is connected."""
     sampling = Sampling(
         seed=0, max_tokens=max_tokens, eos_token_ids=(), stop_token_ids=(), stop=(), temperature=0
@@ -303,14 +303,15 @@ async def submit(client: SchedulerClient, prompt: Sequence[int], max_tokens: int
     request = Request(f"begins with {prompt[0]}", prompt, sampling, None)
     while True:
         try:
-            (stream,) = client.submit(request)
+            streams = client.streams.open(request)
+            client.submit(streams)
         except UnavailableError:
             await asyncio.sleep(0.01)
         else:
-            return stream
+            return streams[0]
 
 
-async def ends(client: SchedulerClient, stream: TokenStream) -> ServiceError | None:
+async def ends(client: FrontendEngine, stream: TokenStream) -> ServiceError | None:
     """Waits for a stream's end and returns the error that it came with, if any."""
     while not stream.ended:
         await stream.waiter.wait(False)
@@ -318,7 +319,7 @@ async def ends(client: SchedulerClient, stream: TokenStream) -> ServiceError | N
     return stream.error
 
 
-async def _ignore(_: bool) -> None:
+async def _ignore(_: object, ready: bool) -> None:
     pass
 
 

@@ -142,7 +142,7 @@ def check_rest(world: World) -> None:
         for index in engines._indexes.values():
             assert not index._promised, f"promised: {index._promised}"
         for place, engine in engines._engines.items():
-            assert not engine.client.num_open, f"{engine.client.open_streams()} at {place}"
+            assert not engine.num_open, f"{engine.open_streams()} at {place}"
             unstarted = engine.load.unstarted_tokens
             assert not unstarted, f"{unstarted} tokens are to be computed at {place}"
         known = {place.address for place in engines._engines}
@@ -159,7 +159,7 @@ def _check_indexes(world: World, number: int) -> None:
         engine = by_place.get(host.address)
         if engine is None or host.process is None or len(engines._tasks[engine]) == 1:
             continue
-        assert engine.client.connected, f"no connection to {host.name}"
+        assert engine.connected, f"no connection to {host.name}"
         index = engine.index
         assert index is not None, f"frontend {number} does not know what {host.name} holds"
         orphans = check_index(index, engine.number, host.process.scheduler.blocks)

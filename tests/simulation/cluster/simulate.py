@@ -10,8 +10,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from frontend.engines.suspects import MIN_LOSSES_ALONE
 from scheduler_svc.core.admission import Limits
+from shared.suspects import MIN_LOSSES_ALONE
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import Watcher, check_end, check_rest
@@ -199,7 +199,7 @@ def _open(world: World) -> list[str]:
         f"{place.address} of frontend {frontend.number}"
         for frontend in world.frontends
         for place, engine in frontend.engines._engines.items()
-        for stream in engine.client.open_streams()
+        for stream in engine.open_streams()
     ]
 
 

@@ -33,8 +33,9 @@ def virtual_deadlines() -> Iterator[None]:
     """Has frontends tell deadlines by the event loop's time."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
     with (
-        mock.patch("frontend.engines.connection.time", clock),
+        mock.patch("frontend.engines.engine.time", clock),
         mock.patch("frontend.engines.messages.time", clock),
+        mock.patch("frontend.engines.outputs.time", clock),
     ):
         yield
 
@@ -53,7 +54,7 @@ class _CountingEngines(Engines):
         streams = super().submit(request)
         self.world.routing_cpu_s.append(time.thread_time() - began)
         if not request.engine:
-            (engine,) = [e for e in self._engines.values() if e.client.has(streams[0])]
+            (engine,) = [e for e in self._engines.values() if e.has(streams[0])]
             self.world.check_placement(self.number, engine)
         return streams
 
@@ -187,7 +188,7 @@ class World:
         for each in self.frontends:
             for engine in each.engines._engines.values():
                 if engine.name in counts:
-                    counts[engine.name] += engine.client.num_open
+                    counts[engine.name] += engine.num_open
         if chosen.name in counts:
             mean = sum(counts.values()) / len(counts)
             most = _MAX_FACTOR * mean + len(self.frontends) * (_MIN_IMBALANCE + MAX_COMPLETIONS)
@@ -216,7 +217,7 @@ class World:
         seen = {
             place.address: f"{'serving' if engine.serving else 'not serving'}, "
             f"{'drained' if engine.is_drained else 'not drained'}, "
-            f"{engine.client.num_open} open"
+            f"{engine.num_open} open"
             for place, engine in engines.items()
         }
         return "; ".join(
