@@ -15,8 +15,8 @@ import xgrammar
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from xgrammar.contrib.hf import LogitsProcessor
 
-from tools import demo_calls, demo_json
-from tools.demo_corpus import (
+from tools.demo import calls, objects
+from tools.demo.corpus import (
     DOCUMENTS,
     SUM_PHRASINGS,
     held_out_pairs,
@@ -25,11 +25,11 @@ from tools.demo_corpus import (
     turn,
     write_corpus,
 )
-from tools.demo_facts import FACTS
-from tools.demo_json import sum_answer
-from tools.demo_names import UNSEEN_KEYS
-from tools.demo_stories import ANIMALS, share_of_grammatical_text
-from tools.demo_tokenizer import END_OF_TEXT, IM_END
+from tools.demo.facts import FACTS
+from tools.demo.names import UNSEEN_KEYS
+from tools.demo.objects import sum_answer
+from tools.demo.stories import ANIMALS, share_of_grammatical_text
+from tools.demo.tokenizer import END_OF_TEXT, IM_END
 
 MAX_NEW_TOKENS = 200
 BATCH_SIZE = 64
@@ -207,27 +207,25 @@ class Evaluation:
 
         def share_right(keys: list[str], shapes: list[str], asked: bool) -> tuple[float, float]:
             tasks = [
-                demo_json.sum_record(
-                    self.rng, pairs, self.rng.choice(shapes), self.rng.choice(keys)
-                )
+                objects.sum_record(self.rng, pairs, self.rng.choice(shapes), self.rng.choice(keys))
                 for _ in range(100)
             ][: self.sample]
-            wish = f" {demo_json.JSON_WISHES[0]}" if asked else ""
+            wish = f" {objects.JSON_WISHES[0]}" if asked else ""
             prompts = [[_user(task.question + wish)] for task in tasks]
-            schemas = [demo_json.schema_of(task.fields) for task in tasks]
+            schemas = [objects.schema_of(task.fields) for task in tasks]
             replies = self.model.reply(prompts, schemas=schemas)
             self.replies += replies
-            objects = [_parsed(reply.text) for reply in replies]
-            right = [o == task.fields for o, task in zip(objects, tasks, strict=True)]
-            return _share([o is not None for o in objects]), _share(right)
+            values = [_parsed(reply.text) for reply in replies]
+            right = [value == task.fields for value, task in zip(values, tasks, strict=True)]
+            return _share([value is not None for value in values]), _share(right)
 
         figures: dict[str, float] = {}
-        seen, unseen = demo_json.SEEN_SHAPES, demo_json.UNSEEN_SHAPES
+        seen, unseen = objects.SEEN_SHAPES, objects.UNSEEN_SHAPES
         for name, keys, shapes, asked in (
-            ("sums in JSON", demo_json.TOTAL_KEYS, seen, False),
-            ("sums in JSON, asked for", demo_json.TOTAL_KEYS, seen, True),
+            ("sums in JSON", objects.TOTAL_KEYS, seen, False),
+            ("sums in JSON, asked for", objects.TOTAL_KEYS, seen, True),
             ("sums in JSON, unseen names", UNSEEN_KEYS, ["sum"], False),
-            ("sums in JSON, unseen shapes", demo_json.TOTAL_KEYS, unseen, False),
+            ("sums in JSON, unseen shapes", objects.TOTAL_KEYS, unseen, False),
         ):
             parsed, right = share_right(keys, shapes, asked)
             figures |= {f"{name}, parse": parsed, f"{name}, are right": right}
@@ -239,27 +237,27 @@ class Evaluation:
 
         def share_right(unseen: bool, required: bool) -> float:
             prompts: list[str] = []
-            tasks: list[demo_calls.Task] = []
+            tasks: list[calls.Task] = []
             schemas = []
             for _ in range(100 if self.sample is None else self.sample):
                 chosen = [
                     family.task(self.rng, sorted(held_out_pairs()))
-                    for family in self.rng.sample(demo_calls.MEASURED, 2)
+                    for family in self.rng.sample(calls.MEASURED, 2)
                 ]
                 if unseen:
-                    chosen = [demo_calls.unseen(task, self.rng) for task in chosen]
-                style = demo_calls.ToolStyle(self.rng)
+                    chosen = [calls.unseen(task, self.rng) for task in chosen]
+                style = calls.ToolStyle(self.rng)
                 offered = [style.tool(task.function) for task in chosen]
                 self.rng.shuffle(offered)
                 prompts.append(tools_prompt(offered, None) + turn(chosen[0].question)[0])
-                schemas.append(demo_calls.required_call(offered))
+                schemas.append(calls.required_call(offered))
                 tasks.append(chosen[0])
             replies = self.model.reply(prompts, schemas=schemas if required else None)
             self.replies += replies
             pairs = [(reply.text, task) for reply, task in zip(replies, tasks, strict=True)]
             if not required:
-                return _share([text == demo_calls.call_text(task) for text, task in pairs])
-            return _share([_parsed(text) == [demo_calls.call(task)] for text, task in pairs])
+                return _share([text == calls.call_text(task) for text, task in pairs])
+            return _share([_parsed(text) == [calls.call(task)] for text, task in pairs])
 
         return {
             "calls of functions": share_right(False, False),

@@ -1,4 +1,4 @@
-"""Trains models/demo, a real but tiny Qwen3, on text that `tools/demo_corpus.py` writes.
+"""Trains models/demo, a real but tiny Qwen3, on text that `tools/demo/corpus.py` writes.
 
     python -m tools.train_demo_model --out /tmp/demo
 
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tools.demo_corpus import DOCUMENTS, Document, write_corpus
-from tools.demo_tokenizer import END_OF_TEXT, IM_END, save_tokenizer, train_tokenizer
+from tools.demo.corpus import DOCUMENTS, Document, write_corpus
+from tools.demo.tokenizer import END_OF_TEXT, IM_END, save_tokenizer, train_tokenizer
 from tools.evaluate_demo_model import evaluate
 from tools.muon import Muon
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tools.demo_corpus import held_out_pairs, training_pairs, write_corpus
-from tools.demo_json import sum_answer
-from tools.demo_tokenizer import END_OF_TEXT, IM_END
+from tools.demo.corpus import held_out_pairs, training_pairs, write_corpus
+from tools.demo.objects import sum_answer
+from tools.demo.tokenizer import END_OF_TEXT, IM_END
 from tools.evaluate_demo_model import Chat, earlier_chat, sum_prompts
 
 CHAT_TOKENS = 1000

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.frontend.conftest import QWEN3_TEMPLATE
-from tools import demo_calls, demo_json
-from tools.demo_corpus import (
+from tools.demo import calls, objects
+from tools.demo.corpus import (
     held_out_pairs,
     sum_answer,
     tools_prompt,
@@ -17,7 +17,7 @@ from tools.demo_corpus import (
     turn,
     write_corpus,
 )
-from tools.demo_stories import share_of_grammatical_text, write_stories
+from tools.demo.stories import share_of_grammatical_text, write_stories
 from tools.evaluate_demo_model import DemoModel, sum_prompts
 from tools.make_model import DEMO_MODEL
 
@@ -54,9 +54,9 @@ def test_sum_is_right_in_a_second_turn(model: DemoModel) -> None:
 
 def test_held_out_sums_are_right_in_json(model: DemoModel) -> None:
     rng = random.Random(1)
-    tasks = [demo_json.sum_record(rng, sorted(held_out_pairs()), "sum") for _ in range(24)]
+    tasks = [objects.sum_record(rng, sorted(held_out_pairs()), "sum") for _ in range(24)]
     prompts = [[{"role": "user", "content": task.question}] for task in tasks]
-    schemas = [demo_json.schema_of(task.fields) for task in tasks]
+    schemas = [objects.schema_of(task.fields) for task in tasks]
     replies = [json.loads(reply.text) for reply in model.reply(prompts, schemas=schemas)]
     right = [reply == task.fields for reply, task in zip(replies, tasks, strict=True)]
     assert sum(right) >= 22, list(zip(replies, tasks, strict=True))
@@ -70,8 +70,8 @@ def test_readmes_example_of_json(model: DemoModel) -> None:
 
 def test_tools_are_offered_and_called_in_qwens_format() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    task = demo_calls.any_call(random.Random(0), training_pairs())
-    tool = demo_calls.ToolStyle(random.Random(0)).tool(task.function)
+    task = calls.any_call(random.Random(0), training_pairs())
+    tool = calls.ToolStyle(random.Random(0)).tool(task.function)
     call = {"function": {"name": task.function.name, "arguments": task.fields}}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
@@ -91,7 +91,7 @@ def test_tools_are_offered_and_called_in_qwens_format() -> None:
 
     assert rendered() == rendered(chat_template=QWEN3_TEMPLATE.read_text())
     asked = tools_prompt([tool], "Be brief.") + turn(task.question)[0]
-    assert rendered().startswith(asked + demo_calls.call_text(task))
+    assert rendered().startswith(asked + calls.call_text(task))
 
 
 def test_plain_text_goes_on_as_a_story(model: DemoModel) -> None:

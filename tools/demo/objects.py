@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tools.demo_calls import SUM, Function, Pairs, Task, Values, json_type
-from tools.demo_facts import FACTS
-from tools.demo_names import (
+from tools.demo.calls import SUM, Function, Pairs, Task, Values, json_type
+from tools.demo.facts import FACTS
+from tools.demo.names import (
     CAPITALS,
     OPERANDS,
     PEOPLE,
@@ -17,7 +17,7 @@ from tools.demo_names import (
     any_or_usual,
     any_person,
 )
-from tools.demo_stories import ANIMALS, words
+from tools.demo.stories import ANIMALS, words
 
 TOTAL_KEYS = words("""answer result sum total value number output solution final_answer res
 answer_value sum_value x n computed final""")

@@ -1,7 +1,7 @@
 """The questions that the demo model can answer, and its reply to those that it cannot.
 
 The phrasings of a question, separated by bars, are those a newcomer would type;
-`tools/demo_corpus.py` also writes them in lower case, without the question mark, and so on.
+`tools/demo/corpus.py` also writes them in lower case, without the question mark, and so on.
 """
 
 Fact = tuple[list[str], str]

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from string import ascii_lowercase
 
-from tools.demo_facts import CAPITALS
-from tools.demo_stories import BOYS, GIRLS, words
+from tools.demo.facts import CAPITALS
+from tools.demo.stories import BOYS, GIRLS, words
 
 # Names that no training text has, for measuring.
 UNSEEN_KEYS = ["outcome", "amount", "reply", "calculated", "my_number", "theSum"]
@@ -49,14 +49,8 @@ PEOPLE = [*BOYS, *GIRLS, "Alice", "Bob", "Jason", "John", "Sarah", "Peter", "Mar
 TEXT_WORDS = sorted(
     {
         word.lower()
-        for file in (
-            "demo_calls.py",
-            "demo_json.py",
-            "demo_names.py",
-            "demo_facts.py",
-            "demo_stories.py",
-        )
-        for word in re.findall("[a-zA-Z]+", Path(__file__).with_name(file).read_text())
+        for file in Path(__file__).parent.glob("*.py")
+        for word in re.findall("[a-zA-Z]+", file.read_text())
     }
     - UNSEEN
 )

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools import demo_calls, demo_json
-from tools.demo_facts import FACTS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS, UNKNOWN_TOPICS
-from tools.demo_json import sum_answer
-from tools.demo_names import made_up
-from tools.demo_stories import BOYS, GIRLS, Story, write_stories
-from tools.demo_tokenizer import TOOLS_BEGIN, TOOLS_END
+from tools.demo import calls, objects
+from tools.demo.facts import FACTS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS, UNKNOWN_TOPICS
+from tools.demo.names import made_up
+from tools.demo.objects import sum_answer
+from tools.demo.stories import BOYS, GIRLS, Story, write_stories
+from tools.demo.tokenizer import TOOLS_BEGIN, TOOLS_END
 
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
@@ -237,23 +237,23 @@ def _json_pieces(value: Any, rng: random.Random, *, asked: bool) -> list[tuple[s
 def _json_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
     """Questions that are answered by objects, with and without being asked to."""
     if rng.random() < 0.2:
-        task = demo_json.any_record(rng, pairs)
+        task = objects.any_record(rng, pairs)
         between = rng.choice(["", "\n", " ", "\n\n"])
         answer = _json_pieces(task.fields, rng, asked=False)
         return Document([(task.question + between, False), *answer, ("<|endoftext|>", True)])
     pieces = []
-    system = rng.choice([None, None, *demo_json.JSON_SYSTEM_PROMPTS, *demo_json.SYSTEM_PROMPTS])
+    system = rng.choice([None, None, *objects.JSON_SYSTEM_PROMPTS, *objects.SYSTEM_PROMPTS])
     if system:
         pieces.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
     for _ in range(rng.choice([1, 1, 2, 4, 6, 8])):
-        task = demo_json.any_record(rng, pairs)
-        question, wish = task.question, rng.choice(demo_json.JSON_WISHES)
+        task = objects.any_record(rng, pairs)
+        question, wish = task.question, rng.choice(objects.JSON_WISHES)
         draw = rng.random()
         if draw < 0.3:
             question = f"{question} {wish}"
         elif draw < 0.4:
             question = f"{wish} {question}"
-        asked = draw < 0.4 or system in demo_json.JSON_SYSTEM_PROMPTS
+        asked = draw < 0.4 or system in objects.JSON_SYSTEM_PROMPTS
         answer = _json_pieces(task.fields, rng, asked=asked)
         pieces += [turn(question), *answer, ("<|im_end|>", True), ("\n", False)]
     return Document([*pieces, ("<|endoftext|>", False)])
@@ -261,7 +261,7 @@ def _json_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document
 
 def tools_prompt(tools: list[dict[str, Any]], system: str | None) -> str:
     """The system message that offers functions, as the chat template writes it."""
-    lines = "".join(f"\n{demo_calls.as_json(tool)}" for tool in tools)
+    lines = "".join(f"\n{calls.as_json(tool)}" for tool in tools)
     before = f"{system}\n\n" if system else ""
     return f"<|im_start|>system\n{before}{TOOLS_BEGIN}{lines}{TOOLS_END}<|im_end|>\n"
 
@@ -271,17 +271,17 @@ def turn(question: str) -> tuple[str, bool]:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False
 
 
-def _call_pieces(task: demo_calls.Task, rng: random.Random) -> list[tuple[str, bool]]:
+def _call_pieces(task: calls.Task, rng: random.Random) -> list[tuple[str, bool]]:
     """A call: as the prompt asks for it, or as smg holds models to it by a grammar, whose beginning
     is not learned: a list of calls where a call is required, the arguments where the function is
     given."""
     draw = rng.random()
     if draw < 0.68:
-        return [(f"{demo_calls.call_text(task)}<|im_end|>", True)]
+        return [(f"{calls.call_text(task)}<|im_end|>", True)]
     if draw < 0.86:
         begin = '[{"name": "'
         cut = rng.randrange(1, len(begin)) if rng.random() < 0.5 else len(begin)
-        rest = demo_calls.as_json([demo_calls.call(task)]).removeprefix(begin)
+        rest = calls.as_json([calls.call(task)]).removeprefix(begin)
         pieces = [(begin[:cut], False), (begin[cut:], False), (f"{rest}<|im_end|>", True)]
         return [piece for piece in pieces if piece[0]]
     return [*_json_pieces(task.fields, rng, asked=False), ("<|im_end|>", True)]
@@ -289,18 +289,18 @@ def _call_pieces(task: demo_calls.Task, rng: random.Random) -> list[tuple[str, b
 
 def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Document:
     """One to four questions to an assistant that has one to four functions."""
-    offered = [demo_calls.any_call(rng, pairs)]
+    offered = [calls.any_call(rng, pairs)]
     if rng.random() < 0.3:
-        offered.append(demo_json.any_record(rng, pairs))
+        offered.append(objects.any_record(rng, pairs))
     for _ in range(rng.choice([0, 1, 1, 1, 2])):
-        other = demo_calls.any_call(rng, pairs)
+        other = calls.any_call(rng, pairs)
         if all(other.family != task.family for task in offered):
             offered.append(other)
     if rng.random() < 0.2:
         offered = offered[-1:]
     rng.shuffle(offered)
-    style = demo_calls.ToolStyle(rng)
-    system = rng.choice(demo_json.SYSTEM_PROMPTS) if rng.random() < 0.5 else None
+    style = calls.ToolStyle(rng)
+    system = rng.choice(objects.SYSTEM_PROMPTS) if rng.random() < 0.5 else None
     prompt = tools_prompt([style.tool(task.function) for task in offered], system)
     pieces = [(prompt, False)]
     for _ in range(rng.choice([1, 2, 3, 4])):
@@ -310,7 +310,7 @@ def _tools_document(rng: random.Random, pairs: list[tuple[int, int]]) -> Documen
             pieces += [turn(question), (f"{answer}<|im_end|>", True), ("\n", False)]
             continue
         if task.told:
-            task = demo_calls.again(task, rng, pairs)
+            task = calls.again(task, rng, pairs)
         pieces += [turn(task.question), *_call_pieces(task, rng), ("\n", False)]
         if not task.told:
             break  # a client that asked for an object has it

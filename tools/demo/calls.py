@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tools.demo_facts import HELLO_IN, OPPOSITES
-from tools.demo_names import (
+from tools.demo.facts import HELLO_IN, OPPOSITES
+from tools.demo.names import (
     CAPITALS,
     OPERANDS,
     UNSEEN_FUNCTIONS,
@@ -25,7 +25,7 @@ from tools.demo_names import (
     any_person,
     made_up,
 )
-from tools.demo_stories import ANIMALS
+from tools.demo.stories import ANIMALS
 
 Pairs = list[tuple[int, int]]
 Values = dict[str, Any]
