@@ -75,6 +75,11 @@ class Child:
         given_up = self.exit_status == CANNOT_START and not was_up
         return not self.pid and not given_up and time.monotonic() >= self.due
 
+    def forget_failures(self) -> None:
+        """Lets the process start without a pause."""
+        self.due = 0.0
+        self._backoff.reset()
+
     def poll(self, timeout_s: float = 0.0) -> None:
         """Notices that the process has ended; waits at most `timeout_s` seconds for that."""
         if not self.pid:

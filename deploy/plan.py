@@ -76,8 +76,7 @@ def read_settings(environment: Environment) -> StackSettings:
     Raises:
         SettingsError: a NANO_ variable is unknown or invalid.
     """
-    master_port = environment.get("MASTER_PORT", "0")
-    return load_settings(StackSettings, [], {f"{PREFIX}MASTER_PORT": master_port} | environment)
+    return load_settings(StackSettings, [], environment)
 
 
 def plan_stack(

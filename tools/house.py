@@ -81,8 +81,12 @@ def _num_fields(text: str, class_name: str) -> int:
             for each in ast.walk(node):
                 if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
                     names.add(each.target.id)
-                is_target = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-                if is_target and isinstance(each.value, ast.Name) and each.value.id == "self":
+                if (
+                    isinstance(each, ast.Attribute)
+                    and isinstance(each.ctx, ast.Store)
+                    and isinstance(each.value, ast.Name)
+                    and each.value.id == "self"
+                ):
                     names.add(each.attr)
     return len(names)
 

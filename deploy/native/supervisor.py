@@ -100,6 +100,8 @@ class Supervisor:
         wanted = {each.name: each for each in stack.processes()} if stack else {}
         for name, process in wanted.items():
             child = self._child(name)
+            if name in stopped:
+                child.forget_failures()
             if stack and name not in stopped and child.may_start(stack.was_up):
                 child.start(command(stack, process), os.environ | {NAME: name})
         for name in [*self._children]:

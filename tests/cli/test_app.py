@@ -85,7 +85,7 @@ def test_help_shows_common_options_alone() -> None:
 def test_settings_have_the_names_of_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, str] = {}
     monkeypatch.setattr(
-        "deploy.commands.run", lambda environment, _: given.update(environment) or 0
+        "deploy.native.commands.run", lambda environment, _: given.update(environment) or 0
     )
     words = ["run", "--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.5"]
     assert CliRunner().invoke(app, [*words, "--enforce-eager", "True"]).exit_code == 0

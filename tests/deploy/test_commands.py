@@ -136,7 +136,6 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     behaviour = launcher.directory / "behaviour"
     start = ("up", "--port", port, "--services", "worker frontend")
     launcher.succeed(*start, STANDIN_FILE=str(behaviour))
-    launcher.fail("scale", "--port", port, "--engines", 1)  # it has no scheduler
     before = launcher.members(port)
     supervisor = named(before, "deploy.native.supervisor")
     supervisor.send_signal(number)

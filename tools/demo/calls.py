@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tools.demo.facts import HELLO_IN, OPPOSITES
+from tools.demo.facts import CAPITALS, HELLO_IN, OPPOSITES
 from tools.demo.names import (
-    CAPITALS,
     OPERANDS,
     UNSEEN_FUNCTIONS,
     UNSEEN_PARAMETERS,

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.demo.calls import SUM, Function, Pairs, Task, Values, json_type
-from tools.demo.facts import FACTS
+from tools.demo.facts import CAPITALS, FACTS
 from tools.demo.names import (
-    CAPITALS,
     OPERANDS,
     PEOPLE,
     any_city,
