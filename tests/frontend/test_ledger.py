@@ -87,14 +87,18 @@ def test_what_dies_alone_twice_is_guilty_unless_it_got_a_token(
     assert states(ledger)[2] is State.SUSPECT
 
 
-def test_what_is_withdrawn_is_withheld_from_the_next_trial_on() -> None:
+@pytest.mark.parametrize("next_trial", [False, True])
+def test_a_death_counts_against_what_was_withdrawn_until_the_next_trial(next_trial: bool) -> None:
     ledger = ledger_of(1)
-    ledger.begin_trial([], withdraw=True, alone=False)
-    assert (states(ledger), ledger.holding) == ({1: State.WITHDRAWN}, True)
-    ledger.begin_trial([], withdraw=False, alone=True)
-    assert (states(ledger), ledger.holding) == ({1: State.WITHHELD}, True)
-    ledger.begin_trial([], withdraw=False, alone=False)
-    assert not ledger.holding
+    for _ in range(2):
+        ledger.begin_trial([], withdraw=True, alone=False)
+        assert (states(ledger), ledger.holding) == ({1: State.WITHDRAWN}, True)
+        if next_trial:
+            ledger.begin_trial([], withdraw=False, alone=True)
+            assert (states(ledger), ledger.holding) == ({1: State.WITHHELD}, True)
+        die(ledger)
+        assert not ledger.holding
+    assert states(ledger) == {1: State.SENT if next_trial else State.SUSPECT}
 
 
 def test_a_trial_ends_with_progress_or_the_end_or_the_next_trial() -> None:

@@ -528,31 +528,6 @@ async def test_everything_is_withdrawn_while_another_request_is_tried(
     assert await rest(during) == [11]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-async def test_a_death_counts_against_what_was_withdrawn_until_it_is_gone(
-    connected: Connected, scheduler: FakeScheduler, alone: bool
-) -> None:
-    scheduler.automatic = False
-    stream = submit_one(connected.client, request(max_tokens=9))
-    for token in (11, 12):
-        await scheduler.submits.get()
-        tell(scheduler, withdraw=True)
-        assert (await scheduler.suspects.get()).holding
-        if alone:
-            tell(scheduler, alone=True)
-        scheduler.send([(stream.number, token - 11, token)])
-        while len(stream.tokens) < token - 10:
-            await stream.waiter.wait(False)
-        await scheduler.stop()
-        await scheduler.start()
-    news = [asyncio.create_task(queue.get()) for queue in (scheduler.submits, scheduler.suspects)]
-    await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
-    submitted, named = (each.done() for each in news)
-    for each in news:
-        each.cancel()
-    assert (submitted, named) == (alone, not alone)
-
-
 def tell(
     scheduler: FakeScheduler, *requests: int, withdraw: bool = False, alone: bool = False
 ) -> None:
