@@ -138,6 +138,7 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     launcher.succeed(*start, STANDIN_FILE=str(behaviour))
     before = launcher.members(port)
     supervisor = named(before, "deploy.native.supervisor")
+    worker, frontend = named(before, "worker_svc"), named(before, "frontend")
     supervisor.send_signal(number)
     state = "SILENT" if number is signal.SIGSTOP else "GONE"
     said = f"{state} no process is restarted"
@@ -145,7 +146,6 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     assert launcher.serving(port) == 2
     if number is not signal.SIGSTOP:
         assert "make up starts one" in launcher.fail("restart", "--port", port)
-    worker = named(before, "worker_svc")
     worker.kill()
     wait_for(lambda: launcher.serving(port) == 1, "the worker to be missed")
 
@@ -153,11 +153,11 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     assert "has a supervisor again" in launcher.succeed("up", "--port", port)
     members = launcher.members(port)
     assert not {supervisor, worker} & {*members}
-    assert named(before, "frontend") in members
+    assert frontend in members
     assert named(members, "worker_svc").environ()["STANDIN_FILE"] == str(behaviour)
     # What it has adopted it replaces, too.
-    named(members, "frontend").kill()
-    wait_for(lambda: named(before, "frontend") not in launcher.members(port), "its end")
+    frontend.kill()
+    wait_for(lambda: frontend not in launcher.members(port), "its end")
     wait_for(lambda: launcher.serving(port) == 2, "another frontend")
     assert "already up" in launcher.succeed("up", "--port", port)
     launcher.succeed("down", "--port", port)
