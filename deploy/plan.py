@@ -127,7 +127,7 @@ def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, po
     sockets = f"unix:{directory}"
     http_port = _http_port(settings, port) if {"frontend", "gateway"} <= services else 0
     ui_port = 0
-    if {"frontend", "page"} <= services:
+    if {"frontend", "dashboard"} <= services:
         wanted, usual = settings.ui_port, _USUAL_UI_PORT
         ui_port = choose_port("UI_PORT", wanted, "127.0.0.1", port, usual, taken=http_port)
     model = resolve_model(settings.model) if services & {"worker", "frontend"} else None

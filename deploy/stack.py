@@ -17,13 +17,13 @@ from nano_vllm_grpc.tls import ClientTls
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.
 ENGINE_SERVICES = ("worker", "scheduler", "frontend")
-SERVICES = (*ENGINE_SERVICES, "gateway", "page")
+SERVICES = (*ENGINE_SERVICES, "gateway", "dashboard")
 MODULES = {
     "worker": "worker_svc",
     "scheduler": "scheduler_svc",
     "frontend": "frontend",
     "gateway": "deploy.gateway",
-    "page": "deploy.page",
+    "dashboard": "deploy.dashboard",
 }
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -74,7 +74,7 @@ class Stack:
         return gateway_url(self.host, self.http_port, secure=self.public_tls is not None)
 
     @property
-    def page_url(self) -> str:
+    def dashboard_url(self) -> str:
         return f"http://127.0.0.1:{self.ui_port}"
 
     @property
@@ -91,7 +91,7 @@ class Stack:
             "scheduler": self.engines,
             "frontend": self.frontends,
             "gateway": int(bool(self.http_port)),
-            "page": int(bool(self.ui_port)),
+            "dashboard": int(bool(self.ui_port)),
         }[service]
 
     def first_index(self, service: str) -> int:
@@ -156,7 +156,7 @@ class Stack:
             return self.scheduler_address
         if service in ("worker", "scheduler"):
             return f"unix:{self.directory}/{service}-{index}.sock"
-        urls = {"gateway": self.url, "page": self.page_url}
+        urls = {"gateway": self.url, "dashboard": self.dashboard_url}
         return urls.get(service, self.address)
 
     @property

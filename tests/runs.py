@@ -90,7 +90,7 @@ _FLAKY = {
     "bench/test_modes.py": ("test_load", "test_routing"),
     "cli/test_generate.py": ("test_killed_and_stopped_runs_go_on_where_they_were",),
     "client/test_resume.py": (),
-    "deploy/page/test_browser.py": ("test_an_answer_streams_outlives_its_worker_and_stops",),
+    "deploy/dashboard/test_browser.py": ("test_an_answer_streams_outlives_its_worker_and_stops",),
     "deploy/test_supervisor.py": ("test_a_pid_that_another_process_had_before",),
     "e2e/test_quantized.py": ("test_tokens_with_an_int8_cache",),
     "faults/test_clients.py": (),

@@ -213,7 +213,7 @@ def _already_up(stack: Stack) -> int:
 def _greet(stack: Stack) -> None:
     """Streams a completion and says how to send more."""
     token = first_token(stack.auth_tokens_file)
-    ui = f"\nIts dashboard is {stack.page_url}." if stack.ui_port else ""
+    ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
     print(f"\n{PROMPT}", end="", flush=True)
     stream_completion(
         stack.address,

@@ -161,7 +161,7 @@ def command(stack: Stack, process: Process) -> list[str]:
             flags["scheduler-address"] = process.address
         elif stack.master_ports:
             flags["master-port"] = stack.master_ports[process.engine - 1]
-    if stack.model_path and process.service != "page":
+    if stack.model_path and process.service != "dashboard":
         flags["model"] = stack.model_link(process.engine)
     if process.service == "worker":
         if stack.engines > 1:
@@ -170,7 +170,7 @@ def command(stack: Stack, process: Process) -> list[str]:
     if process.service == "frontend":
         flags["index"] = process.index
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    if process.service == "page":
+    if process.service == "dashboard":
         words = [str(stack.directory)]
     # -P: modules come from the installation, never from the user's current directory.
     return [sys.executable, "-P", "-m", MODULES[process.service], *words]

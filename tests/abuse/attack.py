@@ -180,7 +180,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Interface = Literal["grpc", "engine", "events", "http", "page", "open"]  # open: without tokens
+Interface = Literal["grpc", "engine", "events", "http", "dashboard", "open"]  # open: without tokens
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Attack:
     def anonymous(self) -> bool:
         """Whether it needs a stack that asks for no tokens: only such a one serves HTTP, and the
         cache's events to all of the host."""
-        return self.interface in ("events", "http", "page")
+        return self.interface in ("events", "http", "dashboard")
 
 
 ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks`

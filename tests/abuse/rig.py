@@ -59,8 +59,8 @@ class Rig:
                 return self.open_frontend()
             case "http":
                 return urlsplit(stack.url).netloc
-            case "page":
-                return urlsplit(stack.page_url).netloc
+            case "dashboard":
+                return urlsplit(stack.dashboard_url).netloc
 
     def begin(self) -> None:
         """Begins a window."""
@@ -75,7 +75,7 @@ class Rig:
 @contextmanager
 def running_rig(*, anonymous: bool) -> Iterator[Rig]:
     """Runs a stack and its honest clients, who know the right answers when this returns. If
-    anonymous, it serves HTTP, the page and the cache's events, too."""
+    anonymous, it serves HTTP, the dashboard and the cache's events, too."""
     with tempfile.TemporaryDirectory(prefix="nano-abuse") as name, ExitStack() as started:
         directory = Path(name)
         variables: dict[str, Any] = {"model": _long_model(directory), "dtype": "float32"}

@@ -71,7 +71,7 @@ def test_the_page_from_up_to_down(launcher: Launcher, port: int) -> None:
     assert json.loads(state.removeprefix(b"data: "))["faults"] == []
 
     row = launcher.rows(port)[-1]
-    assert [*row[:2], row[3]] == ["page", "0", url]
+    assert [*row[:2], row[3]] == ["dashboard", "0", url]
     (page,) = [each for each in launcher.members(port) if each.pid == int(row[2])]
     page.kill()
     page.wait(WAIT_S)

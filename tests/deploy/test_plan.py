@@ -32,7 +32,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "service", "usual"), [("HTTP_PORT", "gateway", 8000), ("UI_PORT", "page", 8080)]
+    ("name", "service", "usual"), [("HTTP_PORT", "gateway", 8000), ("UI_PORT", "dashboard", 8080)]
 )
 def test_the_usual_port_is_the_usual_stacks(
     busy: set[int], name: str, service: str, usual: int

@@ -174,7 +174,7 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
 def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
     """But for the gateway's, which docs/security.md says."""
     stack = opened.stack
-    names = [("frontend", 0), ("frontend", 1), ("page", 0)]
+    names = [("frontend", 0), ("frontend", 1), ("dashboard", 0)]
     pids = [stack.pid(*name) for name in names]
     ports = {
         connection.laddr.port

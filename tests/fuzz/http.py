@@ -1,4 +1,4 @@
-"""Hostile requests to the gateway and to the page of a real stack, over HTTP."""
+"""Hostile requests to the gateway and to the dashboard of a real stack, over HTTP."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KNOWN = re.compile(r"Available: [^\"]*")
 
 
 async def fuzz(_: Path, count: int, seed: int) -> Tally:
-    """Sends `count` requests to what the gateway serves, as many to the page's routes, and the
+    """Sends `count` requests to what the gateway serves, as many to the dashboard's routes, and the
     corpus."""
     tally = Tally()
     with running_stack(http_port="auto", ui_port="auto", **_SMALL) as stack:
         cases = [*draw_cases(_GATEWAY, count, seed), *load_cases("http")]
         await _fuzz(stack, stack.stack.url, cases, tally)
-        cases = [*draw_cases(_PAGE, count, seed), *load_cases("page")]
-        await _fuzz(stack, stack.stack.page_url, cases, tally)
+        cases = [*draw_cases(_PAGE, count, seed), *load_cases("dashboard")]
+        await _fuzz(stack, stack.stack.dashboard_url, cases, tally)
     return tally
 
 
@@ -165,5 +165,5 @@ _PAGE: list[tuple[str, str, Any]] = [
     ("GET", "/", None),
     ("GET", "/events", None),
     ("GET", "/readiness", None),
-    ("GET", "/static/page.js", None),
+    ("GET", "/static/dashboard.js", None),
 ]

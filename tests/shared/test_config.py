@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from deploy.dashboard.__main__ import DashboardSettings
 from deploy.gateway import GatewaySettings
-from deploy.page.__main__ import PageSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import KNOWN_NAMES, SettingsError, load_settings, settings_or_exit
@@ -35,7 +35,7 @@ def test_settings_are_frozen() -> None:
 
 def test_every_service_knows_the_names_of_all() -> None:
     engine = (FrontendSettings, SchedulerSettings, WorkerSettings)
-    services = (*engine, GatewaySettings, PageSettings)
+    services = (*engine, GatewaySettings, DashboardSettings)
     assert {name for each in services for name in each.model_fields} == KNOWN_NAMES
 
 

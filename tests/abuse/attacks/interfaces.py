@@ -1,4 +1,4 @@
-"""Attacks on a stack's other interfaces: the HTTP gateway, the page, and the engine protocol."""
+"""Attacks on the HTTP gateway, the dashboard and the engine protocol."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ async def http_stalled_bodies(target: Target) -> None:
     await target.flood(lambda: _ask(target, request), 4_200)
 
 
-@attack(interface="page")
-async def page_polls(target: Target) -> None:
-    """The page and its chat, opened again and again, 64 at a time, and left at the first event."""
+@attack(interface="dashboard")
+async def dashboard_polls(target: Target) -> None:
+    """The dashboard and its chat, opened again and again, 64 at a time; each is left at once."""
     watch = f"GET /events HTTP/1.1\r\nhost: {target.address}\r\n\r\n".encode()
     chat = _post(target, "/chat", {"messages": _MESSAGES})
     requests = itertools.cycle([watch, chat])

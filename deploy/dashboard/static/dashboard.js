@@ -1,4 +1,4 @@
-// The page: the chat beside the state of the stack, which comes as events.
+// The dashboard: the chat beside the state of the stack, which comes as events.
 
 import { Charts } from "/static/charts.js";
 import { Chat } from "/static/chat.js";

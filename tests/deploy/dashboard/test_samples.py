@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 
-from deploy.page.samples import Sampler
+from deploy.dashboard.samples import Sampler
 
 from .conftest import stack_in
 

@@ -1,4 +1,4 @@
-"""The page's process alone, in front of a frontend whose tokens can be worked out by hand."""
+"""The dashboard's process alone, in front of a frontend whose tokens can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
         port = int(frontend.address.rpartition(":")[2])
         stack = stack_in(directory, port, ui_port=free_port(), **facts)
         stack.save()
-        command = [sys.executable, "-m", "deploy.page", str(directory)]
+        command = [sys.executable, "-m", "deploy.dashboard", str(directory)]
         environment = os.environ | {"NANO_UI_PORT": str(stack.ui_port)}
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
-            wait_for(lambda: http_health(stack.page_url) == SERVING, "the page to serve")
+            wait_for(lambda: http_health(stack.dashboard_url) == SERVING, "the dashboard to serve")
             yield Page(stack, frontend)
         finally:
             process.terminate()
@@ -65,7 +65,7 @@ def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with running_page(tmp_path_factory.mktemp("page")) as page:
+    with running_page(tmp_path_factory.mktemp("dashboard")) as page:
         yield page
 
 

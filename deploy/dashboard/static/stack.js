@@ -16,7 +16,7 @@ export function showFaults(body, faults, now) {
     cell(pause_s === null ? "lasts" : pause_s ? duration(pause_s) : "none", "number"),
     cell(ago(now - began), "number"),
   ));
-  if (!rows.length) rows.push(row(cell("none since the page's process started")));
+  if (!rows.length) rows.push(row(cell("none since the dashboard's process started")));
   body.replaceChildren(...rows);
 }
 

@@ -1,4 +1,4 @@
-"""The page over HTTP: whom it refuses, what its answers may do, a chat that streams and stops."""
+"""The dashboard over HTTP: rejected callers, limits of answers, a chat that streams and stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from deploy.page import app
+from deploy.dashboard import app
 from tests.waiting import wait_for
 
 from .conftest import Page, running_page
@@ -40,7 +40,7 @@ HELLO = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
     ],
 )
 def test_only_the_page_itself_may_ask(page: Page, headers: dict[str, str], status: int) -> None:
-    for path, body in (("/", None), ("/static/page.js", None), ("/chat", HELLO)):
+    for path, body in (("/", None), ("/static/dashboard.js", None), ("/chat", HELLO)):
         with page.ask(path, JSON | headers, body) as answer:
             assert answer.status_code == status
             answer.read()
@@ -51,7 +51,7 @@ def test_only_the_page_itself_may_ask(page: Page, headers: dict[str, str], statu
     ("path", "headers"),
     [
         ("/", {}),
-        ("/static/page.js", {}),
+        ("/static/dashboard.js", {}),
         ("/nothing", {}),
         ("/", {"host": "evil.example"}),
         ("/", {"origin": "http://evil.example"}),
@@ -191,7 +191,7 @@ def test_only_so_many_connections_are_open(page: Page) -> None:
     host, _, port = page.host.partition(":")
 
     def status() -> int:
-        with page.ask("/static/page.js") as answer:
+        with page.ask("/static/dashboard.js") as answer:
             answer.read()
             return answer.status_code
 

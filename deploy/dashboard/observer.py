@@ -12,12 +12,12 @@ from typing import Any
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.dashboard.faults import Faults
+from deploy.dashboard.samples import Sample, Sampler
 from deploy.errors import SupervisorGoneError
 from deploy.health import CHANNEL_OPTIONS
 from deploy.native.processes import running_processes
 from deploy.native.status import ProcessStatus, stack_status, supervisor_status
-from deploy.page.faults import Faults
-from deploy.page.samples import Sample, Sampler
 from deploy.stack import Stack
 from nano_vllm_grpc.channels import KEEPALIVE_S, open_channel
 from shared.channels import internal_options

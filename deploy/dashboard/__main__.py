@@ -1,4 +1,4 @@
-"""Serves the dashboard of a stack: `python -m deploy.page DIRECTORY`."""
+"""Serves the dashboard of a stack: `python -m deploy.dashboard DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import uvicorn
 from pydantic import Field
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from deploy.page.app import make_app
-from deploy.page.observer import Observer
+from deploy.dashboard.app import make_app
+from deploy.dashboard.observer import Observer
 from deploy.stack import Stack
 from nano_vllm_grpc import AsyncLLM
 from shared.config import ServiceSettings, settings_or_exit
@@ -34,10 +34,10 @@ _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 << 10
 
 
-class PageSettings(ServiceSettings):
+class DashboardSettings(ServiceSettings):
     """The stack's settings that the dashboard reads."""
 
-    program: ClassVar[str] = "python -m deploy.page"
+    program: ClassVar[str] = "python -m deploy.dashboard"
 
     ui_port: int = Field(8080, gt=0, le=65535)
 
@@ -76,7 +76,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
+async def serve(stack: Stack, settings: DashboardSettings, ready: Ready) -> None:
     """Serves the dashboard until SIGTERM or SIGINT.
 
     Raises:
@@ -107,12 +107,12 @@ async def serve(stack: Stack, settings: PageSettings, ready: Ready) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=PageSettings.program)
+    parser = argparse.ArgumentParser(prog=DashboardSettings.program)
     parser.add_argument("directory", type=Path)
     stack = Stack.load(parser.parse_args().directory)
-    settings = settings_or_exit(PageSettings, [])
+    settings = settings_or_exit(DashboardSettings, [])
     return run_service(
-        "page", settings, partial(serve, stack), alone=[f"{_HOST}:{settings.ui_port}"]
+        "dashboard", settings, partial(serve, stack), alone=[f"{_HOST}:{settings.ui_port}"]
     )
 
 

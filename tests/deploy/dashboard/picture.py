@@ -1,4 +1,4 @@
-"""`python -m tests.deploy.page.picture docs/page.png`: the README's picture of the page, with
+"""`python -m tests.deploy.dashboard.picture docs/dashboard.png`: the README's picture, with
 traffic, and a worker that is killed while it answers. Takes four minutes."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def converse(stack: RealStack, tab: Tab) -> None:
 def main() -> None:
     with (
         running_stack(ui_port=free_port(), **_STACK) as stack,
-        opened(stack.stack.page_url) as tab,
+        opened(stack.stack.dashboard_url) as tab,
     ):
         tab.show(_WIDTH, _HEIGHT, "light", _SCALE)
         load = threading.Thread(target=asyncio.run, args=[traffic(stack.address)], daemon=True)

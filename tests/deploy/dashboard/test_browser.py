@@ -1,4 +1,4 @@
-"""The page in a browser: an answer streams, goes on after its worker was killed, and stops."""
+"""The dashboard in a browser: an answer streams, goes on after its worker was killed, and stops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
 
 @pytest.fixture
 def tab(stack: RealStack) -> Iterator[Tab]:
-    with opened(stack.stack.page_url) as tab:
+    with opened(stack.stack.dashboard_url) as tab:
         tab.wait_for("#health.good", "serving")
         yield tab
         assert not tab.complaints

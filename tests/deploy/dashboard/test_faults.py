@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploy.page.faults import Fault, Faults
+from deploy.dashboard.faults import Fault, Faults
 
 
 def serving(pids: Mapping[str, int | None]) -> Faults:

@@ -19,8 +19,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from deploy.page.guard import HOSTS, Bounded, Guard
-from deploy.page.observer import Observer
+from deploy.dashboard.guard import HOSTS, Bounded, Guard
+from deploy.dashboard.observer import Observer
 from deploy.stack import Stack
 from nano_vllm_grpc import AsyncLLM, LLMError
 
