@@ -19,7 +19,7 @@ quote = '$(subst ','\'',$(1))'
 flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z-) $(call quote,$($(name)))))
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
-KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE DRAIN_TIMEOUT_S ENGINE_ADDRESSES IN OUT MODE \
+KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE HANDOVER_TIMEOUT_S GATEWAY_ADDRESSES IN OUT MODE \
 	GPU_PYTHON BUILDER BASE SEEDS SEED FAULTS ATTACK CHECK \
 	MEMORY_LIMIT WORKER_MEMORY_LIMIT TMP_SIZE SHM_SIZE
 # A word of a value may look like a variable, but make has none of that name.
@@ -86,14 +86,14 @@ down: $(READY)  ## stop the stack
 	@$(CLI) down $(call flags,PORT RUNTIME)
 
 restart: $(STAMP)  ## restart all processes, one at a time, while requests continue (SERVICE, ENGINE: only this one; MODEL: a new one)
-	@$(CLI) restart $(call flags,PORT SERVICE ENGINE MODEL DRAIN_TIMEOUT_S)
+	@$(CLI) restart $(call flags,PORT SERVICE ENGINE MODEL HANDOVER_TIMEOUT_S)
 
 scale: $(READY)  ## start or stop engines of the running stack until it has ENGINES, while requests continue
 	@$(CLI) scale $(call flags,PORT RUNTIME ENGINES)
 
-gateway: $(STAMP)  ## run an HTTP gateway for several stacks (ENGINE_ADDRESSES: of all frontends; HOST, HTTP_PORT; MODEL: a directory)
+gateway: $(STAMP)  ## run an HTTP gateway for several stacks (GATEWAY_ADDRESSES: of all frontends; HOST, HTTP_PORT; MODEL: a directory)
 	@$(BIN)/python -m deploy.gateway --gateway-policy cache_aware \
-		$(call flags,ENGINE_ADDRESSES HOST HTTP_PORT MODEL TLS_CERT TLS_KEY AUTH_TOKENS_FILE \
+		$(call flags,GATEWAY_ADDRESSES HOST HTTP_PORT MODEL TLS_CERT TLS_KEY AUTH_TOKENS_FILE \
 		ALLOW_PUBLIC_PLAINTEXT OTLP_ENDPOINT TRACE_SAMPLE_RATIO)
 
 ps: $(READY)  ## show a line per process: name, index, pid, address, state

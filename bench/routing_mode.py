@@ -246,13 +246,13 @@ async def _start_gateway(
     address."""
     frontends = [f"{HOST}:{free_port()}" for _ in addresses]
     for address, frontend in zip(addresses, frontends, strict=True):
-        await _start_frontend(stack, directory, [address], engine_addresses=frontend)
+        await _start_frontend(stack, directory, [address], gateway_addresses=frontend)
     port = free_port()
     process = BenchProcess(
         stack,
         directory / "gateway.log",
         "deploy.gateway",
-        engine_addresses=",".join(frontends),
+        gateway_addresses=",".join(frontends),
         gateway_policy="cache_aware",
         model=_MODEL,
         http_port=port,

@@ -156,12 +156,12 @@ def restart(
     service: Service = None,
     engine: Annotated[int | None, typer.Option(min=0, help="only this engine")] = None,
     model: Annotated[str | None, typer.Option(help="new model of the stack")] = None,
-    drain_timeout_s: Annotated[
+    handover_timeout_s: Annotated[
         float, typer.Option(min=0, help="for streams to move to another engine or end")
     ] = DRAIN_S,
 ) -> int:
     """Restart processes or engines one at a time; wait until each one serves."""
-    return restart_processes(_directory(port), service, engine, model, drain_timeout_s)
+    return restart_processes(_directory(port), service, engine, model, handover_timeout_s)
 
 
 @app.command()

@@ -64,22 +64,24 @@ class GatewaySettings(PublicSettings):
     program: ClassVar[str] = "python -m deploy.gateway"
 
     http_port: int = Field(8000, gt=0, le=65535)
-    engine_addresses: Addresses = Field((), description="of all frontends, of one stack or several")
+    gateway_addresses: Addresses = Field(
+        (), description="of all frontends, of one stack or several"
+    )
     gateway_policy: Literal["round_robin", "cache_aware"] = Field(
         "round_robin", description="cache_aware: prefer the stack that has the prompt's prefix"
     )
     model: str = "models/demo"
 
-    _split = field_validator("engine_addresses", mode="before")(split_commas)
+    _split = field_validator("gateway_addresses", mode="before")(split_commas)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.engine_addresses:
-            raise ValueError("engine_addresses: must not be empty")
-        for address in self.engine_addresses:
+        if not self.gateway_addresses:
+            raise ValueError("gateway_addresses: must not be empty")
+        for address in self.gateway_addresses:
             if not (stays_on_host(address) or self.allow_public_plaintext):
                 raise ValueError(
-                    f"engine_addresses: {address} is not on loopback, and the gateway calls "
+                    f"gateway_addresses: {address} is not on loopback, and the gateway calls "
                     "frontends without TLS; use a tunnel (docs/http.md), or set "
                     "allow_public_plaintext (NANO_ALLOW_PUBLIC_PLAINTEXT=1) if the network is "
                     "private"
@@ -153,7 +155,7 @@ def router_args(
     family, _ = read_model_file(Path(settings.model))
     budgets.write_text(json.dumps(admission.budgets))  # JSON is YAML, too
     return RouterArgs(
-        worker_urls=[f"grpc://{address}" for address in settings.engine_addresses],
+        worker_urls=[f"grpc://{address}" for address in settings.gateway_addresses],
         host=settings.host.strip("[]"),
         port=settings.http_port,
         model_path=str(Path(settings.model).resolve()),

@@ -41,7 +41,7 @@ class StackSettings(PublicSettings):
     scheduler_address: str = ""
     scheduler_addresses: Addresses = ()
     worker_addresses: Addresses = ()
-    engine_addresses: Addresses = ()
+    gateway_addresses: Addresses = ()
     profile_directory: str = ""
     http_port: HttpPort = Field("auto", description="port of the HTTP gateway; 0: none")
     ui_port: HttpPort = Field("auto", description="port of the dashboard, on loopback; 0: none")
@@ -52,7 +52,7 @@ class StackSettings(PublicSettings):
     client_key: str = ""
 
     _split = field_validator(
-        "scheduler_addresses", "worker_addresses", "engine_addresses", mode="before"
+        "scheduler_addresses", "worker_addresses", "gateway_addresses", mode="before"
     )(lambda v: split_commas(v))
 
 
@@ -167,8 +167,8 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
         variables["SCHEDULER_ADDRESSES"] = f"file:{stack.engines_file}"
     if stack.http_port:
         variables["HTTP_PORT"] = str(stack.http_port)
-        variables["ENGINE_ADDRESSES"] = ",".join(
-            settings.engine_addresses
+        variables["GATEWAY_ADDRESSES"] = ",".join(
+            settings.gateway_addresses
             or (f"127.0.0.1:{free_port()}" for _ in range(stack.frontends))
         )
     if stack.ui_port:

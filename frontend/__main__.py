@@ -33,7 +33,7 @@ def main() -> int:
         EventLoop,
         metrics=metrics,
         index=settings.index,
-        alone=[settings.engine_address] if settings.engine_address else [],
+        alone=[settings.gateway_address] if settings.gateway_address else [],
         together=[f"{settings.host}:{settings.port}"],
     )
 

@@ -43,7 +43,7 @@ def public_server(
     tokens = Tokens(path) if path else None
     operators_methods: set[str] = set()
     gateway: GatewayAddress | None = None
-    if settings.engine_address:
+    if settings.gateway_address:
         # Its packages are installed for gateways alone.
         from frontend.api.vllm_engine import servicer as engine
 
@@ -52,7 +52,7 @@ def public_server(
         if settings.serves_gateway:
             methods = {f"/{engine.SERVICE_NAME}/{name}" for name in engine.PROTOCOL.methods_by_name}
             find = tokens.named if tokens else None
-            gateway = GatewayAddress(settings.engine_address, methods, find)
+            gateway = GatewayAddress(settings.gateway_address, methods, find)
             operators_methods.remove(engine.EVENTS_METHOD)
     paths = {
         f"/{service.full_name}/{name}": name
@@ -104,7 +104,7 @@ async def serve(
             if serving and not opened:
                 # Not before: gateways ask once, when they can connect, what the model is.
                 opened = True
-                await engine_server.start(settings.engine_address)
+                await engine_server.start(settings.gateway_address)
             await engine_server.set_serving(serving)
         await server.set_serving(serving)
 
@@ -118,7 +118,7 @@ async def serve(
     )
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
-    if settings.engine_address:
+    if settings.gateway_address:
         from frontend.api.vllm_engine import servicer as engine
 
         engine_server = Server(

@@ -81,14 +81,17 @@ class FrontendSettings(PublicSettings):
         description="operators send a token on one of its lines; they may flush, profile and watch "
         "the cache",
     )
-    engine_addresses: Addresses = Field(
+    gateway_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )
     report_cached_tokens: bool = Field(
-        False, description="report to callers of engine_addresses how much of a prompt was cached"
+        False,
+        description="report to callers of gateway_addresses how much of a prompt was cached",
     )
 
-    _split = field_validator("engine_addresses", "scheduler_addresses", mode="before")(split_commas)
+    _split = field_validator("gateway_addresses", "scheduler_addresses", mode="before")(
+        split_commas
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -102,10 +105,10 @@ class FrontendSettings(PublicSettings):
                 raise ValueError("scheduler_addresses: file: has no path")
             if kind != "file":
                 self.check_scheduler(source)
-        for address in self.engine_addresses:
-            self._check_listening("engine_addresses", address)
-        if self.engine_addresses and self.index >= len(self.engine_addresses):
-            raise ValueError(f"engine_addresses: none for the frontend with index {self.index}")
+        for address in self.gateway_addresses:
+            self._check_listening("gateway_addresses", address)
+        if self.gateway_addresses and self.index >= len(self.gateway_addresses):
+            raise ValueError(f"gateway_addresses: none for the frontend with index {self.index}")
         return self
 
     def check_scheduler(self, address: str) -> None:
@@ -113,11 +116,11 @@ class FrontendSettings(PublicSettings):
         self._check_calling("scheduler_addresses", address)
 
     @property
-    def engine_address(self) -> str:
+    def gateway_address(self) -> str:
         """Where this frontend serves vLLM's engine protocol; empty: nowhere."""
-        return self.engine_addresses[self.index] if self.engine_addresses else ""
+        return self.gateway_addresses[self.index] if self.gateway_addresses else ""
 
     @property
     def serves_gateway(self) -> bool:
         """Whether the engine protocol is for processes of this user alone: a gateway's."""
-        return stays_on_host(self.engine_address)
+        return stays_on_host(self.gateway_address)

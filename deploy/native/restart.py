@@ -26,7 +26,7 @@ def restart(
     service: str | None,
     engine: int | None = None,
     model: str | None = None,
-    drain_timeout_s: float = 0.0,
+    handover_timeout_s: float = 0.0,
 ) -> int:
     """Restarts the processes of `service`, of `engine` or all, each once the previous one serves
     again; returns 0 when all serve. If there are several engines, it instead restarts engine after
@@ -34,7 +34,7 @@ def restart(
 
     Args:
         model: replaces the model of the stack.
-        drain_timeout_s: seconds for streams to move to another engine or end.
+        handover_timeout_s: seconds for streams to move to another engine or end.
 
     Raises:
         LaunchError: no stack runs in `directory`, or a process does not come back.
@@ -51,7 +51,7 @@ def restart(
                 apply(stack)  # completes an interrupted command
             for number in range(0 if in_turn else stack.engines):
                 if members := [each for each in processes if each.engine == number]:
-                    replace_engine(stack, number, members, drain_timeout_s, report, found)
+                    replace_engine(stack, number, members, handover_timeout_s, report, found)
             rest = in_turn or [each for each in processes if each.engine is None]
             if found:
                 _replace_model(stack, rest, report, found)

@@ -27,15 +27,15 @@ def replace_engine(
     stack: Stack,
     engine: int,
     processes: Sequence[Process],
-    drain_timeout_s: float,
+    handover_timeout_s: float,
     report: Report,
     model: Path | None = None,
 ) -> None:
     """Restarts these processes of an engine. Frontends leave it before, and return after.
 
     Args:
-        drain_timeout_s: seconds for frontends to move their streams to other engines, and for those
-            that only this engine can finish: those of the last engine with a model.
+        handover_timeout_s: seconds for frontends to move their streams to other engines, and for
+            streams that only this engine can finish: those of the last engine with a model.
         model: the engine's new model; None: it keeps its model.
 
     Raises:
@@ -46,7 +46,7 @@ def replace_engine(
     if stack.engines > 1:
         list_engines(stack, (each for each in range(stack.engines) if each != engine))
     try:
-        wait_until_left(stack, engine, drain_timeout_s)
+        wait_until_left(stack, engine, handover_timeout_s)
         if model:
             _replace_model(stack, engine, processes, report, model)
         else:

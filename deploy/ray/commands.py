@@ -38,7 +38,7 @@ _FILES = (
     *("internal_tls_cert", "internal_tls_key", "internal_tls_ca", "profile_directory"),
     "config_file",
 )
-_CHOSEN = ("scheduler_address", "worker_addresses", "engine_addresses", "master_port")
+_CHOSEN = ("scheduler_address", "worker_addresses", "gateway_addresses", "master_port")
 
 
 def up(environment: Environment, layout: Layout) -> int:

@@ -40,7 +40,7 @@ class Rig:
     stack: RealStack
     observer: Child
     attackers_token: str  # empty: the frontend asks for none
-    engine_address: str
+    gateway_address: str
     open_frontend: Callable[[], str]  # starts it if need be, and returns its address
 
     @property
@@ -54,7 +54,7 @@ class Rig:
             case "grpc":
                 return stack.address
             case "engine" | "events":
-                return self.engine_address
+                return self.gateway_address
             case "open":
                 return self.open_frontend()
             case "http":
@@ -83,11 +83,11 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             variables |= {"http_port": "auto", "ui_port": "auto"}
         else:
             variables["auth_tokens_file"] = _tokens_file(directory)
-        engine_address = f"127.0.0.1:{free_port()}"
-        environment = {"NANO_ENGINE_ADDRESSES": engine_address}
+        gateway_address = f"127.0.0.1:{free_port()}"
+        environment = {"NANO_GATEWAY_ADDRESSES": gateway_address}
         if not anonymous:  # on loopback all callers would be the gateway
-            port = engine_address.rpartition(":")[2]
-            environment["NANO_ENGINE_ADDRESSES"] = f"0.0.0.0:{port}"
+            port = gateway_address.rpartition(":")[2]
+            environment["NANO_GATEWAY_ADDRESSES"] = f"0.0.0.0:{port}"
             environment["NANO_ALLOW_PUBLIC_PLAINTEXT"] = "1"
         with _few_descriptors():
             stack = started.enter_context(running_stack(environment, **variables))
@@ -99,11 +99,11 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
 
         options = ["--address", stack.address, "--scheduler", scheduler]
         if not anonymous:
-            options += ["--token", HONEST_TOKEN, "--engine", engine_address]
+            options += ["--token", HONEST_TOKEN, "--engine", gateway_address]
         observer = started.enter_context(Child("tests.abuse.observer", *options))
         observer.expect("READY")
         token = "" if anonymous else ATTACKERS_TOKEN
-        yield Rig(stack, observer, token, engine_address, open_frontend)
+        yield Rig(stack, observer, token, gateway_address, open_frontend)
 
 
 @contextmanager

@@ -238,9 +238,9 @@ def test_only_what_clients_call_is_published_and_on_loopback() -> None:
 
 def test_the_gateway_finds_its_frontend_in_its_own_network() -> None:
     http, gateway = (services()[name]["environment"] for name in ("http", "gateway"))
-    assert http["NANO_ENGINE_ADDRESSES"] == gateway["NANO_ENGINE_ADDRESSES"]
-    assert stays_on_host(http["NANO_ENGINE_ADDRESSES"])
-    assert "NANO_ENGINE_ADDRESSES" not in services()["frontend"]["environment"]
+    assert http["NANO_GATEWAY_ADDRESSES"] == gateway["NANO_GATEWAY_ADDRESSES"]
+    assert stays_on_host(http["NANO_GATEWAY_ADDRESSES"])
+    assert "NANO_GATEWAY_ADDRESSES" not in services()["frontend"]["environment"]
 
 
 def test_files_of_tokens_and_certificates_get_into_the_containers(

@@ -51,8 +51,8 @@ def test_only_variables_that_are_set_are_passed() -> None:
         *("--max-num-seqs", "4"),
         *("--runtime", "docker"),
     ]
-    words = last_command("gateway", "ENGINE_ADDRESSES=a:1,b:2", "HTTP_PORT=80")
-    assert words[-4:] == ["--engine-addresses", "a:1,b:2", "--http-port", "80"]
+    words = last_command("gateway", "GATEWAY_ADDRESSES=a:1,b:2", "HTTP_PORT=80")
+    assert words[-4:] == ["--gateway-addresses", "a:1,b:2", "--http-port", "80"]
     words = last_command("generate", "IN=a b", "OUT=c", "PORT=6000", "ARGS=--concurrency 4")
     assert words[2:] == ["a b", "c", "--address", "127.0.0.1:6000", "--concurrency", "4"]
     words = last_command("bench", "MODE=stack", "TP=2", "ARGS=--num-seqs 4")
@@ -93,7 +93,7 @@ OF_UP = [f"{name}=1" for each in LISTS for name in each.split() if "(" not in na
     [
         ("up", OF_UP),
         ("down", ("PORT=6000", "RUNTIME=ray")),
-        ("restart", ("PORT=6000", "SERVICE=worker", "ENGINE=1", "MODEL=m", "DRAIN_TIMEOUT_S=2")),
+        ("restart", ("PORT=6000", "SERVICE=worker", "ENGINE=1", "MODEL=m", "HANDOVER_TIMEOUT_S=2")),
         ("scale", ("PORT=6000", "ENGINES=3")),
         ("ps", ("PORT=6000",)),
         ("logs", ("SERVICE=worker",)),

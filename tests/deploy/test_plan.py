@@ -76,7 +76,7 @@ def test_where_clients_need_tokens_or_tls_there_is_http(
         stack, environment = plan(Layout(frontends=2, services=WITH_HTTP), **settings)
         assert [e.address for e in stack.processes() if e.service == "gateway"] == [stack.url]
         assert stack.url == f"{scheme}://127.0.0.1:{stack.http_port}"
-        addresses = environment["NANO_ENGINE_ADDRESSES"].split(",")
+        addresses = environment["NANO_GATEWAY_ADDRESSES"].split(",")
         assert [address.startswith("127.0.0.1:") for address in {*addresses}] == [True, True]
 
 
@@ -86,7 +86,7 @@ def test_where_clients_need_certificates_there_is_no_http(authority: Authority) 
     settings |= {"TLS_CLIENT_CA": str(authority.ca)}
     stack, environment = plan(Layout(services=WITH_HTTP), **settings)
     assert not stack.http_port
-    assert "NANO_ENGINE_ADDRESSES" not in environment
+    assert "NANO_GATEWAY_ADDRESSES" not in environment
     with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, but the gateway"):
         plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
 

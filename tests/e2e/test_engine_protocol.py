@@ -32,7 +32,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealStack,
     with (
         running_stack(
             tp=2,
-            engine_addresses=address,
+            gateway_addresses=address,
             operator_tokens_file=tokens,
             kv_blocks=24,
             block_size=BLOCK,

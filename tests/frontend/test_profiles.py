@@ -31,13 +31,13 @@ def settings(settings: FrontendSettings, tmp_path: Path) -> FrontendSettings:
     tokens.write_text(f"{TOKEN}\n")
     address = f"127.0.0.1:{free_port()}"
     return settings.model_copy(
-        update={"engine_addresses": (address,), "operator_tokens_file": str(tokens)}
+        update={"gateway_addresses": (address,), "operator_tokens_file": str(tokens)}
     )
 
 
 @pytest.fixture
 async def engine(service: Service, settings: FrontendSettings) -> AsyncIterator[Any]:
-    async with aio.insecure_channel(settings.engine_address) as channel:
+    async with aio.insecure_channel(settings.gateway_address) as channel:
         await channel.channel_ready()
         yield VllmEngineStub(channel)  # type: ignore[no-untyped-call]
 
@@ -64,7 +64,7 @@ async def test_an_operator_hears_where_the_traces_are(service: Service, engine: 
 async def test_who_may_not_is_refused_before_a_message_is_sent(
     engine: Any, settings: FrontendSettings
 ) -> None:
-    async with aio.insecure_channel(settings.engine_address) as channel:
+    async with aio.insecure_channel(settings.gateway_address) as channel:
         call: Any = channel.stream_unary(f"/{SERVICE_NAME}/StartProfile")()
         assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 

@@ -53,13 +53,13 @@ def settings(
     if tokens := more.pop("tokens", ""):
         (tmp_path / "tokens").write_text(tokens)
         more["auth_tokens_file"] = str(tmp_path / "tokens")
-    return settings.model_copy(update={"engine_addresses": (address,), **more})
+    return settings.model_copy(update={"gateway_addresses": (address,), **more})
 
 
 @pytest.fixture
 async def engine(service: Service, settings: FrontendSettings) -> AsyncIterator[Any]:
     """A client of the engine protocol."""
-    port = settings.engine_address.rpartition(":")[2]
+    port = settings.gateway_address.rpartition(":")[2]
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await channel.channel_ready()
         yield VllmEngineStub(channel)  # type: ignore[no-untyped-call]
@@ -401,7 +401,7 @@ async def test_health_and_the_engine_protocol_follow_the_engine(
     with pytest.raises(aio.AioRpcError) as caught:
         await collect(engine.Generate(request()))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    async with aio.insecure_channel(settings.engine_address) as channel:
+    async with aio.insecure_channel(settings.gateway_address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         status = (await check(health_pb2.HealthCheckRequest())).status
     assert status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -514,7 +514,8 @@ async def test_another_users_process_is_no_gateway(engine: Any, settings: Fronte
                 print(error.code().name, error.details())
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", program, settings.engine_address, ACME), stdout=subprocess.PIPE
+        *(sys.executable, "-c", program, settings.gateway_address, ACME),
+        stdout=subprocess.PIPE,
     )
     told, _ = await process.communicate()
     assert told.decode() == (

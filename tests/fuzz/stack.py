@@ -72,7 +72,7 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
     settings = FrontendSettings(
         model=str(directory),
         port=free_port(),
-        engine_addresses=(f"unix:{directory}/e",),
+        gateway_addresses=(f"unix:{directory}/e",),
         operator_tokens_file=str(operators),
         scheduler_address=scheduler,
         max_message_bytes=1 << 18,
@@ -88,7 +88,7 @@ async def running_stack(directory: Path) -> AsyncIterator[Stack]:
     try:
         async with (
             aio.insecure_channel(address) as channel,
-            aio.insecure_channel(settings.engine_address) as engine,
+            aio.insecure_channel(settings.gateway_address) as engine,
             aio.insecure_channel(scheduler) as to_s,
         ):
             await wait_serving(channel, SERVICE)

@@ -32,7 +32,7 @@ def changed_gateway(door: str, change: str) -> Iterator[tuple[subprocess.Popen[b
     its process and its address."""
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--http-port={address.rpartition(':')[2]}"]
-    flags += [f"--engine-addresses={door}", f"--model={DEMO_MODEL}"]
+    flags += [f"--gateway-addresses={door}", f"--model={DEMO_MODEL}"]
     program = f"import sys\nimport deploy.gateway\n{change}\nsys.exit(deploy.gateway.main())"
     process = subprocess.Popen([sys.executable, "-c", program, *flags], cwd=ROOT)
     try:

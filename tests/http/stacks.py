@@ -131,7 +131,11 @@ def running(directory: Path, module: str, **flags: object) -> Iterator[None]:
 @contextmanager
 def frontend(directory: Path, address: str, door: str, **flags: object) -> Iterator[None]:
     """A frontend at `address`, which tells those of its host what the cache holds."""
-    settings = {"model": DEMO_MODEL, "port": address.rpartition(":")[2], "engine_addresses": door}
+    settings = {
+        "model": DEMO_MODEL,
+        "port": address.rpartition(":")[2],
+        "gateway_addresses": door,
+    }
     with running(directory, "frontend", **settings, **flags):
         yield
 
@@ -145,7 +149,7 @@ def gateway(directory: Path, addresses: Sequence[str]) -> Iterator[Gateway]:
     """The gateway of stacks whose frontends are at `addresses`, once it serves."""
     directory.mkdir()
     settings = {
-        "engine_addresses": ",".join(addresses),
+        "gateway_addresses": ",".join(addresses),
         "gateway_policy": "cache_aware",
         "http_port": free_port(),
         "model": DEMO_MODEL,

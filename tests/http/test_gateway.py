@@ -34,7 +34,7 @@ def door() -> str:
 
 @pytest.fixture(scope="module")
 def stack(door: str) -> Iterator[RealStack]:
-    given = {"NANO_ENGINE_ADDRESSES": door}
+    given = {"NANO_GATEWAY_ADDRESSES": door}
     with running_stack(given, http_port="auto", served_model_name=NAME) as running:
         yield running
 
@@ -43,7 +43,7 @@ def stack(door: str) -> Iterator[RealStack]:
 def test_a_tokens_file_without_tokens_does_not_let_everybody_in(tmp_path: Path, lines: str) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(lines)
-    settings = GatewaySettings(engine_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
+    settings = GatewaySettings(gateway_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
     keys = dict(Admission.read(settings).keys)
     assert keys.get("acme") == ("a-token-of-sixteen" if "acme" in lines else None)
     assert len(keys["nobody"]) == 64
@@ -55,20 +55,20 @@ def test_what_crosses_of_budgets(tmp_path: Path) -> None:
         "a-token-of-sixteen name=both input_tokens_per_minute=7 output_tokens_per_minute=5\n"
         "b-token-of-sixteen name=one input_tokens_per_minute=7\n"
     )
-    settings = GatewaySettings(engine_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
+    settings = GatewaySettings(gateway_addresses=("127.0.0.1:1",), auth_tokens_file=str(tokens))
     (tenant,) = Admission.read(settings).budgets["tenants"]
     assert (tenant["tenant_key"], tenant["tokens_per_minute"]) == ("auth:both", 12)
 
 
 def test_parsers_are_those_of_the_models_family(tmp_path: Path) -> None:
     addresses = ("127.0.0.1:1",)
-    settings = GatewaySettings(engine_addresses=addresses, model=str(DEMO_MODEL))
+    settings = GatewaySettings(gateway_addresses=addresses, model=str(DEMO_MODEL))
     admission, budgets = Admission.read(settings), tmp_path / "budgets"
     args = router_args(settings, 1, admission, budgets)
     assert (args.reasoning_parser, args.tool_call_parser) == ("qwen3", "qwen")
 
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    other = GatewaySettings(engine_addresses=addresses, model=str(tmp_path))
+    other = GatewaySettings(gateway_addresses=addresses, model=str(tmp_path))
     with pytest.raises(ModelError, match="architectures: GPT2LMHeadModel is not served"):
         router_args(other, 1, admission, budgets)
 

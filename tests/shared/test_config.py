@@ -67,9 +67,15 @@ def test_a_bad_file_is_named(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ((), "engine_addresses: must not be empty"),
-        (("--engine-addresses=127.0.0.1:1,10.0.0.1:2",), "engine_addresses: 10.0.0.1:2 is not on"),
-        (("--engine-addresses=127.0.0.1:1", "--host=0.0.0.0"), "host: 0.0.0.0:50051 would listen"),
+        ((), "gateway_addresses: must not be empty"),
+        (
+            ("--gateway-addresses=127.0.0.1:1,10.0.0.1:2",),
+            "gateway_addresses: 10.0.0.1:2 is not on",
+        ),
+        (
+            ("--gateway-addresses=127.0.0.1:1", "--host=0.0.0.0"),
+            "host: 0.0.0.0:50051 would listen",
+        ),
     ],
 )
 def test_the_gateway_stays_on_its_host_unless_told_otherwise(

@@ -154,7 +154,7 @@ class Process:
             case GatewaySettings():
                 return [f"{settings.host}:{settings.http_port}"]
             case FrontendSettings():
-                engine = [settings.engine_address] if settings.engine_address else []
+                engine = [settings.gateway_address] if settings.gateway_address else []
                 return [f"{settings.host}:{settings.port}", *engine]
             case SchedulerSettings():
                 return [settings.scheduler_address]

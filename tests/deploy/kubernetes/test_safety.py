@@ -91,7 +91,7 @@ def test_clients_need_a_token(manifests: list[Manifest]) -> None:
         if process.service in (FrontendSettings, GatewaySettings):
             assert process.settings.callers_need_tokens
         if process.service is GatewaySettings:
-            assert all(map(stays_on_host, process.settings.engine_addresses))
+            assert all(map(stays_on_host, process.settings.gateway_addresses))
 
 
 def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> None:
