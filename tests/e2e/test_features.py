@@ -314,7 +314,7 @@ def test_structured_output_fits(
     output: StructuredOutput, fits: Any, stub: InferenceServiceStub
 ) -> None:
     # A small model closes what it opens sooner with some encouragement.
-    closing = stub.Tokenize(TokenizeRequest(text='"}])')).token_ids
+    closing = stub.Tokenize(TokenizeRequest(text='"}])x')).token_ids
     complete = 0
     for seed in range(3):
         params = SamplingParams(

@@ -167,7 +167,7 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
     directory = opened.stack.directory
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     sockets = [each for each in directory.iterdir() if each.is_socket()]
-    assert len(sockets) == 4
+    assert len(sockets) == 3
     assert not any(each.stat().st_mode & 0o077 for each in sockets)
 
 

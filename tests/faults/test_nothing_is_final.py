@@ -4,7 +4,6 @@ stack serves again. With TLS inside and outside, and tokens."""
 from __future__ import annotations
 
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ import psutil
 import pytest
 
 from deploy.health import SERVING
-from deploy.native.processes import find_supervisor, replace_supervisor, running_processes
-from deploy.native.status import format_status, stack_status, supervisor_status
+from deploy.native.processes import running_processes
+from deploy.native.status import format_status, stack_status
 from nano_vllm_grpc import LLM, TLS, SamplingParams
 from tests.certificates import Authority, Issued
 from tests.stack import RealStack, UnmetPreconditionError, running_stack
@@ -43,11 +42,6 @@ class Victim:
         parent = self.fork(name).parent()
         assert parent is not None
         return parent
-
-    def supervisor(self) -> psutil.Process:
-        found = find_supervisor(self.stack.directory)
-        assert found is not None
-        return psutil.Process(found.pid)
 
     def trouble(self, service: str) -> str:
         """The line of `make ps` for the service."""
@@ -183,29 +177,3 @@ def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
     stream.join()
     assert found == [expected]
     victim.stack.wait_serving()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
-    victim: Victim, number: signal.Signals
-) -> None:
-    expected = victim.generate()
-    found: list[str] = []
-    stream = threading.Thread(target=lambda: found.append(victim.generate()))
-    before = victim.stack.load().sampled_tokens
-    stream.start()
-    victim.stack.wait_load(lambda load: load.sampled_tokens > before + 5)
-    pids = victim.stack.pids()
-    victim.supervisor().send_signal(number)
-    stream.join()
-    assert found == [expected]
-    state = "GONE" if number is signal.SIGKILL else "SILENT"
-    directory = victim.stack.directory
-    wait_for(lambda: supervisor_status(victim.stack.stack).state == state, "its state")
-    supervisor = replace_supervisor(directory)
-    assert supervisor
-    wait_for(lambda: supervisor_status(victim.stack.stack).state == "RUNNING", "another")
-    assert victim.stack.pids() == pids
-    victim.parent("frontend-0").kill()
-    victim.stack.wait_serving()
-    assert victim.generate() == expected

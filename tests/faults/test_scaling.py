@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 from collections.abc import Awaitable
 from pathlib import Path
 
+import psutil
+import pytest
 from safetensors.torch import load_file, save_file
 
+from deploy.native.processes import find_supervisor
 from deploy.ports import free_port
+from deploy.stack import run_directory
 from tests.deploy.conftest import Launcher, launching
 from tests.faults.steady_load import make_requests, steady_load, stream_all, stream_tokens
 from tests.stack import DEMO_MODEL
+from tests.waiting import wait_for
 
 _STREAMS = 8
 
@@ -47,6 +54,34 @@ async def test_no_stream_notices_engines_that_come_restart_change_and_go(tmp_pat
         log = (tmp_path / ".run" / str(port) / "supervisor.log").read_text()
         assert '"exit_status": -9' not in log  # all ended on their own
         assert launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    port = free_port()
+    with launching(tmp_path) as launcher:
+        launcher.use_real_services()
+        launcher.succeed("up", "--port", port, NANO_MODEL=str(DEMO_MODEL))
+        before = pids(launcher, port)
+        state = "GONE" if number is signal.SIGKILL else "SILENT"
+
+        def shown() -> str:
+            return str(launcher("ps", "--port", port).stdout)
+
+        async with steady_load(f"127.0.0.1:{port}", _STREAMS):
+            supervisor = find_supervisor(tmp_path / run_directory(port))
+            assert supervisor is not None
+            os.kill(supervisor.pid, number)
+            await asyncio.to_thread(wait_for, lambda: state in shown(), "ps to say so")
+            await asyncio.to_thread(launcher.succeed, "up", "--port", port)
+            assert before - pids(launcher, port) == {supervisor.pid}
+            # The new supervisor restarts what the old one started.
+            parent = psutil.Process(launcher.pids(port)["scheduler-0"]).parent()
+            assert parent is not None
+            parent.kill()
+            await asyncio.to_thread(wait_for, lambda: launcher.serving(port) == 3, "a successor")
 
 
 def labels(metrics: Path, service: str) -> list[str]:
