@@ -36,8 +36,8 @@ _POLLS = 10  # per `hang_timeout_s`
 
 
 class StepTimes:
-    """Learns limits on the time of a step from earlier steps. A step takes milliseconds on a GPU
-    and up to minutes on a CPU. Steps have one size if their work has the same bit length."""
+    """Learns limits on the time of a step from earlier steps of its size, see `size_of`. A step
+    takes milliseconds on a GPU and up to minutes on a CPU."""
 
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}  # seconds, by size
@@ -129,7 +129,7 @@ class HangWatch:
 
 def end_process(reason: str) -> None:
     """Reports where each thread is, and ends the process without waiting for its threads."""
-    # If nobody reads the log any more, writing to it may hang too.
+    # If no process reads the log any more, writing to it may hang too.
     writer = threading.Thread(target=_report, args=(reason,), daemon=True)
     writer.start()
     writer.join(0.5)

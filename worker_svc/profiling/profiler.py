@@ -66,7 +66,7 @@ class Profiler:
         self._profile: _Profile | None = None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="profile")
         self._piece: Future[None] | None = None  # being written
-        self._written: Future[Path] | None = None  # a trace that nobody has asked for yet
+        self._written: Future[Path] | None = None  # a trace that `stop` has not returned yet
 
     def start(self, options: ProfileOptions, device: str) -> Path:
         """Begins to record as many steps as the options say -> the path of the future trace.

@@ -1,5 +1,5 @@
-"""Filters top_k, top_p and min_p, applied in this order. They mean what they mean in transformers
-(the warpers TopK, TopP and MinP after Temperature).
+"""Filters top_k, top_p and min_p, applied in this order, as in transformers (the warpers TopK, TopP
+and MinP after Temperature).
 
     keep_likely(logits, vocab, temperatures, filters, tp, ops)
 
@@ -110,8 +110,8 @@ def _search(
     tp: TensorParallel,
     ops: Ops,
 ) -> torch.Tensor:
-    """Searches the thresholds [G] float32, the largest at or above which there is enough weight, or
-    any others that exclude exactly those logits. Where there is too little weight, it returns
+    """Finds the largest thresholds [G] float32 at or above which there is enough weight, or others
+    that exclude exactly the logits that these exclude. Where there is too little weight, it returns
     floors [G].
 
     Args:

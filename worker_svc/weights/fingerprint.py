@@ -47,7 +47,7 @@ class ModelFiles:
         self.fingerprint = self._read_fingerprint()
 
     def check_unchanged(self) -> None:
-        """Checks that the files have not changed, so that the fingerprint fits what was read since.
+        """Checks that the files have not changed, so that all bytes read since fit the fingerprint.
 
         Raises:
             ModelError: a file has changed.

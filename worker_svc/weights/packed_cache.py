@@ -84,8 +84,11 @@ class PackedCache:
     def get(
         self, name: str, expected: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor] | None:
-        """The mapped state of weight `name`, if the file has it with the names, shapes and dtypes
-        of `expected`, and with equal numbers where `expected` is not on the meta device."""
+        """The mapped state of weight `name`, or None if the file does not have it as `expected`.
+
+        Names, shapes and dtypes must be equal, and so must the numbers of tensors that are not on
+        the meta device.
+        """
         if self._file is None or name not in self._names:
             return None
         state = {each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]}

@@ -6,8 +6,8 @@ and of several tokens in a prompt. A task goes through the context `CHUNK` keys 
 per query, the largest score and the sum of the weights so far (online softmax: Milakov and
 Gimelshein, 2018, and Dao et al., "FlashAttention", 2022).
 
-A query's sums run over its keys in an order that does not depend on the rest of its tile or its
-step, and chunks begin at multiples of `CHUNK`. So a result depends only on the query's own context.
+The order of a query's sums does not depend on the rest of its tile or its step, and chunks begin at
+multiples of `CHUNK`. So a result depends only on the query's own context.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def _load_int4(builder: Any, place: Any) -> list[Vectors]:
 
 
 def _load_fp8(builder: Any, place: Any) -> list[Vectors]:
-    """Loads e4m3 codes, read as float16 of 2⁻⁸ times the value: e4m3 has 4 of the 5 bits of the
+    """Loads e4m3 codes as float16 of 2⁻⁸ times the value. e4m3 has 4 of the 5 bits of float16's
     exponent, and a bias that is smaller by 8."""
     codes = ir.VectorType(I8, LANES)
     shorts = ir.VectorType(I16, LANES)

@@ -1,5 +1,7 @@
-"""Quantizes weights to int8 and int4 in one pass, with bits equal to those of
-`quantization.quantize`. There the small operations of torch took most of the time of a first start.
+"""Quantizes weights to int8 and int4 in one pass, with results that equal `quantization.quantize`'s
+to the last bit.
+
+In torch, many small operations, each on all cores, took most of the time of a first start.
 """
 
 from __future__ import annotations

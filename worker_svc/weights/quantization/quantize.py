@@ -92,8 +92,8 @@ def _int4_scales(weight: torch.Tensor, groups: int) -> torch.Tensor:
     """The scales [out, groups] with the smallest sum of squared errors among a few candidates.
 
     Each divisor gives codes, and the candidate is the scale that fits these codes best by least
-    squares. A scale's sign is opposite to that of its group's largest magnitude, because codes
-    reach −8 at that end but only 7 at the other end. Q4_0 in llama.cpp does this too.
+    squares. A scale's sign is opposite to the sign of its group's largest magnitude. At that end
+    codes reach −8, but only 7 at the other end. Q4_0 in llama.cpp does this too.
     """
     x = weight.reshape(-1, weight.shape[1] // groups)
     high, low = x.amax(dim=1), x.amin(dim=1)
