@@ -69,7 +69,7 @@ class TensorParallel:
         if self.size == 1:
             return
         self.leave()
-        if self._store is None or self.rank != 0:  # rank 0 may be a new process: dial it again
+        if self._store is None or self.rank != 0:  # rank 0 may be new: connect again
             self._store = self._open_store(master_addr, master_port)
         _keep_to_interface_towards(master_addr, master_port)
         store = PrefixStore(f"epoch-{epoch}", self._store)
@@ -99,7 +99,7 @@ class TensorParallel:
             is_master=self.rank == 0,
             wait_for_workers=False,
             timeout=JOIN_TIMEOUT,
-            master_listen_fd=listener.detach() if listener else None,  # now the store's
+            master_listen_fd=listener.detach() if listener else None,  # the store owns it now
         )
 
     def _meet(self, store: PrefixStore, superseded: Callable[[], bool]) -> None:

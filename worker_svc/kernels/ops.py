@@ -129,10 +129,9 @@ class Ops(Protocol):
         temperatures: torch.Tensor,
         uniforms: torch.Tensor,
     ) -> torch.Tensor:
-        """Selects a token per row -> token ids [S] int32, −1 where another rank has the chosen
-        chunk.
+        """Selects a token per row -> ids [S] int32, −1 where another rank has the chosen chunk.
 
-        maxima and sums [S, C_all] are the statistics of all ranks' chunks; this rank's chunks begin
+        maxima and sums [S, C_all] are the statistics of all ranks' chunks. This rank's chunks begin
         at first_chunk. uniforms [S] float64 holds a uniform random number per row.
         """
         ...
@@ -171,8 +170,8 @@ class Ops(Protocol):
         int32 holds its tokens: position p is in block p // block_size of the sequence's part of the
         ragged table. Positions from prompt_lens[f] on are generated. With r = repetition[f], the
         logit l of each of these tokens becomes l / r, or l · r if it is negative. The logit of a
-        token generated n > 0 times then loses frequency[f] · n + presence[f]. transformers and vLLM
-        define these penalties in the same way.
+        token generated n > 0 times then loses frequency[f] · n + presence[f]. These are the
+        definitions of transformers and vLLM.
 
             block_table               int32 [blocks of all sequences]
             table_offsets             int32 [S + 1]
@@ -224,11 +223,9 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
-        """Like `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋.
-
-        maxima and scales are float32 [G]. A logit has the same weight in every column, and integers
-        have the same sum in any order.
-        """
+        """Like `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋ in
+        every column. The sum of such integers does not depend on their order. maxima and scales are
+        float32 [G]."""
         ...
 
     def pick_bins(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-# Not torch.profiler: that imports torch's compiler, over 100 MB, at its first start.
+# torch.profiler would import torch's compiler, over 100 MB, at its first start.
 from torch.autograd.profiler import profile, record_function
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError

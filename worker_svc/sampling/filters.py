@@ -48,8 +48,8 @@ def keep_likely(
     tp: TensorParallel,
     ops: Ops,
 ) -> None:
-    """Sets logits [F, shard_size] float32 to -inf where top_k excludes them, then where top_p and
-    min_p exclude them among the logits that are left.
+    """Sets logits [F, shard_size] float32 to -inf where top_k excludes them, then where top_p
+    excludes any that are left, and then where min_p does.
 
     Rows whose temperature [F] float32 is 0 do not change. Padding may hold any value and does not
     change. The most likely token is always kept.
