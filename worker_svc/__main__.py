@@ -30,8 +30,10 @@ SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 async def serve(
     settings: WorkerSettings, ready: Ready | None = None, *, metrics: WorkerMetrics | None = None
 ) -> None:
-    """Serves until SIGTERM; healthy once the model is loaded and warm, and `ready` once it has been
-    configured: until then, what fails may fail for good."""
+    """Serves until SIGTERM. The worker is healthy once the model is loaded and warm.
+
+    `ready` is called once the model has been configured. A failure before that may be permanent.
+    """
     server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"))
     service = WorkerService(settings, server.stop, ready, metrics)
     add_WorkerServiceServicer_to_server(service, server.grpc)

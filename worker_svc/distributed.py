@@ -18,11 +18,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 
 from worker_svc.errors import SupersededError
 
-# A rank that waits longer than this for the others gives up the step.
+# The maximum wait for the other ranks in a step. After it, a rank gives up the step.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-# How long Configure waits for the other ranks.
+# The maximum wait for the other ranks in Configure.
 JOIN_TIMEOUT = timedelta(seconds=30)
-# How long ranks that have met may take to connect. Gloo waits it out, whatever happens meanwhile.
+# How long ranks that have met may take to connect. Gloo waits that long whatever else happens.
 CONNECT_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.01
 
@@ -35,9 +35,9 @@ Result = TypeVar("Result")
 class TensorParallel:
     """One rank's view of its process group, passed to the layers that need it.
 
-    The group is rebuilt in each epoch, so that a restarted rank can join the surviving ones, whose
-    weights stay loaded. Outside a group (before the first `join`, in the warm-up step) and with one
-    rank every collective is the identity.
+    The group is rebuilt in each epoch, so that a restarted rank can join the surviving ranks, whose
+    weights stay loaded. With one rank, or before the first `join` (in the warm-up step), every
+    collective is the identity.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -45,7 +45,7 @@ class TensorParallel:
         self.size = size
         self._store: TCPStore | None = None
         self._joined = False
-        self.waiting = False  # for the other ranks, in a collective on a CPU
+        self.waiting = False  # whether a collective on a CPU is waiting for the other ranks
 
     def join(
         self,
@@ -55,28 +55,28 @@ class TensorParallel:
         master_port: int,
         superseded: Callable[[], bool],
     ) -> None:
-        """Leaves the old group and forms the one of `epoch` with the other ranks, which must do the
-        same. Rank 0 hosts the store through which they meet.
+        """Leaves the old group and forms the group of `epoch` with the other ranks, which must also
+        call `join`. Rank 0 hosts the store through which they meet.
 
         Args:
             superseded: whether to stop waiting because there is a newer epoch.
 
         Raises:
             SupersededError: see `superseded`.
-            RuntimeError: the others did not join within `JOIN_TIMEOUT`, or the address cannot be
-                used.
+            RuntimeError: the other ranks did not join within `JOIN_TIMEOUT`, or the address cannot
+                be used.
         """
         if self.size == 1:
             return
         self.leave()
-        if self._store is None or self.rank != 0:  # rank 0 may be a new process: dial it again
+        if self._store is None or self.rank != 0:  # rank 0 may be new: connect again
             self._store = self._open_store(master_addr, master_port)
         _keep_to_interface_towards(master_addr, master_port)
         store = PrefixStore(f"epoch-{epoch}", self._store)
         self._meet(store, superseded)
         on_gpu = device.type == "cuda"
-        # A rank that loses a peer keeps its weights for the next epoch: NCCL's watchdog would end
-        # its process.
+        # A rank that loses a peer keeps its weights for the next epoch. So NCCL's watchdog must not
+        # end its process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -90,8 +90,8 @@ class TensorParallel:
         self._joined = True
 
     def _open_store(self, host: str, port: int) -> TCPStore:
-        """Opens the store, which rank 0 serves to the others. There it listens only on the address
-        that `host` names; left to itself it would listen on all."""
+        """Opens the store, which rank 0 serves to the other ranks. Rank 0 listens only on the
+        address that `host` names; by default the store would listen on all addresses."""
         listener = _at_first_address(host, port, _listen) if self.rank == 0 else None
         return TCPStore(
             host,
@@ -99,12 +99,15 @@ class TensorParallel:
             is_master=self.rank == 0,
             wait_for_workers=False,
             timeout=JOIN_TIMEOUT,
-            master_listen_fd=listener.detach() if listener else None,  # now the store's
+            master_listen_fd=listener.detach() if listener else None,  # the store owns it now
         )
 
     def _meet(self, store: PrefixStore, superseded: Callable[[], bool]) -> None:
-        """Waits until all ranks have come. Forming the group would wait for them too, but for a
-        rank killed meanwhile in vain, as its successor waits for the next epoch."""
+        """Waits until all ranks have registered in the store.
+
+        Forming the group also waits for them, but does not notice a newer epoch. If a rank is
+        killed meanwhile, its successor never joins this group: it waits for the next epoch.
+        """
         keys = [f"rank-{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -116,8 +119,8 @@ class TensorParallel:
             time.sleep(_POLL_S)
 
     def leave(self) -> None:
-        """Leaves the current group, if any, even if it has lost a rank: NCCL's kernels wait for
-        that rank for ever, and only an abort makes them return."""
+        """Leaves the current group, if any, even if the group has lost a rank. NCCL's kernels would
+        wait for that rank for ever, and only an abort makes them return."""
         if not self._joined:
             return
         self._joined = False
@@ -159,9 +162,9 @@ class TensorParallel:
 
 
 def _keep_to_interface_towards(host: str, port: int) -> None:
-    """Has collectives listen only on the interface through which this rank reaches rank 0, even if
-    it is loopback. Gloo would take the address of the host's own name, NCCL every interface but
-    loopback. Interfaces that the user has named are kept."""
+    """Makes collectives listen only on the interface through which this rank reaches rank 0, even
+    if it is loopback. By default Gloo takes the address of the host's own name, and NCCL takes
+    every interface but loopback. Interfaces that the user has named are kept."""
     address = _at_first_address(host, port, _source_address)
     for interface, addresses in psutil.net_if_addrs().items():
         if address in (each.address for each in addresses):
@@ -175,7 +178,7 @@ def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -
     """Calls `use` on each address of `host` in turn -> its first result without an OSError.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: `host` has no address, or `use` failed on all of them.
     """
     try:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -191,12 +194,12 @@ def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -
 
 
 def _listen(family: int, address: Any) -> socket.socket:
-    """Listens, even while connections of a rank 0 that died linger (SO_REUSEADDR)."""
+    """Listens at `address`, even while connections of a dead rank 0 linger (SO_REUSEADDR)."""
     return socket.create_server(address, family=family)
 
 
 def _source_address(family: int, address: Any) -> str:
-    """This host's source address in packets to `address`; sends none."""
+    """The source address of this host's packets to `address`. Sends no packet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         source: str = probe.getsockname()[0]

@@ -1,5 +1,5 @@
-"""Reasons why a worker cannot start, whose messages the operator reads, and errors that cut its
-work short.
+"""Reasons why a worker cannot start, and errors that interrupt its work. The operator reads the
+messages of the former.
 
 StartError
 ├── ModelError     the model directory: unsupported configuration, unknown or missing weight
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 
 class StartError(Exception):
-    """The worker cannot run with these settings, however often it is restarted."""
+    """The worker cannot run with these settings. A restart does not help."""
 
 
 class ModelError(StartError):
-    """The model directory cannot be served; the message names what is wrong with it."""
+    """The model directory cannot be served. The message names the reason."""
 
 
 class DeviceLostError(RuntimeError):
-    """Nothing more can be computed in this process; another one may succeed."""
+    """This process cannot compute any more. A new process may succeed."""
 
 
 class SupersededError(RuntimeError):
@@ -50,7 +50,7 @@ _PASSING = (
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, took the process's CUDA context with it, so that every
+    """Whether `error`, or one of its causes, destroyed the process's CUDA context, so that every
     later call fails too.
 
     torch raises `AcceleratorError`, Triton a plain `RuntimeError("Triton Error [CUDA]: ...")`,
@@ -60,7 +60,7 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields `error`, the one that it was raised from or while handling, and so on."""
+    """Yields `error`, then its cause or the error that was being handled, and so on."""
     current: BaseException | None = error
     while current is not None:
         yield current

@@ -1,4 +1,4 @@
-"""The threads on which a worker computes, and the watch over them."""
+"""Runs a model on threads that a hang watch observes."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
-# Joining the other ranks has its own timeout; allocating and capturing take what they take.
+# Joining the other ranks has its own timeout; allocating and capturing have none.
 _MAX_CONFIGURE_S = 600.0
-_MAX_PROFILE_S = 60.0  # to start one, or to write a piece of it
+_MAX_PROFILE_S = 60.0  # to start a profile, or to write a piece of it
 
 
 @dataclass
 class Epoch:
-    """A configuration of the model runner and how far its steps have come."""
+    """A configuration of the model runner and the last step received in it."""
 
     number: int
     limits: StepLimits
-    last_step: Step | None = None  # received, maybe not run yet
-    ended: bool = False  # by a newer epoch or a failed step
+    last_step: Step | None = None  # has been received, but may not have run yet
+    ended: bool = False  # a newer epoch or a failed step ends it
 
 
 class Execution:
     """Loads, configures and runs a model without blocking the RPC loop.
 
-    One thread launches the steps in turn, so that health and GetInfo are answered meanwhile;
-    another waits for their tokens, so that on a GPU a step is launched before the previous one is
-    done.
+    One thread launches the steps in turn, so that the RPC loop can answer health checks and GetInfo
+    meanwhile. Another thread waits for the tokens, so that on a GPU a step can be launched before
+    the previous step is done.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.runner: ModelRunner | None = None  # once it is loaded
+        self.runner: ModelRunner | None = None  # None until the model is loaded
         self._settings = settings
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
@@ -69,12 +69,12 @@ class Execution:
         loop = asyncio.get_running_loop()
         self.runner = await loop.run_in_executor(self._launches, ModelRunner, self._settings)
         if self._settings.tp > 1 and self.runner.info.device != "cpu":
-            # Collectives wait on the devices, where nobody can tell which rank hangs.
+            # On GPUs, a collective waits on the device. The host cannot tell which rank hangs.
             self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
         self._watch.start()
 
     def close(self) -> None:
-        """Drops waiting steps; returns when the running one has ended."""
+        """Drops waiting steps and returns when the running step has ended."""
         self._watch.stop()
         self._launches.shutdown(cancel_futures=True)
         self._results.shutdown(cancel_futures=True)
@@ -105,7 +105,8 @@ class Execution:
         return await asyncio.wrap_future(written)
 
     async def _between_steps(self, run: Callable[[], Result], what: str, max_s: float) -> Result:
-        """Calls `run`, which is about `what`, on the execution thread."""
+        """Calls `run` on the execution thread. `what` describes it for the hang watch, and `max_s`
+        is the maximum time that it may take."""
 
         def watched() -> Result:
             with self._watch.doing(what, max_s):
@@ -114,7 +115,7 @@ class Execution:
         return await asyncio.get_running_loop().run_in_executor(self._launches, watched)
 
     def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> asyncio.Future[StepResult]:
-        """Runs `step` after those submitted before it, unless it is cancelled before its turn.
+        """Runs `step` after the steps submitted before it, unless it is cancelled before its turn.
 
         The future may raise:
             FailedPreconditionError: the epoch has ended.
@@ -127,7 +128,8 @@ class Execution:
     def _launch(
         self, runner: ModelRunner, epoch: Epoch, step: Step, result: Future[StepResult]
     ) -> None:
-        """Runs on the execution thread; sets `result`, or leaves that to the results thread."""
+        """Launches a step on the execution thread. Sets `result`, unless the step is still running:
+        then the results thread sets it."""
         if not result.set_running_or_notify_cancel():
             return
         try:
@@ -152,7 +154,7 @@ class Execution:
     def _wait(
         self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]
     ) -> None:
-        """Runs on the results thread."""
+        """Waits for a step on the results thread and sets `result`."""
         try:
             started = time.monotonic()
             with self._watch.running(step, self._min_step_s):
@@ -171,14 +173,14 @@ class Execution:
 
 
 def end_if_device_lost(error: Exception) -> None:
-    """Ends the process if nothing more can be computed in it."""
+    """Ends the process if `error` means that its device is lost."""
     if is_device_lost(error):
         log.error("the device is lost; ending this process", reason=str(error))
         os._exit(EXIT_DEVICE_LOST)  # a clean exit would wait for the device
 
 
 def _fail(epoch: Epoch, step_id: int, error: Exception) -> InternalError:
-    """Ends the epoch, since the cache's contents are no longer known."""
+    """Ends the epoch, because the contents of the KV cache are unknown after a failed step."""
     epoch.ended = True
     log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
     end_if_device_lost(error)

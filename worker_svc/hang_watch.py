@@ -1,11 +1,12 @@
 """Ends a worker that hangs, so that its supervisor starts a new one.
 
-Threads say what they are doing and how long that may take; a watching thread checks on them. It
-counts its own polls instead of reading a clock: time in which the whole process was stopped, or got
-no processor, does not count.
+Threads report what they are doing and how long that may take. A watching thread checks on them. It
+counts its own polls instead of reading a clock. So time in which the whole process was stopped, or
+got no processor, does not count.
 
-It cannot notice that its own process is stopped, or that an extension holds Python's lock. Then the
-RPC loop does not turn either, which the parent sees (`shared.process.parent_process`).
+The watch cannot notice that its own process is stopped, or that an extension holds Python's lock.
+The RPC loop stops in these cases too, and the parent process notices that
+(`shared.process.parent_process`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from worker_svc.step.decode import Step
 log = structlog.get_logger(__name__)
 
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h
-# Allowed for the first step of a size, which may compile kernels.
+# The limit for the first step of a size, which may compile kernels.
 FIRST_STEP_S = 60.0
-# Later ones may take this many times as long as the longest of their size so far.
+# A later step may take this many times as long as the longest step of its size so far.
 _SLACK = 4.0
 # At a context of about a thousand tokens, attention costs as much as everything else.
 _CONTEXT_UNIT = 1024
@@ -35,8 +36,8 @@ _POLLS = 10  # per `hang_timeout_s`
 
 
 class StepTimes:
-    """Limits on the time of a step, learned from earlier ones: from milliseconds on a GPU to
-    minutes on a CPU. Steps whose work lies between the same powers of two are of one size."""
+    """Learns limits on the time of a step from earlier steps of its size, see `size_of`. A step
+    takes milliseconds on a GPU and up to minutes on a CPU."""
 
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}  # seconds, by size
@@ -65,11 +66,11 @@ class HangWatch:
     """Watches the activities of threads.
 
     Args:
-        hang_timeout_s: how far an activity may exceed its limit.
+        hang_timeout_s: how many seconds an activity may exceed its limit.
         waits_for_ranks: whether a collective is waiting now. Collectives have their own timeout,
-            and it is another rank that hangs.
-        compiles: whether a kernel may be compiling now. Anything going on meanwhile may take as
-            long as the first step of a size.
+            and then another rank hangs, not this one.
+        compiles: whether a kernel may be compiling now. Every activity meanwhile may take as long
+            as the first step of a size.
         give_up: called with the reason, on the watch's thread.
     """
 
@@ -106,12 +107,13 @@ class HangWatch:
             del self._activities[activity]
 
     def running(self, step: Step, min_s: float) -> AbstractContextManager[None]:
-        """Watches a step's launch, or the wait for its results, which may take at least `min_s`
+        """Watches a step's launch, or the wait for its results. The limit is at least `min_s`
         seconds."""
         return self.doing(f"step {step.step_id}", max(min_s, self._times.max_s(size_of(step))))
 
     def record(self, step: Step, seconds: float) -> None:
-        """Learns how long a step took, from its launch or the previous answer to its own answer."""
+        """Learns how long a step took: the seconds from its launch to its end, or the seconds of
+        the wait for its results."""
         self._times.record(size_of(step), seconds)
 
     def _run(self) -> None:
@@ -126,8 +128,8 @@ class HangWatch:
 
 
 def end_process(reason: str) -> None:
-    """Reports where each thread is and ends the process without waiting for any."""
-    # If nobody reads the log any more, writing to it may hang too.
+    """Reports where each thread is, and ends the process without waiting for its threads."""
+    # If no process reads the log any more, writing to it may hang too.
     writer = threading.Thread(target=_report, args=(reason,), daemon=True)
     writer.start()
     writer.join(0.5)
@@ -140,6 +142,6 @@ def _report(reason: str) -> None:
 
 
 def size_of(step: Step) -> int:
-    """The bit length of a step's work: its tokens, each counting more the longer its context."""
+    """The bit length of a step's work. A token counts more the longer its context is."""
     work = step.query_lens * (1 + step.context_lens / _CONTEXT_UNIT)
     return int(work.sum()).bit_length()

@@ -1,4 +1,4 @@
-"""The cache's blocks: how many a rank can hold, which tokens are in them, and copies of them."""
+"""Counts, allocates and copies the blocks of the KV cache and the ids of the tokens in them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from worker_svc.errors import StartError
 from worker_svc.settings import WorkerSettings
 
-TOKEN_ID_BYTES = 4  # of a token in a `TokenCache`
+TOKEN_ID_BYTES = 4  # the size of one token in a `TokenCache`
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The ids of the tokens whose keys and values are cached, slot by slot. Block tables lead to
-    them too, so a sequence's history is known wherever its cache is."""
+    """The ids of the tokens whose keys and values are cached, slot by slot. So a sequence's block
+    table also leads to its token history."""
 
     slots: torch.Tensor  # [num_blocks * block_size] int32
     block_size: int
@@ -39,8 +39,10 @@ def copy_blocks(
     sources: torch.Tensor,
     destinations: torch.Tensor,
 ) -> None:
-    """Copies keys, values and tokens of blocks sources [C] int32 to blocks destinations [C] int32,
-    none of which is also a source. One cache per layer, [2, blocks, ...]."""
+    """Copies keys, values and tokens of blocks sources [C] int32 to blocks destinations [C] int32.
+
+    No destination is also a source. caches has one cache [2, blocks, ...] per layer.
+    """
     destinations = destinations.long()
     for cache in caches:
         cache.index_copy_(1, destinations, cache.index_select(1, sources))
@@ -50,12 +52,14 @@ def copy_blocks(
 def blocks_that_fit(
     settings: WorkerSettings, memory: int, block_bytes: int, block_size: int, max_model_len: int
 ) -> int:
-    """The number of blocks: `kv_blocks` if set, else enough for as many sequences of full length as
-    a step may have, or as many as fit into memory if that is fewer.
+    """The number of blocks to allocate: `kv_blocks`, if it is set.
+
+    Otherwise it is enough blocks for `max_num_seqs` sequences of full length, but not more than fit
+    into memory.
 
     Args:
         memory: bytes for the cache.
-        block_bytes: of one block, in all layers.
+        block_bytes: the size of one block, in all layers.
         block_size: tokens of one block.
 
     Raises:

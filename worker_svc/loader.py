@@ -1,4 +1,4 @@
-"""Brings each layer its weights from the checkpoint in the layout that the device multiplies."""
+"""Loads each layer's weights from the checkpoint in the layout that the device multiplies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import RowCollector, cut_columns
 from worker_svc.weights.quantization.quantize import empty
 
-# Numbers at a time of a matrix that is quantized or repacked: enough to be quick, little beside it.
+# How many numbers of a matrix are quantized or repacked at a time. It is large enough to be quick,
+# and small compared with the matrix.
 _PIECE = 1 << 20
 
 
@@ -30,11 +31,10 @@ class Rows:
 
 
 class WeightLoader:
-    """Loads a rank's part of a model. Beyond what it has packed, it never holds more than one
-    matrix.
+    """Loads a rank's part of a model. It never holds more than one matrix that is not packed.
 
-    Layers do not see in which of four ways a matrix comes: as it is, quantized in the checkpoint,
-    quantized here, or mapped as an earlier start has packed it.
+    A layer does not see where its matrix comes from. The checkpoint may hold it plain or quantized.
+    The loader may also quantize a plain matrix, or map a matrix that an earlier start has packed.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class WeightLoader:
     def matrix(
         self, parts: Sequence[Rows], in_features: int, columns: range | None = None
     ) -> PackedWeight:
-        """One matrix of `parts`, each [count, in_features], one below the other, or of `columns` of
-        all their rows.
+        """Loads one matrix that stacks the rows of `parts`, each [count, in_features], or only
+        `columns` of these rows.
 
         Raises:
-            ModelError: a tensor is missing or of another shape, or nothing serves its format.
+            ModelError: a tensor is missing or of another shape, or its format is not served.
         """
         return self._matrix(parts, in_features, columns, self._choice.quantize_to)
 
     def table(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
-        """A matrix [num_rows, columns] whose rows are looked up, zero where `rows` end.
+        """Loads a matrix [num_rows, columns] whose rows are looked up. Rows after `rows` are zero.
 
         Raises:
             ModelError: as `matrix`.
@@ -73,7 +73,7 @@ class WeightLoader:
         return self._matrix([rows], columns, None, self._to_int8, num_rows)
 
     def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
-        """The same, to be multiplied with.
+        """Loads a matrix [num_rows, columns] for products. Rows after `rows` are zero.
 
         Raises:
             ModelError: as `matrix`.
@@ -81,11 +81,11 @@ class WeightLoader:
         return self._matrix([rows], columns, None, self._to_int8, num_rows)
 
     def tied_head(self, table: PackedWeight) -> PackedWeight:
-        """`table` to be multiplied with: itself, if it is quantized."""
+        """Packs `table` for products. A quantized table is returned unchanged."""
         return self._ops.pack(table.weight, self.dtype) if isinstance(table, PlainWeight) else table
 
     def vector(self, name: str, size: int, start: int | None = None) -> torch.Tensor:
-        """Tensor `name` [size] as it is, or its elements from `start` on.
+        """Loads tensor `name` [size], or `size` of its elements from `start` on.
 
         Raises:
             ModelError: it is missing or of another shape.
@@ -95,20 +95,21 @@ class WeightLoader:
         return out
 
     def skip(self, name: str) -> None:
-        """Lets tensor `name`, or all those of layer `name`, be left unread."""
+        """Allows tensor `name`, or all tensors of layer `name`, to stay unread."""
         self._reader.skip(name)
 
     def finish(self) -> None:
-        """
+        """Checks that every tensor has been read or skipped.
+
         Raises:
-            ModelError: the checkpoint has tensors that the model does not.
+            ModelError: the checkpoint has tensors that the model does not have.
         """
         self._reader.check_all_read()
 
     @property
     def _to_int8(self) -> Format | None:
-        """The format of embedding and head, where others are quantized here: in 4 bits they would
-        lose more than layers do."""
+        """The format of embedding and head if the loader quantizes the model. In 4 bits they would
+        lose more accuracy than layers do."""
         return "int8" if self._choice.quantize_to else None
 
     def _is_plain(self, name: str, quantize_to: Format | None) -> bool:
@@ -199,12 +200,13 @@ class WeightLoader:
         assert quantize_to
         weight = torch.empty(len(rows), in_features, device=self.device)
         self._reader.read_into(weight, f"{name}.weight", start=rows.start)
-        # Whole rows, even if other ranks keep the rest, so that the codes are those of one rank.
+        # Quantizes whole rows, even if other ranks keep the rest, so that the codes do not depend
+        # on the number of ranks.
         return cut_columns(self._ops.quantize(weight, quantize_to), columns)
 
 
 def _pieces(part: Rows, in_features: int) -> Iterator[range]:
-    """The rows of `part`, some at a time; once none, if it has none."""
+    """Yields the rows of `part` in pieces. A part without rows yields one empty piece."""
     step, stop = max(_PIECE // in_features, 1), part.start + part.count
     for start in range(part.start, max(stop, part.start + 1), step):
         yield range(start, min(start + step, stop))

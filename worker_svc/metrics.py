@@ -1,4 +1,4 @@
-"""Metrics of a rank, for Prometheus."""
+"""Prometheus metrics of a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.telemetry.metrics import STEP_SECONDS, Histogram, ServiceMetrics
 
 
 class WorkerMetrics(ServiceMetrics):
-    """The time that the device takes for steps, which on a slow rank is longer than on others."""
+    """Measures the time of steps on the device, which shows a rank that is slower than others."""
 
     def __init__(self, model: str = "") -> None:
         super().__init__(model)

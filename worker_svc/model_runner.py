@@ -1,4 +1,4 @@
-"""Runs steps: the model, its KV cache and its sampler on one device, without any RPC."""
+"""Runs the steps of a model on one device. It owns the KV cache and the sampler, but no RPC."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from worker_svc.weights.fingerprint import ModelFiles
 from worker_svc.weights.packed_cache import open_cache
 from worker_svc.weights.quantization.choice import Choice, choose_quantization
 
-_READING = 8  # multiply-adds that a CPU does in the time in which it reads a weight
+_READING = 8  # multiply-adds that a CPU does in the time that it takes to read one weight
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class RunnerInfo:
     fingerprint: str  # of the model's files, then the format of its weights
     attention_backend: str
     block_size: int  # tokens
-    num_blocks: int  # that fit
-    max_num_blocks: int  # that would fit into empty memory, their slots into int32
+    num_blocks: int  # that fit into free memory
+    max_num_blocks: int  # that would fit into empty memory, and whose slots fit into int32
     max_model_len: int  # tokens
-    max_num_batched_tokens: int  # of a step
+    max_num_batched_tokens: int  # in a step
     vocab_size: int
 
 
 class ModelRunner:
-    """Runs one rank. Use it from one thread: torch keeps its number of threads per thread.
+    """Runs one rank. Use it from one thread, because torch keeps its number of threads per thread.
 
-    Call `configure`, then `launch` for each step. Between steps only the KV cache, the ids of the
-    tokens in it and those that the last step sampled stay on the device.
+    Call `configure`, then `launch` for each step. Between steps the device keeps the KV cache, the
+    ids of the cached tokens, and the tokens that the last step sampled.
 
     Raises:
         StartError: the model or the settings cannot be served.
@@ -92,7 +92,7 @@ class ModelRunner:
             settings.max_num_seqs, dtype=torch.int32, device=platform.device
         )
         self._logits: torch.Tensor | None = None
-        if platform.captures:  # one buffer for all graphs, not one in each
+        if platform.captures:  # all graphs share one buffer
             shape_of_logits = settings.max_num_seqs, vocab.shard_size
             self._logits = torch.empty(shape_of_logits, dtype=dtype, device=platform.device)
         self._graphs: DecodeGraphs | None = None
@@ -100,7 +100,7 @@ class ModelRunner:
         self.info = self._measure(fingerprint)
 
     def _load(self, quantization: Choice) -> tuple[Model, str]:
-        """Reads the model -> it, and its fingerprint."""
+        """Reads the model's files -> the model and its fingerprint."""
         settings, platform, dtype = self._settings, self._platform, self.config.dtype
         model_dir = Path(settings.model)
         files, cache = ModelFiles(model_dir), None
@@ -126,7 +126,7 @@ class ModelRunner:
         return model, f"{files.fingerprint}-{quantization.name}"
 
     def _measure(self, fingerprint: str) -> RunnerInfo:
-        """Warms up, and works out how many blocks fit beside what that takes."""
+        """Warms up, and computes how many blocks fit into the memory that a step leaves."""
         settings, platform, backend = self._settings, self._platform, self._backend
         cache_bytes = platform.cache_bytes(settings, self._warm_up())
         size = backend.block_size
@@ -154,7 +154,7 @@ class ModelRunner:
         """Joins the other ranks, allocates an empty KV cache and captures graphs that use it.
 
         Args:
-            superseded: whether to stop waiting for the others because there is a newer epoch.
+            superseded: whether to stop waiting for the other ranks because there is a newer epoch.
 
         Raises:
             RuntimeError: the other ranks did not join, or there is not enough memory.
@@ -162,10 +162,10 @@ class ModelRunner:
         """
         alone = self._tp.size == 1
         if alone and num_blocks == self._configured_blocks:
-            return  # nobody reads what an earlier epoch wrote
+            return  # the cache need not be empty: no step reads what an earlier epoch wrote
         self._configured_blocks = 0  # until everything below has succeeded
         self._graphs = None
-        self._allocate(0)  # free the old one before the new one is allocated
+        self._allocate(0)  # frees the old cache before the new cache is allocated
         settings = self._settings
         device = self._platform.device
         self._tp.join(epoch, device, settings.master_addr, settings.master_port, superseded)
@@ -183,8 +183,8 @@ class ModelRunner:
         self._configured_blocks = num_blocks
 
     def launch(self, step: Step) -> PendingStep:
-        """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, returns
-        before the step, or even the one before it, is done."""
+        """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, it
+        returns before the step is done, and maybe before the previous step is done."""
         with torch.inference_mode():
             stopwatch = self._platform.start(self._work(step))
             if len(step.copies):
@@ -204,7 +204,7 @@ class ModelRunner:
             return self._fetch(step, stopwatch, of_samples + of_prompts)
 
     def run(self, step: Step) -> Int32s:
-        """Launches `step` and waits -> the token sampled per row [S]."""
+        """Runs `step` to its end -> the token sampled per row [S]."""
         return self.launch(step).wait()[0]
 
     def logits(self, step: Step) -> torch.Tensor:
@@ -225,7 +225,7 @@ class ModelRunner:
         return self._platform.compiling
 
     def _work(self, step: Step) -> int:
-        """This rank's multiply-adds in a step, and what reading the weights takes, in the same."""
+        """This rank's multiply-adds in a step, with `_READING` more for each weight to read."""
         config = self.config
         attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
         attention = 2 * attended * config.num_layers * config.num_heads * config.head_dim
@@ -238,11 +238,11 @@ class ModelRunner:
         self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device)
 
     def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
-        """Returns this rank's logits [S, shard_size] and leaves the tokens in `_last_tokens`."""
+        """Runs a step -> this rank's logits [S, shard_size]. The tokens go to `_last_tokens`."""
         return self._sample(self._hidden_states(step, tensors, max_context_len), tensors)
 
     def _run_eagerly(self, step: Step, tensors: StepTensors) -> tuple[torch.Tensor, list[Logprobs]]:
-        """Does the same and also returns the log-probabilities of prompts."""
+        """Does what `_run` does -> its logits, and the log-probabilities of prompts."""
         max_context_len = int(step.context_lens.max())
         if step.prompt_targets is None:
             return self._run(step, tensors, max_context_len), []
@@ -279,9 +279,11 @@ class ModelRunner:
         return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
 
     def _warm_up(self) -> int:
-        """Runs the largest possible prompts and decodes, so that kernels are compiled and memory is
-        taken before the first request -> the bytes of device memory that steps need besides the
-        weights and the cache."""
+        """Runs the largest possible prompts and decodes -> the bytes of device memory that a step
+        needs besides the weights and the cache.
+
+        So kernels are compiled and memory is allocated before the first request.
+        """
         platform = self._platform
         prompts, decodes = warm_up_steps(
             self._settings.max_num_seqs,
@@ -295,7 +297,7 @@ class ModelRunner:
         prompts_bytes = platform.measure_peak_bytes(partial(self.run, prompts))
         decodes_bytes = platform.measure_peak_bytes(partial(self.run, decodes))
         if platform.compiles and not platform.captures:
-            # Each number of sequences has its own kernels; capturing does the same for graphs.
+            # Each number of sequences has its own kernels. Capturing graphs would compile them too.
             for size in graph_sizes(self._settings.max_num_seqs):
                 self.run(plain_decodes(size, self._max_model_len, self._backend.block_size))
         self._allocate(0)

@@ -1,4 +1,4 @@
-"""WorkerService over gRPC: epochs and streams of steps. The computing is in `execution`."""
+"""Implements WorkerService: epochs and streams of steps. `execution` runs the model."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 
-# No single message may use up the epochs above its own. A new process joins the others' epoch.
+# The maximum by which one message may raise the epoch, so that no message uses up all epochs. A new
+# process joins the epoch of the other ranks, so its first epoch may be higher.
 MAX_EPOCHS_AHEAD = 1 << 32
 MAX_FIRST_EPOCH = 1 << 63
-# Steps of a stream received but not answered; more stay unread. A scheduler sends one ahead.
+# The maximum number of steps of a stream that are received but not answered. Further steps stay
+# unread. A scheduler sends one step ahead.
 MAX_STEPS_AHEAD = 8
-_MAX_SPANS = 16  # of a step
+_MAX_SPANS = 16  # per step
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step of an Execute stream whose answer is due."""
+    """A step of an Execute stream that has not been answered yet."""
 
     step: Step
     result: asyncio.Future[StepResult]
@@ -63,8 +65,8 @@ class WorkerService(WorkerServiceServicer):
     """Serves one rank.
 
     Args:
-        stop: called when it turns out that this worker cannot start, see `check`.
-        ready: called when it is configured for the first time.
+        stop: called when the worker finds that it cannot start, see `check`.
+        ready: called when the worker is configured for the first time.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class WorkerService(WorkerServiceServicer):
         self._execution = Execution(settings)
         self._tracing = open_tracing(settings.otlp_endpoint, "worker", settings.rank)
         self._incarnation = uuid.uuid4().hex
-        self._newest_epoch = 0  # asked for, maybe not reached
+        self._newest_epoch = 0  # the newest requested epoch, which may not be configured yet
         self._epoch: Epoch | None = None
 
     async def load(self) -> None:
@@ -94,16 +96,16 @@ class WorkerService(WorkerServiceServicer):
         await self._execution.load()
 
     def check(self) -> None:
-        """Raises the error that ended the start, if one did.
+        """Raises the error that ended the start, if there was one.
 
         Raises:
-            StartError: the first epoch could not be configured, nor could any later one.
+            StartError: the first epoch could not be configured, so no later epoch could be either.
         """
         if self._start_error:
             raise self._start_error
 
     def close(self) -> None:
-        """Drops waiting steps; returns when the running one has ended."""
+        """Drops waiting steps and returns when the running step has ended."""
         self._execution.close()
 
     async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
@@ -145,7 +147,7 @@ class WorkerService(WorkerServiceServicer):
                 superseded=lambda: self._newest_epoch > request.epoch,
             )
         except StartError as error:
-            if request.epoch > 1:  # it was possible before, and may be again for a successor
+            if request.epoch > 1:  # epoch 1 was configured, so a new process may succeed
                 log.error("epoch cannot be configured", reason=str(error))
                 os._exit(EXIT_DEVICE_LOST)
             else:
@@ -167,7 +169,7 @@ class WorkerService(WorkerServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[StepRequest], context: Context
     ) -> AsyncIterator[StepResponse]:
-        # Steps wait here in order while earlier ones run; None follows the last.
+        # Steps wait here in order while earlier steps run. None follows the last step.
         running: asyncio.Queue[Launched | None] = asyncio.Queue()
         places = asyncio.Semaphore(MAX_STEPS_AHEAD)
         reader = asyncio.create_task(self._read_steps(request_iterator, running, places))
@@ -247,9 +249,9 @@ class WorkerService(WorkerServiceServicer):
 
     def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
         maxima = {
-            # Not the number that fits: that is an estimate, which varies from start to start, and
-            # an engine that lost a worker wants the cache it had. But a CPU's memory can be
-            # promised many times over, and the process is killed when the promise is called in.
+            # The limit is not `num_blocks`, an estimate that varies from start to start: an engine
+            # that lost a worker requests as many blocks as before. But there must be a limit. A CPU
+            # can promise more memory than it has, and the process is killed when it uses too much.
             "num_blocks": runner.info.max_num_blocks,
             "max_num_seqs": self._settings.max_num_seqs,
             "max_num_batched_tokens": runner.info.max_num_batched_tokens,
@@ -269,6 +271,6 @@ class WorkerService(WorkerServiceServicer):
 
 
 def _drop(result: asyncio.Future[StepResult]) -> None:
-    """Discards a result, or an error, that nobody will read."""
+    """Discards a result or an error that nobody will read."""
     if not result.cancel() and not result.cancelled():
         result.exception()

@@ -45,7 +45,7 @@ class WorkerSettings(ServiceSettings):
     engines_on_host: int = Field(1, gt=0, description="that share this host's cores and memory")
     engine_name: EngineName = "0"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
-    # The names that PyTorch's launchers and clusters set.
+    # PyTorch's launchers and clusters set these environment variables.
     master_addr: str = Field(
         default_factory=lambda: os.environ.get("MASTER_ADDR", "127.0.0.1"),
         description="host of rank 0, where the ranks meet (default: MASTER_ADDR)",
@@ -91,5 +91,5 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def place(self) -> int:
-        """This rank's index among those of all engines on the host."""
+        """This rank's index among the ranks of all engines on the host."""
         return self.rank if self.index is None else self.index

@@ -1,4 +1,4 @@
-"""The results of a step, before and after they arrive from the device."""
+"""The results of a step, and a step whose results the device has not sent yet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class StepResult(NamedTuple):
 
     token_ids: Int32s  # [S], -1 for rows that sample nothing
     seconds: float
-    logprob_ids: Int32s  # as in `StepResponse`, like the values
-    logprob_values: Float32s
+    logprob_ids: Int32s  # laid out as in `StepResponse`
+    logprob_values: Float32s  # laid out as in `StepResponse`
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the device may still be working on."""
+    """A step that the device may still be computing."""
 
     samples: NDArray[np.bool_]
     logprob_counts: list[Int32s]  # of each `Logprobs`

@@ -1,4 +1,4 @@
-"""Folders and files in the user's cache directory that no other user can have written."""
+"""Opens folders and files in the user's cache directory that no other user can have written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """Folder `name` of this project in `$XDG_CACHE_HOME`, or in `~/.cache`.
+    """The path of this project's folder `name` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 
     Raises:
-        OSError: the user has no home.
+        OSError: the user has no home directory.
     """
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -27,7 +27,8 @@ def private_folder(path: Path, *, create: bool = False) -> Iterator[int]:
     """Opens folder `path` -> a descriptor.
 
     Raises:
-        OSError: there is none, it is a link, it belongs to another user, or others may write to it.
+        OSError: the folder is missing, is a link, belongs to another user, or other users may write
+            to it.
     """
     if create:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

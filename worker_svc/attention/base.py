@@ -19,7 +19,7 @@ KV_SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention of one rank: its heads, not the model's."""
+    """The sizes of one rank's attention. Heads are counted per rank, not per model."""
 
     num_layers: int
     num_heads: int
@@ -27,7 +27,7 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    # Of the cache: auto is dtype; int8 has a float32 scale per token and KV head, fp8 has none.
+    # The cache's. auto means `dtype`; int8 adds a float32 scale per token and KV head, fp8 none.
     kv_dtype: KvDtype = "auto"
 
     @property
@@ -68,15 +68,18 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """Allocates one cache of `num_blocks` blocks per layer, with arbitrary contents."""
 
     def plan_column(self, step: Step) -> Int32s:
-        """A column that `plan` needs on the device besides the step's own. If the step only
-        decodes, its length depends on the number of sequences alone."""
+        """Returns a column that `plan` needs on the device in addition to the step's columns. If
+        the step only decodes, the column's length depends only on the number of sequences."""
         return step.query_lens[:0]
 
     @abstractmethod
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> Metadata:
-        """Works out once what all layers of `step` share. On a GPU, a plan of decodes also holds
-        for whatever a later step of as many sequences puts into `tensors`, with contexts up to
-        `max_context_len`: of `step` it uses only the number of sequences."""
+        """Computes once the metadata that all layers of `step` share.
+
+        On a GPU, the plan of a step that only decodes uses only its number of sequences. The plan
+        stays valid when a later step of as many sequences overwrites `tensors`, with contexts up to
+        `max_context_len`.
+        """
 
     @abstractmethod
     def rope_store(
@@ -87,15 +90,16 @@ class AttentionBackend(ABC, Generic[Metadata]):
         cache: torch.Tensor,
         metadata: Metadata,
     ) -> torch.Tensor:
-        """qkv [T, (heads + 2 · kv_heads) · head_dim] -> the queries [T, heads, head_dim],
-        normalized if there is a norm, and rotated by cos_sin (`layers.rotary.rotary_table`). Stores
-        the keys, normalized and rotated in the same way, and the values in their slots of
-        `cache`."""
+        """qkv [T, (heads + 2 · kv_heads) · head_dim] -> the queries [T, heads, head_dim].
+
+        Normalizes queries and keys if there is a norm, and rotates them by cos_sin
+        (`layers.rotary.rotary_table`). Stores keys and values in their slots of `cache`.
+        """
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-        """Lets every query of `q` [T, heads, head_dim] see its sequence up to itself
-        -> [T, heads * head_dim]."""
+        """Computes causal attention of the queries `q` [T, heads, head_dim], each over its own
+        sequence -> [T, heads * head_dim]."""
 
 
 Backend = AttentionBackend[Any]

@@ -15,11 +15,11 @@ from worker_svc.attention.probe import find_obstacle
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError
 
-# Auto takes the first that works. The libraries are for prompts: to decode, they would spend tiles
-# of 64 to 128 queries on the two that share a KV head in a small model.
+# Auto takes the first backend that works. The libraries serve prompts only. To decode, they would
+# spend a tile of 64 to 128 queries on the two queries that share a KV head in a small model.
 BACKENDS = ("fa3", "flash_attn", "triton")
-# Tokens. Small enough that prompts which differ late still share most of their blocks; but
-# FlashAttention 3 loads whole pages with the tensor memory accelerator only from 128 on.
+# In tokens. Blocks are small, so that prompts which differ late still share most of their blocks.
+# FlashAttention 3 loads whole pages with the tensor memory accelerator only from 128 tokens on.
 TRITON_BLOCK_SIZE = 64
 FA3_BLOCK_SIZE = 128
 HOPPER = (9, 0)
@@ -34,15 +34,15 @@ def choose_backend(
     capability: tuple[int, int],
     num_sms: int,
 ) -> PagedBackend[Any]:
-    """Makes the backend of that name, or the best that works.
+    """Makes the backend called `name`, or for auto the first of `BACKENDS` that works.
 
     Args:
-        name: a setting: auto, or one of `BACKENDS`.
+        name: auto, or one of `BACKENDS`.
         block_size: tokens; None for the backend's preference.
         capability, num_sms: the GPU's compute capability and number of multiprocessors.
 
     Raises:
-        StartError: a backend requested by name is not installed, or cannot serve this.
+        StartError: the backend requested by name is not installed, or cannot serve this model.
     """
     reason = ""
     for candidate in BACKENDS if name == "auto" else (name,):

@@ -1,4 +1,4 @@
-"""Attention on a CPU, by kernels of our own in numba."""
+"""Attention on a CPU, in the numba kernels of `kernels.cpu`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_NORM = QKNorm(torch.empty(0), torch.empty(0), 0.0)
 
 @dataclass(frozen=True)
 class CpuMetadata:
-    """A step of T tokens and S sequences."""
+    """The columns of a step of T tokens and S sequences that attention reads."""
 
     positions: Int64s  # [T]
     slot_mapping: Int64s  # [T]
@@ -35,7 +35,8 @@ class CpuMetadata:
 
 
 class CpuBackend(AttentionBackend[CpuMetadata]):
-    """Cache layout [2, blocks, kv_heads, size], see `kernels.cpu.kv_store`.
+    """Attention on a CPU. The cache layout is [2, blocks, kv_heads, size], see
+    `kernels.cpu.kv_store`.
 
     Raises:
         StartError: the cache cannot have this dtype or blocks of this size.

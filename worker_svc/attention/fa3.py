@@ -1,4 +1,4 @@
-"""FlashAttention 3 (Shah et al., 2024) for steps with prompts: Hopper GPUs."""
+"""FlashAttention 3 (Shah et al., 2024) for steps with prompts, on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn_interface"
-# Of the keys. Not left to the library: `fwd` and the schedule could choose differently.
+# Splits of the keys. If the library chose, `fwd` and the schedule could choose differently.
 _SPLITS = 1
 
 
@@ -36,8 +36,8 @@ class FlashMetadata3(PagedMetadata):
 
 
 class FlashAttention3(PagedBackend[FlashMetadata3]):
-    """One call serves a step; how its work is dealt to the multiprocessors is computed on the GPU,
-    once per step for all layers."""
+    """Attention in one call per layer. The GPU computes once per step, for all layers, which
+    multiprocessor gets which work."""
 
     name = "fa3"
 

@@ -1,4 +1,4 @@
-"""FlashAttention 2 (Dao, 2023) for steps with prompts: Ampere GPUs and newer."""
+"""FlashAttention 2 (Dao, 2023) for steps with prompts, on Ampere GPUs and newer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn"
-BLOCK_SIZE_MULTIPLE = 256  # tokens: its kernel takes no other block sizes
+BLOCK_SIZE_MULTIPLE = 256  # tokens; the kernel takes no other block sizes
 
 
 def load() -> bool:
@@ -35,7 +35,7 @@ class FlashMetadata2(PagedMetadata):
 
 
 class FlashAttention2(PagedBackend[FlashMetadata2]):
-    """One call serves a step."""
+    """Attention in one call per layer."""
 
     name = "flash_attn"
 

@@ -23,16 +23,16 @@ Metadata = TypeVar("Metadata", bound=PagedMetadata)
 
 
 class PagedBackend(AttentionBackend[Metadata]):
-    """Cache layout [2, blocks, block_size, kv_heads, head_dim], in the dtype of the model or, in
-    Triton's kernels alone, in 8 bits, see `kernels.triton.quantized_cache`."""
+    """A cache of layout [2, blocks, block_size, kv_heads, head_dim] in the model's dtype. Only the
+    Triton kernels also read a cache in 8 bits, see `kernels.triton.quantized_cache`."""
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
         columns = s.head_dim + (KV_SCALE_BYTES if s.kv_dtype == "int8" else 0)
         dtype = {"auto": s.dtype, "int8": torch.int8, "fp8": torch.uint8}[s.kv_dtype]
         size = (2, num_blocks, self.block_size, s.num_kv_heads, columns)
-        # Zeros: a kernel may load the rest of a block and give it weight 0, which NaN would
-        # survive.
+        # Zeros, because a kernel may load the unused rest of a block and give it weight 0. A NaN
+        # there would survive the multiplication.
         return [torch.zeros(size, dtype=dtype, device=s.device) for _ in range(s.num_layers)]
 
     def rope_store(
@@ -64,8 +64,8 @@ class PhaseMetadata(PagedMetadata):
 
 
 class PerPhase(PagedBackend[PhaseMetadata]):
-    """One backend, which gives its name, for steps with prompts, and another for steps that only
-    decode, on one cache."""
+    """Uses one backend for steps with prompts and another for steps that only decode, on one cache.
+    Its name is the name of the backend for prompts."""
 
     def __init__(self, prompts: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
         super().__init__(prompts.shape, prompts.block_size)

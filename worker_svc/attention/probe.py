@@ -1,7 +1,7 @@
-"""Checks that an attention backend computes what it should on this GPU.
+"""Checks that an attention backend computes correct results on this GPU.
 
-That its library loads proves little: a build may lack paged keys and values, a head size or a
-dtype, and say so only in the first call, or never.
+A library that loads may still lack paged keys and values, a head size or a dtype. Some builds
+report that only in the first call, others never.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from worker_svc.kernels.triton.paged_attention import attention_reference
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import upload_step
 
-CONTEXTS = (3, 2)  # tokens in the cache of the sequences tried, one block each
-# Share of the largest value. Wrong blocks or heads are off by all of it, rounding by a hundredth.
+CONTEXTS = (3, 2)  # cached tokens of the two test sequences, one block each
+# Share of the largest value. A wrong block or head is off by all of it, rounding by a hundredth.
 TOLERANCE = 0.05
 
 
 def find_obstacle(backend: PagedBackend[Any]) -> str:
-    """Attends to a few tokens of two prompts -> the reason why the result cannot be used, empty if
-    it can.
+    """Computes attention for a few tokens of two prompts -> the reason why `backend` cannot be
+    used, empty if it can.
 
     Raises:
         RuntimeError: the device is lost.

@@ -1,4 +1,4 @@
-"""Attention in Triton kernels, always available on a GPU."""
+"""Attention in Triton kernels, which every GPU can run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from worker_svc.step.wire import Int32s
 @dataclass(frozen=True)
 class TritonMetadata(PagedMetadata):
     decodes: torch.Tensor  # [N] int32, the sequences with one token in the step, longest first
-    tiles: torch.Tensor  # [n, 2] int32, the queries of the others, see `query_tiles`
+    tiles: torch.Tensor  # [n, 2] int32, the queries of the other sequences, see `query_tiles`
     splits: int
     workspace: torch.Tensor
 
 
 class TritonBackend(PagedBackend[TritonMetadata]):
-    """A step's decodes run in one kernel, its prompt chunks in another."""
+    """Runs a step's decodes in one kernel and its prompt chunks in another."""
 
     name = "triton"
 
@@ -49,7 +49,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
 
     def plan_column(self, step: Step) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
-        # A long one that starts when most have ended would leave most processors idle.
+        # Longest first: a long sequence that starts last would leave most processors idle.
         decodes = decodes[np.argsort(-step.context_lens[decodes], kind="stable")]
         if len(decodes) == step.num_seqs:
             return decodes

@@ -1,4 +1,4 @@
-"""The interface of the kinds of device that a model runner can run on."""
+"""The interface of a device on which a model runner runs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PendingArrays(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Times a step, from its start."""
+    """Measures the time of a step from its start."""
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingArrays:
-        """Has `tensors` copied to the host once they are ready, before anything launched later can
-        overwrite them."""
+        """Copies `tensors` to the host once they are ready. The copies finish before a later launch
+        can overwrite `tensors`."""
         ...
 
 
@@ -45,9 +45,9 @@ class Platform(ABC):
     device: torch.device
     ops: Ops
     captures: bool  # whether decodes may run from graphs
-    num_batched_tokens: int  # of a step, unless settings say otherwise
-    compiles: bool  # whether launches of a new size may have to wait for a compiler
-    pinned: bool  # whether host memory is to be pinned for copies
+    num_batched_tokens: int  # the default maximum of tokens in a step
+    compiles: bool  # whether a launch of a new size may have to wait for a compiler
+    pinned: bool  # whether to pin host memory for copies
 
     @abstractmethod
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
@@ -58,7 +58,7 @@ class Platform(ABC):
             checkpoint: the dtype of the weights.
 
         Raises:
-            ModelError: the device does not compute in it.
+            ModelError: the device does not compute in that dtype.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Platform(ABC):
         """Makes the attention backend.
 
         Raises:
-            StartError: the one asked for is not available.
+            StartError: the backend that the settings ask for is not available.
         """
 
     def weight_copies(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
@@ -75,10 +75,10 @@ class Platform(ABC):
 
     @abstractmethod
     def start(self, multiply_adds: int) -> Stopwatch:
-        """Begins a step of about so much work."""
+        """Begins a step of about `multiply_adds` multiply-adds."""
 
     def graph_pool(self) -> Any:
-        """Memory for `capture`, shared by graphs that never run at the same time."""
+        """Returns memory for `capture`, shared by graphs that never run at the same time."""
         return None
 
     @abstractmethod
@@ -88,11 +88,12 @@ class Platform(ABC):
         pool: Any = None,
         superseded: Callable[[], bool] = lambda: False,
     ) -> Callable[[], None]:
-        """Captures `run` -> a function that repeats it, on the same tensors.
+        """Captures `run` -> a function that repeats it on the tensors that `run` used.
 
         Args:
-            pool: from `graph_pool`; unusable once all its graphs are gone.
-            superseded: whether to stop waiting for what `run` launches: another rank may be gone.
+            pool: from `graph_pool`. It cannot be used again once all its graphs are gone.
+            superseded: whether to stop waiting for the work that `run` launches, because another
+                rank may be gone.
 
         Raises:
             SupersededError: see `superseded`.
@@ -101,19 +102,19 @@ class Platform(ABC):
 
     @abstractmethod
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        """Calls `run` -> the device memory it takes beyond what is taken before and after."""
+        """Calls `run` -> the device memory that it uses only while it runs."""
 
     @abstractmethod
     def cache_bytes(self, settings: WorkerSettings, activations: int) -> int:
-        """Memory left for KV caches besides what is taken now and `activations`."""
+        """The memory left for KV caches, after the memory in use now and `activations` bytes."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """All memory that could hold a cache, taken or not."""
+        """All memory that could hold a cache, whether it is free or in use."""
 
     @abstractmethod
     def graph_bytes(self) -> int:
-        """Device memory in use, for the progress bar of capturing."""
+        """Device memory in use, for the progress bar while graphs are captured."""
 
     @property
     def compiling(self) -> bool:

@@ -1,4 +1,4 @@
-"""Chooses the kind of device that this process runs on."""
+"""Chooses the device on which this process runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def choose_platform(settings: WorkerSettings) -> Platform:
     """Sets up the device that the settings ask for.
 
     Raises:
-        StartError: the device asked for is not there.
+        StartError: the device that the settings ask for does not exist.
     """
     choose_vector_math()
-    # Imports only the one needed: there is no Triton without a GPU, and a GPU needs no numba.
+    # Imports one module only: there is no Triton without a GPU, and a GPU needs no numba.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from worker_svc.devices.cuda import CudaPlatform
 
@@ -28,21 +28,23 @@ def choose_platform(settings: WorkerSettings) -> Platform:
 
 
 def choose_vector_math() -> None:
-    """Has MKL choose its cos, exp and the like for this CPU while one thread asks. Where several
-    threads make a process's first call, one may get functions that are wrong by up to 1.5e-4:
-    https://github.com/pytorch/pytorch/issues/188792."""
+    """Makes MKL choose its functions for this CPU (cos, exp, ...) while only one thread calls it.
+
+    If several threads make a process's first call, one of them may get functions that are wrong by
+    up to 1.5e-4 (https://github.com/pytorch/pytorch/issues/188792).
+    """
     torch.zeros(1).exp()
 
 
 def preload(device: str) -> None:
-    """Imports most of what `choose_platform` and a first step would, for forks of this process.
+    """Imports most modules of `choose_platform` and a first step before this process is forked.
 
-    It asks for no device: once CUDA has been asked for any, it does not work in forks.
+    It does not initialize CUDA, because CUDA would then not work in the forks.
     """
     if device == "cuda" or (device == "auto" and torch.version.cuda):
         import_module("worker_svc.devices.cuda")
         return
     import_module("worker_svc.devices.cpu")
     target = import_module("numba.core.registry").cpu_target
-    target.typing_context.refresh()  # otherwise done for the first function
+    target.typing_context.refresh()  # otherwise the first compilation would do it
     target.target_context.refresh()

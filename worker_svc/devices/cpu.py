@@ -22,8 +22,8 @@ from worker_svc.kernels.ops import Ops
 from worker_svc.settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = 16
-# Share of the memory that is free after the warm-up step. Others need it too: other ranks, the page
-# cache, the rest of the stack.
+# Share of the memory that is free after the warm-up step. The page cache and the other processes
+# of the stack need memory too.
 CACHE_SHARE = 0.4
 # Multiply-adds of a step that one thread computes in some 20 ms.
 SMALL_STEP = 256_000_000
@@ -31,7 +31,7 @@ SMALL_STEP = 256_000_000
 
 @dataclass(frozen=True)
 class Arrays:
-    """Results that are already there."""
+    """Results that are already on the host."""
 
     arrays: list[NDArray[Any]]
     seconds: float
@@ -48,7 +48,7 @@ class CpuStopwatch:
         self._started = time.perf_counter()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Arrays:
-        # Copies: the next step overwrites what this one sampled.
+        # Copies, because the next step overwrites the tokens that this step sampled.
         arrays = [tensor.numpy().copy() for tensor in tensors]
         return Arrays(arrays, time.perf_counter() - self._started)
 
@@ -62,8 +62,11 @@ class CpuPlatform(Platform):
     pinned = False
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Sets the calling thread's number of threads: as in the settings, or one per core, divided
-        among the ranks of the machine's engines. Both libraries keep the number per thread."""
+        """Sets how many threads torch and numba use for calls from the current thread.
+
+        The number is the setting `threads`. For auto it is the number of cores divided by the
+        number of ranks of all engines on the machine. Both libraries keep the number per thread.
+        """
         share = max(num_cores() // (settings.engines_on_host * settings.tp), 1)
         threads = share if settings.threads == "auto" else settings.threads
         self._max_threads = threads
@@ -85,9 +88,11 @@ class CpuPlatform(Platform):
         return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
     def start(self, multiply_adds: int) -> CpuStopwatch:
-        """Begins a step. A small one is computed on one thread: dozens of short parallel parts of
-        which each waits for the last thread take many times as long as soon as the machine is busy
-        with anything else, such as the rest of the stack."""
+        """Begins a step, which runs on one thread if it is small.
+
+        A step has dozens of short parallel parts, and each part waits for its last thread. On a
+        machine that is busy with other processes, a small step takes many times as long.
+        """
         self._use(1 if multiply_adds < SMALL_STEP else self._max_threads)
         return CpuStopwatch()
 
@@ -104,8 +109,8 @@ class CpuPlatform(Platform):
         return run
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        """Calls `run` and measures nothing: activations are small beside what `CACHE_SHARE`
-        leaves."""
+        """Calls `run` without measuring anything. Activations are small compared with the memory
+        that `CACHE_SHARE` leaves."""
         run()
         return 0
 

@@ -24,7 +24,7 @@ from worker_svc.settings import WorkerSettings
 log = structlog.get_logger(__name__)
 
 OLDEST = (8, 0)  # Ampere: the first with bfloat16
-# Share of all memory. The rest is for graphs, cuBLAS and NCCL, which come after the measurement.
+# Share of all memory. Graphs, cuBLAS and NCCL use the rest; they allocate after the measurement.
 MEMORY_SHARE = 0.9
 CAPTURE_WARM_UPS = 2  # cuBLAS and Triton allocate and compile in the first runs
 _POLL_S = 0.001
@@ -50,8 +50,11 @@ class ArraysOnTheWay:
 
 
 class CudaStopwatch:
-    """All of a step runs on one stream: copying a few hundred bytes takes it less time than handing
-    the step over to a second stream and having the next step wait for that."""
+    """Runs a whole step on one stream, the copies to the host included.
+
+    Copying a few hundred bytes takes less time than handing them over to a second stream, for
+    which the next step would have to wait.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,12 +72,12 @@ class CudaStopwatch:
 
 
 class CudaPlatform(Platform):
-    """The GPU of this rank: GPUs are dealt to the ranks of all engines of a machine in order."""
+    """The GPU of this rank. The ranks of all engines of a machine take its GPUs in order."""
 
     ops: Ops = triton_ops
     compiles = True
-    # A step of prompts is launched kernel by kernel, in about the time that the GPU takes for a few
-    # thousand tokens of a small model: fewer would leave it idle.
+    # A step of prompts is launched kernel by kernel. In that time the GPU computes a few thousand
+    # tokens of a small model, so a smaller step would leave it idle.
     num_batched_tokens = 8192
     pinned = True
 
@@ -93,7 +96,7 @@ class CudaPlatform(Platform):
             log.warning(
                 "serving without CUDA graphs, several times slower", setting="enforce_eager"
             )
-        # One for all graphs: cuBLAS keeps a workspace of 32 MiB for each stream, for ever.
+        # One stream for all graphs: cuBLAS keeps 32 MiB of workspace per stream and never frees it.
         self._capture_stream = torch.cuda.Stream(self.device)
         self._capability = torch.cuda.get_device_capability(self.device)
         if self._capability < OLDEST:
@@ -103,7 +106,7 @@ class CudaPlatform(Platform):
             )
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
-        if setting == "auto":  # like other servers, serves float32 weights at half size
+        if setting == "auto":  # float32 weights are served at half size, as other servers do
             return torch.bfloat16 if checkpoint == torch.float32 else checkpoint
         dtype: torch.dtype = getattr(torch, setting)
         if dtype not in (torch.bfloat16, torch.float16):
@@ -144,15 +147,15 @@ class CudaPlatform(Platform):
             for _ in range(CAPTURE_WARM_UPS):
                 run()
             warm.record()
-        # Capturing begins by waiting for the device, for ever if a rank is gone.
+        # A capture begins by waiting for the device, and would wait for ever if a rank is gone.
         while not warm.query():
             if superseded():
                 raise SupersededError
             time.sleep(_POLL_S)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # The outer stream: a failed capture leaves its own as the current one.
-        # thread_local: other threads, NCCL's among them, may go on using CUDA.
+        # The outer `stream` restores the current stream, which a failed capture does not.
+        # thread_local lets other threads, such as those of NCCL, continue to use CUDA.
         with (
             torch.cuda.stream(current),
             torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"),
@@ -161,7 +164,7 @@ class CudaPlatform(Platform):
         return graph.replay
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
-        run()  # compiles kernels, which allocates too
+        run()  # compiles kernels, which also allocates memory
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)

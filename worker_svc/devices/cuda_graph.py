@@ -1,7 +1,7 @@
-"""CUDA graphs for steps that only decode: one launch instead of hundreds.
+"""CUDA graphs for steps that only decode. A graph takes one launch instead of hundreds.
 
-A graph repeats what was captured, at the same addresses. So each one runs on a static buffer of
-columns and on a fixed number of sequences, to which a step is padded.
+A graph repeats the captured kernels with the captured addresses. So every graph reads its columns
+from a static buffer and has a fixed number of sequences, to which a step is padded.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, 
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of sequences to capture: 1, 2, 4, 8, then multiples of 16, of 32 from 256 and of
-    64 from 512, and the limit itself. At most an eighth of a large step is padding."""
+    """The numbers of sequences for which to capture a graph.
+
+    They are 1, 2, 4 and 8, multiples of 16 below 256, of 32 below 512 and of 64 from there, and
+    `max_num_seqs`. At most an eighth of a large step is padding.
+    """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, 512, 32), *range(512, 8193, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
-    """Captures its graphs when constructed, into memory of their own.
+    """The graphs of all sizes. The constructor captures them, into memory of their own.
 
     Args:
-        run: runs a step, given its padded host form (of which it may use only the number of
-            sequences) and its columns on the device; leaves the sampled tokens and the logits in
-            tensors that outlive it, and returns the logits.
-        max_blocks: of one sequence.
-        superseded: whether to give up because nobody is waiting for these graphs any more.
+        run: runs a step, given the padded step on the host and its columns on the device. It may
+            use only the number of sequences of the former. It leaves the sampled tokens and the
+            logits in tensors that outlive the call, and returns the logits.
+        max_blocks: the maximum number of blocks of one sequence.
+        superseded: whether to give up because nobody waits for these graphs any more.
 
     Raises:
         CaptureError: `run` cannot be captured.
@@ -65,7 +68,7 @@ class DecodeGraphs:
         table_entries = max_num_seqs * max_blocks
         size = len(header) + 4 * table_entries + ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=platform.device)
-        # Largest first, so that the smaller ones fit into the memory it took.
+        # Largest first, so that smaller graphs fit into the memory of the largest.
         progress = tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None)
         before = platform.graph_bytes()
         pool = platform.graph_pool()
@@ -89,8 +92,8 @@ class DecodeGraphs:
             progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 
     def replay(self, step: Step) -> tuple[StepTensors, torch.Tensor]:
-        """Runs `step`, which only decodes at most `max_num_seqs` sequences -> its columns and
-        logits, both padded and valid until the next step."""
+        """Runs `step`, which decodes up to `max_num_seqs` sequences and nothing else -> its columns
+        and logits, both padded and valid until the next step."""
         size = self._sizes[bisect_left(self._sizes, step.num_seqs)]
         self._upload(padded(step, size))
         self._replays[size]()
@@ -109,8 +112,8 @@ class DecodeGraphs:
 
 
 def _failed_capture(error: RuntimeError, size: int, superseded: bool) -> Exception:
-    """The error that ends the process: torch's allocator does not recover from a failed capture. If
-    another rank or the device is to blame, a successor may succeed."""
+    """The error with which the process ends. torch's allocator does not recover from a failed
+    capture. If another rank or the device caused the failure, a new process may succeed."""
     causes = list(chain(error))
     if superseded or is_device_lost(error) or any(isinstance(e, DistError) for e in causes):
         return DeviceLostError(f"a capture was broken off: {causes[-1]}")

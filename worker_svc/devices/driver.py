@@ -1,4 +1,4 @@
-"""The GPU's driver."""
+"""Queries the version of the GPU's driver."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""How the threads of a step wait. OpenMP reads this once, when it is loaded: before torch and numba
-start their threads, call `let_threads_spin_briefly`."""
+"""Sets how the OpenMP threads of a step wait for work.
+
+Call `let_threads_spin_briefly` before importing torch and numba: OpenMP reads its settings only
+once, when it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ import os
 
 
 def let_threads_spin_briefly() -> None:
-    """Has threads look for work for about 0.1 ms before they sleep, unless the environment says
-    otherwise.
+    """Makes threads spin for about 0.1 ms before they sleep, unless the environment says otherwise.
 
-    A step is hundreds of short parallel regions: to wake a sleeping thread for one takes 70 us, a
-    spinning one 2 us. By default threads spin for much longer, and those of torch's pool on cores
-    that numba's need.
+    A step has hundreds of short parallel regions. A sleeping thread takes 70 us to wake for one, a
+    spinning thread 2 us. By default threads spin for much longer, and the threads of torch's pool
+    would occupy cores that numba's threads need.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

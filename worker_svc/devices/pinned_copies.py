@@ -1,5 +1,5 @@
-"""Copies weights to a GPU through pinned memory: from any other, CUDA copies in small pieces of its
-own, one after another."""
+"""Copies weights to a GPU through pinned memory. From other memory, CUDA copies small pieces one
+after another, through a buffer of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BUFFER_BYTES = 64 << 20
 
 
 class PinnedCopies:
-    """`out.copy_(source)` through two buffers: one is filled while the other is being read."""
+    """Copies through two pinned buffers. One is filled while the GPU reads the other."""
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._buffers = [
@@ -19,8 +19,8 @@ class PinnedCopies:
         self._copies = 0
 
     def __call__(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies source, on the host and of any dtype, to out of the same shape, contiguous and on
-        the device."""
+        """Copies source, a host tensor of any dtype, to out, a contiguous device tensor of equal
+        shape."""
         target, values = out.view(-1), source.reshape(-1)
         size = len(self._buffers[0]) // out.dtype.itemsize
         for start in range(0, len(values), size):

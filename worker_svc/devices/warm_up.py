@@ -1,4 +1,4 @@
-"""The largest possible steps, with everything that a step may ask for."""
+"""Makes the steps that warm up a worker: as large as possible, and with all features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_svc.step.decode import Step
 from worker_svc.step.features import Features, PromptTargets
 from worker_svc.step.wire import Int32s
 
-# A few tokens warm up a CPU, where a full step of a large model takes minutes.
+# A CPU warms up with a few tokens, because a full step of a large model takes minutes there.
 CPU_TOKENS = 8
 NUM_LOGPROBS = 20
 
@@ -25,7 +25,7 @@ def warm_up_steps(
     block_size: int,
     vocab_size: int,
 ) -> tuple[Step, Step]:
-    """Makes a step of prompts and one of decodes, all of them in one block."""
+    """Makes a step of prompts and a step of decodes. All their tokens share one cache block."""
     longest = max_model_len
     if on_cpu:
         max_num_seqs, max_num_batched_tokens = 1, CPU_TOKENS
@@ -41,7 +41,7 @@ def warm_up_steps(
 
 
 def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> Step:
-    """Makes a step of decodes without features, all of them in one block."""
+    """Makes a step of decodes without features. All its tokens share one cache block."""
     ones = np.ones(num_seqs, np.int32)
     return replace(_dummy_step(ones, ones * max_model_len, block_size, 1), features=None)
 

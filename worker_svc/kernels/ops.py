@@ -1,4 +1,4 @@
-"""The operations that layers ask of the device they run on."""
+"""The interface of the operations that a device offers to layers and sampling."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PackedWeight(Protocol):
         """x [T, in] -> x Wᵀ + bias [out], [T, out] in the dtype of x.
 
         Args:
-            exchange: for x that other ranks hold more columns of: the largest magnitudes [T] of
-                this rank's columns -> those of all ranks'. Called if x has to be quantized.
+            exchange: given if other ranks hold more columns of x, and called if x has to be
+                quantized: the largest magnitudes [T] in this rank's columns -> in all columns.
         """
         ...
 
@@ -33,13 +33,13 @@ class PackedWeight(Protocol):
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The tensors that `Ops.unpack` makes an equal weight of, in this process or another on
-        the same kind of CPU."""
+        """The tensors from which `Ops.unpack` makes an equal weight, in this process or in another
+        process on the same kind of CPU."""
         ...
 
 
 class PlainWeight:
-    """W as it is, multiplied by `F.linear`."""
+    """W in its own layout, multiplied by `F.linear`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -58,28 +58,28 @@ class PlainWeight:
 
 
 class Ops(Protocol):
-    """The operations between matrix products and attention, implemented as modules of functions in
-    numba (`kernels.cpu.ops`) or Triton (`kernels.triton.ops`)."""
+    """The operations besides attention. Two modules of functions implement them: `kernels.cpu.ops`
+    in numba and `kernels.triton.ops` in Triton."""
 
-    layout: str  # names what `pack` does, with the kind of CPU it does it for
+    layout: str  # names the layout that `pack` makes, and the kind of CPU that it is made for
 
     def quantize(self, weight: torch.Tensor, format: Format) -> QuantizedWeight:
-        """`quantization.quantize.quantize`, or the same done faster."""
+        """Does what `quantization.quantize.quantize` does, maybe faster."""
         ...
 
     def pack(self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
         """Packs `weight` [out, in]. The caller should drop it, since the result may be a copy.
 
         Args:
-            dtype: of the model, in which steps compute (on a CPU in float32).
+            dtype: the model's, in which steps compute (a CPU computes in float32).
 
         Raises:
-            ModelError: nothing multiplies this format on this device.
+            ModelError: this device has no kernel for this format.
         """
         ...
 
     def unpack(self, state: dict[str, torch.Tensor]) -> PackedWeight:
-        """Makes the weight whose `state` this is, without a copy: it may be a mapped file."""
+        """Makes the weight with this `state` without copying it: it may be a mapped file."""
         ...
 
     def embed(
@@ -90,8 +90,8 @@ class Ops(Protocol):
         start: int,
         count: int,
     ) -> torch.Tensor:
-        """input_ids [T] int32 -> rows of weight, [T, hidden]. An id −1−r stands for last_tokens[r],
-        ids outside [start, start + count) give zeros, the others row id − start."""
+        """input_ids [T] int32 -> rows of weight, [T, hidden]. An id −1−r stands for last_tokens[r].
+        An id outside [start, start + count) gives zeros, every other id gives row id − start."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Adds x to residual [T, size] in place -> the sum normalized, as `rms_norm` does."""
+        """Adds x to residual [T, size] in place -> `rms_norm` of the sum."""
         ...
 
     def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -111,9 +111,11 @@ class Ops(Protocol):
     def chunk_statistics(
         self, logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [S, C · chunk_size], of which the first num_tokens columns count, temperatures [S]
-        float32 -> per chunk the largest logit m and the sum of exp((logit − m) / temperature), both
-        [S, C] float32; where the temperature is 0 the sums mean nothing."""
+        """logits [S, C · chunk_size], temperatures [S] float32 -> per chunk the largest logit m and
+        the sum of exp((logit − m) / temperature), both [S, C] float32.
+
+        Only the first num_tokens columns count. If the temperature is 0, the sums mean nothing.
+        """
         ...
 
     def select_tokens(
@@ -127,9 +129,11 @@ class Ops(Protocol):
         temperatures: torch.Tensor,
         uniforms: torch.Tensor,
     ) -> torch.Tensor:
-        """Selects tokens by the statistics of all ranks' chunks [S, C_all], of which this rank's
-        begin at first_chunk, and a uniform number per row [S] float64 -> token ids [S] int32, −1
-        where the chosen chunk is another rank's."""
+        """Selects a token per row -> ids [S] int32, −1 where another rank has the chosen chunk.
+
+        maxima and sums [S, C_all] are the statistics of all ranks' chunks. This rank's chunks begin
+        at first_chunk. uniforms [S] float64 holds a uniform random number per row.
+        """
         ...
 
     def store_tokens(
@@ -160,13 +164,14 @@ class Ops(Protocol):
         frequency: torch.Tensor,
     ) -> None:
         """Penalizes logits [F, shard] float32 in place for the tokens that a sequence already has.
-        This rank's ids [start, start + count) are the first columns; the other columns stay.
+        The first columns are this rank's ids [start, start + count). The other columns stay.
 
-        Row f is sequence rows[f] of the step, of context_lens[rows[f]] positions. Position p is in
-        tokens [slots] int32, in block p // block_size of the sequence's part of the ragged table;
-        positions from prompt_lens[f] on are generated. The logit l of each of these tokens becomes
-        l / r or, if negative, l · r, with r = repetition[f]; that of one generated n > 0 times then
-        loses frequency[f] · n + presence[f]. (As in transformers and vLLM.)
+        Row f is sequence rows[f] of the step, with context_lens[rows[f]] positions. tokens [slots]
+        int32 holds its tokens: position p is in block p // block_size of the sequence's part of the
+        ragged table. Positions from prompt_lens[f] on are generated. With r = repetition[f], the
+        logit l of each of these tokens becomes l / r, or l · r if it is negative. The logit of a
+        token generated n > 0 times then loses frequency[f] · n + presence[f]. These are the
+        definitions of transformers and vLLM.
 
             block_table               int32 [blocks of all sequences]
             table_offsets             int32 [S + 1]
@@ -185,8 +190,8 @@ class Ops(Protocol):
         masks: torch.Tensor,
     ) -> None:
         """Sets logits [F, shard] float32 of rows masked [M] int32 to −inf where masks [M, W] has a
-        0: token t is bit t % 32, the lowest first, of int32 number t // 32. Columns as in
-        `penalize`."""
+        0. Token t is bit t % 32, the lowest first, of int32 number t // 32. The columns are those
+        of `penalize`."""
         ...
 
     def count_by_key(
@@ -198,11 +203,13 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
-        """Adds to bins [G, BINS] int64 how many of the first num_tokens logits of row rows[g]
-        (int32 [G]; logits [F, shard] float32) have the bin's number as (key − low[g]) >> shifts[g].
-        Keys and BINS are those of `kernels.logits`; low, which holds keys, and shifts are int64
-        [G]. Logits of −inf or NaN and keys below low are in no bin, nor are rows of negative
-        shift."""
+        """Adds a histogram of the logits' keys to bins [G, BINS] int64.
+
+        Row g counts the first num_tokens logits [F, shard] float32 of row rows[g], int32 [G]. A key
+        counts in bin (key − low[g]) >> shifts[g]. Keys and BINS are those of `kernels.logits`. low,
+        which holds keys, and shifts are int64 [G]. Logits of −inf or NaN, keys below low and rows
+        of negative shift count in no bin.
+        """
         ...
 
     def weigh_by_key(
@@ -216,8 +223,9 @@ class Ops(Protocol):
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
-        """Like `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋,
-        both float32 [G], the same in whichever column: such integers add up alike in any order."""
+        """Like `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋ in
+        every column. The sum of such integers does not depend on their order. maxima and scales are
+        float32 [G]."""
         ...
 
     def pick_bins(
@@ -229,7 +237,11 @@ class Ops(Protocol):
         above: torch.Tensor,
     ) -> None:
         """Picks, per row of bins [G, BINS], the last bin whose suffix sum plus above [G] reaches
-        targets [G], else bin 0. Moves low [G] to its beginning, sets above to the weight after it,
-        and shifts [G] to what settles its next bits: −1 if there are none, or if the weight from
-        low on is just the target. All int64. Rows of negative shift stay."""
+        targets [G], else bin 0.
+
+        Moves low [G] to the beginning of that bin, and sets above to the weight after the bin. Sets
+        shifts [G] to the shift that settles the next bits of low. The shift is −1 if there are no
+        next bits, or if the weight from low on is just the target. All are int64. Rows of negative
+        shift stay.
+        """
         ...

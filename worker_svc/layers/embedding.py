@@ -15,11 +15,11 @@ from worker_svc.loader import Rows, WeightLoader
 
 @dataclass(frozen=True)
 class VocabPartition:
-    """The vocabulary in chunks of equal size, the last one padded, dealt to ranks in order.
+    """The vocabulary in chunks of equal size, the last one padded, distributed to ranks in order.
 
-    The chunks depend on the vocabulary alone, never on the number of ranks: the sampler's two
-    levels are the chunks and the tokens in one, so it draws the same token however many ranks there
-    are. With about as many chunks as tokens in each, both levels are cheap.
+    The sampler first picks a chunk and then a token in it. The chunks depend only on the
+    vocabulary, so the sampler draws the same token for any number of ranks. There are about as many
+    chunks as tokens in a chunk, so both picks are cheap.
     """
 
     vocab_size: int
@@ -28,12 +28,12 @@ class VocabPartition:
 
     @cached_property
     def chunk_size(self) -> int:
-        """Tokens per chunk: the power of two nearest to the square root of the vocabulary."""
+        """Tokens per chunk, the power of two nearest to the square root of the vocabulary size."""
         return int(2 ** round(math.log2(max(self.vocab_size, 2)) / 2))
 
     @cached_property
     def num_chunks(self) -> int:
-        """Chunks of this rank, as many as on every other."""
+        """Chunks per rank, equal on all ranks."""
         return math.ceil(math.ceil(self.vocab_size / self.chunk_size) / self.ranks)
 
     @property
@@ -57,8 +57,8 @@ class VocabPartition:
 
 
 class VocabParallelEmbedding:
-    """Token ids [T] int32 -> hidden states [T, hidden], equal on all ranks. A negative id −1−r is
-    last_tokens[r]."""
+    """Token ids [T] int32 -> hidden states [T, hidden], equal on all ranks. A negative id −1−r
+    stands for last_tokens[r]."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Hidden states [S, hidden] -> this rank's logits [S, shard_size]; those of the padding are
+    """Hidden states [S, hidden] -> this rank's logits [S, shard_size]. Logits of the padding are
     meaningless."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight = weight
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Leaves them in the first rows of `out`, if given; else in new memory."""
+        """Writes the logits to the first rows of `out`, or to new memory if there is no `out`."""
         if out is None:
             return self._weight.matmul(hidden, None)
         if not isinstance(self._weight, PlainWeight):

@@ -11,9 +11,11 @@ from worker_svc.loader import Rows, WeightLoader
 
 
 class ColumnParallelLinear:
-    """One matrix made of several in the checkpoint (q, k and v; gate and up), split by output
-    feature: x [T, in], equal on all ranks -> this rank's outputs [T, sum of counts], parts side by
-    side."""
+    """A matrix split by output feature, made of several matrices in the checkpoint (q, k and v, or
+    gate and up).
+
+    x [T, in], equal on all ranks -> this rank's outputs [T, sum of counts], parts side by side.
+    """
 
     def __init__(
         self, loader: WeightLoader, parts: Sequence[Rows], in_features: int, *, bias: bool
@@ -29,8 +31,11 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """A matrix split by input feature: this rank's inputs [T, in / ranks] -> x Wᵀ + bias [T, out],
-    summed over the ranks and equal on all of them."""
+    """A matrix split by input feature.
+
+    This rank's inputs [T, in / ranks] -> x Wᵀ + bias [T, out], summed over the ranks and equal on
+    all ranks.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,7 @@ class RowParallelLinear:
         share = in_features // tp.size
         columns = range(tp.rank * share, (tp.rank + 1) * share)
         self._bias = None
-        if bias and tp.rank == 0:  # so that it enters the sum once
+        if bias and tp.rank == 0:  # so that the sum over ranks has the bias once
             self._bias = loader.vector(f"{name}.bias", out_features)
         elif bias:
             loader.skip(f"{name}.bias")

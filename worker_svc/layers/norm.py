@@ -22,7 +22,7 @@ class RMSNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and the residual to add it to, if any, both [T, size] -> (the normalized sum, the sum).
+        """x and a residual to add to it, if any, both [T, size] -> (the normalized sum, the sum).
         `residual` is overwritten with the sum."""
         if residual is None:
             return self._ops.rms_norm(x, self.weight, self._eps), x

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and its scalings for longer contexts."""
+"""Rotary position embedding and its scalings for longer contexts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. The fields after `factor` are for yarn only; None takes yarn's default."""
+    """The parameters of a rotary embedding. Only yarn uses the fields after `factor`. None stands
+    for yarn's default."""
 
     rope_type: str  # one of `ROPE_TYPES`
     theta: float
@@ -82,7 +83,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-# theta's powers [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines
+# Powers of theta [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines.
 _SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,

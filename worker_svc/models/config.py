@@ -1,6 +1,6 @@
-"""The model's configuration: config.json, read as transformers does, in one frozen dataclass.
+"""Reads config.json into one frozen dataclass, in the way in which transformers reads it.
 
-transformers itself would take longer to import than all of this takes to load a small model.
+Importing transformers would take longer than the worker takes to load a small model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker_svc.models.families import Family, read_model_file
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model of any family. Sizes are the whole model's, not a rank's."""
+    """The configuration of a model of any family. Sizes are for the whole model, not per rank."""
 
     family: Family
     vocab_size: int
@@ -36,52 +36,52 @@ class ModelConfig:
     max_model_len: int
     rope: RopeConfig
     dtype: torch.dtype
-    # `quantization_config` as it is in the file, for `worker_svc.weights.quantization`.
+    # The file's `quantization_config`, which `worker_svc.weights.quantization` reads.
     quantization: Mapping[str, Any] | None = None
 
     @property
     def num_weights(self) -> int:
-        """The weights that each token is multiplied by."""
+        """The number of weights by which each token is multiplied."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
 
 class _ConfigFile(BaseModel, strict=True):
-    """The fields of config.json that matter here. Sizes without a default are in all files, or have
-    the family's."""
+    """The fields of config.json that the worker uses. A size without a default is in every file, or
+    the family has its default."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None  # None: as many as the others
-    head_dim: PositiveInt | None = None  # None: the heads divide the hidden size
+    num_key_value_heads: PositiveInt | None = None  # None: num_attention_heads
+    head_dim: PositiveInt | None = None  # None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
     max_position_embeddings: PositiveInt
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     dtype: str | None = None
-    torch_dtype: str | None = None  # before transformers 5, instead of `dtype`
+    torch_dtype: str | None = None  # the name of `dtype` before transformers 5
     rope_parameters: dict[str, Any] | None = None
-    # Before transformers 5, instead of `rope_parameters`.
+    # Before transformers 5, the next three fields take the place of `rope_parameters`.
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
-    compression_config: dict[str, Any] | None = None  # as compressed-tensors once called it
+    compression_config: dict[str, Any] | None = None  # its old name in compressed-tensors
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
     """Reads and checks `config.json`.
 
     Raises:
-        ModelError: the file is missing or unreadable, or asks for something that is not
-            implemented; the message names it.
+        ModelError: the file is missing or unreadable, or needs a feature that is not implemented.
+            The message names that feature.
     """
     family, fields = read_model_file(model_dir)
     try:
@@ -154,8 +154,8 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
 
 
 def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """The model's limit in tokens. Model cards enable yarn by adding it to the configuration
-    without changing `max_position_embeddings`, so the extended length is worked out here."""
+    """The model's limit in tokens. Model cards say to enable yarn in the configuration without
+    changing `max_position_embeddings`, so this function computes the extended length."""
     extended = 0
     if rope.rope_type == "yarn":
         extended = int(rope.original_max_position_embeddings * rope.factor)

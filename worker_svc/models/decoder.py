@@ -1,6 +1,7 @@
-"""The parts that families of decoders share, as one rank has them.
+"""The parts that families of decoders share, each as one rank's share.
 
-T tokens of any number of sequences run as one flat batch; only attention knows which is whose.
+T tokens of any number of sequences run as one flat batch. Only attention knows which token belongs
+to which sequence.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from worker_svc.step.tensors import StepTensors
 
 @dataclass(frozen=True)
 class Parts:
-    """What all layers are built with, and the layers that have no structure of their own. A name is
-    the checkpoint's, of the layer's weights."""
+    """Makes layers, and holds the objects with which every layer is built. The `name` of a layer is
+    the name of its weights in the checkpoint."""
 
     config: ModelConfig
     loader: WeightLoader
@@ -50,12 +51,12 @@ class Parts:
         return VocabParallelEmbedding(self.loader, self.ops, self.tp, self._vocab, name, size)
 
     def head(self, name: str, embedding: VocabParallelEmbedding) -> VocabParallelHead:
-        """The output head; `embedding` once more, if the configuration ties them."""
+        """Makes the output head, with the weights of `embedding` if the configuration ties them."""
         config, vocab = self.config, self._vocab
         if not config.tie_word_embeddings:
             weight = self.loader.head(vocab.rows(name), vocab.shard_size, config.hidden_size)
             return VocabParallelHead(weight)
-        self.loader.skip(name)  # some checkpoints carry a copy
+        self.loader.skip(name)  # some checkpoints hold a copy
         return VocabParallelHead(self.loader.tied_head(embedding.weight))
 
     @property
@@ -83,7 +84,7 @@ class Attention:
         config, loader, tp = parts.config, parts.loader, parts.tp
         heads, kv_heads = local_heads(config, tp.size)
         dim = config.head_dim
-        # With more ranks than key-value heads, neighbouring ranks hold the same one.
+        # With more ranks than key-value heads, neighbouring ranks hold copies of one head.
         first_kv_head = tp.rank * config.num_kv_heads // tp.size
         self.qkv_proj = ColumnParallelLinear(
             loader,
@@ -145,7 +146,7 @@ class MLP:
 
 
 def last_of_each(tensors: StepTensors, *each: torch.Tensor) -> list[torch.Tensor]:
-    """Of each [T, hidden], the rows [S, hidden] of the sequences' last tokens."""
+    """Picks from each tensor [T, hidden] the rows [S, hidden] of the sequences' last tokens."""
     if len(tensors.context_lens) == len(tensors.input_ids):
         return list(each)
     last = tensors.query_starts[1:] - 1
@@ -155,10 +156,10 @@ def last_of_each(tensors: StepTensors, *each: torch.Tensor) -> list[torch.Tensor
 def attention_shape(
     config: ModelConfig, ranks: int, device: torch.device, kv_dtype: KvDtype = "auto"
 ) -> AttentionShape:
-    """The shape that one of `ranks` ranks asks of its attention backend.
+    """The shape of attention on one of `ranks` ranks.
 
     Raises:
-        ModelError: the model cannot be split across that many.
+        ModelError: the model cannot be split across that many ranks.
     """
     heads, kv_heads = local_heads(config, ranks)
     if config.intermediate_size % ranks:
@@ -174,7 +175,7 @@ def local_heads(config: ModelConfig, ranks: int) -> tuple[int, int]:
     """The numbers of query heads and key-value heads of a rank.
 
     Raises:
-        ModelError: they cannot be split across `ranks`.
+        ModelError: the heads cannot be split across `ranks` ranks.
     """
     if config.num_heads % ranks:
         raise ModelError(

@@ -1,6 +1,6 @@
-"""The model families that are served, by the name that `architectures` of config.json gives them.
+"""The model families that are served, by their name in `architectures` of config.json.
 
-It imports no torch: the gateway reads it, too.
+This module does not import torch, because the gateway uses it too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Family:
     """The facts about a family that are not in its layers.
 
     Args:
-        architecture: its name in config.json, and its class's in `module` of this folder.
-        defaults: of fields that config.json may leave out, as transformers has them.
-        reasoning_parser, tool_call_parser: smg's names of the formats that its models write.
+        architecture: the family's name in config.json, and of its class in `module` of this folder.
+        defaults: transformers' defaults for fields that config.json may leave out.
+        reasoning_parser, tool_call_parser: smg's names for the formats that the models write.
     """
 
     architecture: str
@@ -57,7 +57,7 @@ def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
     """Reads config.json -> the model's family, and the file's fields with the family's defaults.
 
     Raises:
-        ModelError: the file is missing or unreadable, or no family is called so.
+        ModelError: the file is missing or unreadable, or names no family that is served.
     """
     path = model_dir / "config.json"
     try:

@@ -12,8 +12,10 @@ from worker_svc.step.tensors import StepTensors
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the next layer's norm,
-    which does both in one pass. Queries and keys are normalized."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). Queries and keys are normalized.
+
+    The next layer's norm computes the last sum, because a norm adds and normalizes in one pass.
+    """
 
     def __init__(self, parts: Parts, name: str) -> None:
         attention, bias = f"{name}.self_attn", parts.config.attention_bias
@@ -26,7 +28,7 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: torch.Tensor, metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and the residual to add it to -> the same for the next layer, all [T, hidden]."""
+        """x and the residual to add to it -> x and residual for the next layer, all [T, hidden]."""
         x, residual = self.input_norm(x, residual)
         x = self.attention(x, cache, metadata)
         x, residual = self.post_attention_norm(x, residual)
@@ -34,7 +36,7 @@ class DecoderLayer:
 
 
 class Qwen3ForCausalLM:
-    """A `registry.Model`."""
+    """Implements `registry.Model`."""
 
     def __init__(self, parts: Parts) -> None:
         layers = range(parts.config.num_layers)

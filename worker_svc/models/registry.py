@@ -1,4 +1,4 @@
-"""Makes the model of a checkpoint, whichever family it is of."""
+"""Makes the model of a checkpoint of any family."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ class Model(Protocol):
         *,
         every_token: bool = False,
     ) -> torch.Tensor:
-        """A step, the tokens [R] int32 that the previous step sampled, a cache per layer and the
-        backend's plan of the step -> the input of `lm_head`: the normalized hidden states
-        [S, hidden] after each sequence's last token, or [T, hidden] after every token."""
+        """Runs the layers on a step -> the input of `lm_head`, which is the normalized hidden
+        states [S, hidden] of each sequence's last token, or [T, hidden] of every token.
+
+        last_tokens [R] int32 are the tokens that the previous step sampled. caches has one cache
+        per layer, and metadata is the backend's plan of the step.
+        """
         ...
 
 
@@ -48,7 +51,8 @@ def load_model(
     tp: TensorParallel,
     backend: Backend,
 ) -> Model:
-    """
+    """Makes the model of `config` and loads its weights.
+
     Raises:
         ModelError: a weight is missing, unknown or of another shape, or the model cannot be split
             across this many ranks.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-# Not torch.profiler: that imports torch's compiler, over 100 MB, at its first start.
+# torch.profiler would import torch's compiler, over 100 MB, at its first start.
 from torch.autograd.profiler import profile, record_function
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
@@ -23,14 +23,16 @@ from worker_svc.step.decode import Step
 log = structlog.get_logger(__name__)
 
 MAX_STEPS = 1000
-# Recorded events stay in memory, 2 KB each, until torch takes them in, 3 to 8 us for each, with
-# Python's lock; a step of 28 layers on a CPU has 3,500. All at once would look like a hang.
+# Recorded events stay in memory, 2 KB each, until torch processes them. That takes 3 to 8 us per
+# event and holds Python's lock. A step of 28 layers on a CPU has 3,500 events, so processing the
+# events of all steps at once would look like a hang.
 PIECE_STEPS = 10
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The extent of a profile; `activities` are among CPU, GPU and MEM, none: the device's."""
+    """The contents of a profile. `activities` are among CPU, GPU and MEM. If there are none, the
+    CPU is recorded, and so is the GPU if the device is one."""
 
     num_steps: int = MAX_STEPS
     activities: frozenset[str] = frozenset()
@@ -40,7 +42,7 @@ class ProfileOptions:
 
 @dataclass
 class _Profile:
-    """A profile in progress, of which `recorder` has the steps since the last piece."""
+    """A profile in progress. `recorder` has the steps since the last piece."""
 
     new_recorder: Callable[[], profile]
     recorder: profile
@@ -49,11 +51,13 @@ class _Profile:
 
 
 class Profiler:
-    """Has at most one profile at a time. Use it from the thread that runs the steps, between two:
-    torch records the thread that starts it.
+    """Records at most one profile at a time.
+
+    Call it between steps from the thread that runs them, because torch records the thread that
+    starts the recorder.
 
     Args:
-        directory: for the traces; empty: there are none.
+        directory: the directory for traces. If it is empty, profiling is off.
     """
 
     def __init__(self, directory: str, rank: int) -> None:
@@ -62,14 +66,14 @@ class Profiler:
         self._profile: _Profile | None = None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="profile")
         self._piece: Future[None] | None = None  # being written
-        self._written: Future[Path] | None = None  # a trace that nobody has asked for yet
+        self._written: Future[Path] | None = None  # a trace that `stop` has not returned yet
 
     def start(self, options: ProfileOptions, device: str) -> Path:
-        """Begins to record, for as many steps as the options say -> the path of the trace to come.
+        """Begins to record as many steps as the options say -> the path of the future trace.
 
         Raises:
-            FailedPreconditionError: there is no directory, or a profile already.
-            InvalidArgumentError: the options ask for what cannot be recorded.
+            FailedPreconditionError: there is no directory, or a profile is already in progress.
+            InvalidArgumentError: the options cannot be fulfilled on `device`.
         """
         if self._directory is None:
             raise FailedPreconditionError("profiling is off: profile_directory is unset")
@@ -89,27 +93,27 @@ class Profiler:
         return file.path
 
     def named(self, step: Step) -> AbstractContextManager[object]:
-        """Gives the body of the `with` the step's name in the profile."""
+        """Labels the body of the `with` with the step's name in the profile."""
         if self._profile is None:
             return nullcontext()
         sizes = f"{step.num_seqs} sequences, {len(step.input_ids)} tokens"
         return record_function(f"step {step.step_id}: {sizes}")
 
     def count_step(self) -> bool:
-        """Counts a step that has been launched; returns whether `write_piece` is due."""
+        """Counts a step that has been launched -> whether `write_piece` is due."""
         if self._profile is None:
             return False
         self._profile.steps_left -= 1
         return self._profile.steps_left % PIECE_STEPS == 0
 
     def write_piece(self) -> None:
-        """Has the steps recorded so far written, on another thread, and goes on recording unless
-        they were the last."""
+        """Writes the steps recorded so far on another thread. Recording continues unless these were
+        the last steps."""
         current = self._profile
         assert current is not None
         current.recorder.__exit__(None, None, None)
         if self._piece is not None:
-            wait([self._piece])  # or memory would fill if the disk is slow
+            wait([self._piece])  # otherwise memory would fill if the disk is slow
         self._piece = self._writes.submit(current.file.add, current.recorder.export_chrome_trace)
         if current.steps_left:
             current.recorder = current.new_recorder()
@@ -118,13 +122,14 @@ class Profiler:
             self._written = self._writes.submit(_finish, current.file)
 
     def stop(self) -> Future[Path]:
-        """Ends the profile, unless it has ended by itself -> its trace, once it is written.
+        """Ends the profile, unless it has ended by itself -> a future of the trace's path, done
+        once the trace is written.
 
         The future may raise:
             FailedPreconditionError: the trace cannot be written.
 
         Raises:
-            FailedPreconditionError: none was started since the last call.
+            FailedPreconditionError: no profile was started since the last call.
         """
         if self._profile is not None:
             self._profile.steps_left = 0
@@ -135,7 +140,7 @@ class Profiler:
         return written
 
     def close(self) -> None:
-        """Returns when what was recorded is written."""
+        """Returns when all recorded pieces are written."""
         self._writes.shutdown()
 
 
@@ -150,11 +155,11 @@ def _check(options: ProfileOptions, device: str) -> None:
 
 
 def _recorder(options: ProfileOptions, device: str) -> profile:
-    """A recorder that has begun."""
+    """Starts a recorder and returns it."""
     activities = options.activities or {"CPU"} | ({"GPU"} if device != "cpu" else set())
     on_gpu = "GPU" in activities
     if on_gpu:
-        # As torch.profiler has it: after CUPTI was torn down, CUDA graphs crash.
+        # torch.profiler does this too, because CUDA graphs crash after CUPTI was torn down.
         os.environ.update(DISABLE_CUPTI_LAZY_REINIT="1", TEARDOWN_CUPTI="0")
     recorder = profile(
         use_kineto=True,

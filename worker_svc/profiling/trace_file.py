@@ -1,4 +1,4 @@
-"""A Chrome trace on disk that grows by pieces."""
+"""A Chrome trace on disk that is written in pieces."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _EVENTS = b'"traceEvents": ['
 class TraceFile:
     """A compressed trace, which appears at `path` once it is complete.
 
-    Pieces are spliced as bytes: to parse them would take Python's lock from the steps.
+    Pieces are spliced as bytes, because parsing would hold Python's lock while steps need it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._piece = path.with_suffix(".piece")
         self._part = path.with_suffix(".part")
-        # Level 1: serving needs the processor.
+        # Level 1, because serving needs the processor.
         self._file = gzip.GzipFile(self._part, "wb", compresslevel=1)
         self._separator = b""  # before the next piece's events
         self._error: OSError | None = None
 
     def add(self, export: Callable[[str], object]) -> None:
-        """Adds the events of the trace that `export` writes to a path. An error is `finish`'s."""
+        """Adds the events of the trace that `export` writes to a path. `finish` raises errors."""
         if self._error is not None:
             return
         try:
@@ -41,14 +41,14 @@ class TraceFile:
             self._separator = b","
         except OSError as error:
             self._error = error
-        except ValueError:  # torch does not say so when it cannot write
+        except ValueError:  # torch reports no error when it cannot write
             self._error = OSError("a trace was cut short; is the disk full?")
 
     def finish(self) -> Path:
         """Completes the trace -> its path.
 
         Raises:
-            FailedPreconditionError: it could not be written.
+            FailedPreconditionError: the trace could not be written.
         """
         try:
             if self._error is not None:

@@ -1,5 +1,7 @@
-"""Samples the rows of a step that ask for more than a temperature: brings what they ask for to the
-device, changes their logits, and computes log-probabilities."""
+"""Samples the rows of a step that have more sampling parameters than a temperature.
+
+Uploads the parameters to the device, changes the rows' logits, and computes log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ Upload = Callable[[Sequence[NDArray[Any]]], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class FeatureTensors:
-    """The features of F rows whose logits change before a token is sampled, and of L rows that ask
-    for log-probabilities. int32 unless noted."""
+    """The features of F rows whose logits change before a token is sampled, and of L rows that
+    request log-probabilities. Tensors are int32 unless noted."""
 
-    rows: torch.Tensor  # [F] of the step; empty: the logits stay as they are
+    rows: torch.Tensor  # [F] rows of the step; if there are none, no logits change
     penalizes: bool
-    filters: Mapping[str, Limit]  # those that some row has, by rows of F
+    filters: Mapping[str, Limit]  # the filters that some row has, with rows of F
     prompt_lens: torch.Tensor  # [F]; like the next three, empty unless `penalizes`
     repetition: torch.Tensor  # [F] float32
     presence: torch.Tensor  # [F] float32
@@ -49,8 +51,8 @@ class FeatureTensors:
 
 
 class FeatureRunner:
-    """Does what only some rows of a step ask for, after the step itself. Never waits for the
-    device."""
+    """Samples and scores the rows of a step that have features, after the step itself. It never
+    waits for the device."""
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class FeatureRunner:
         tokens: torch.Tensor,
         history: TokenCache,
     ) -> list[Logprobs]:
-        """Replaces tokens [at least S] int32 where features change logits [at least S, shard_size],
-        which stay as they are; scores the sampled tokens."""
+        """Resamples tokens [>= S] int32 in place for the rows whose features change logits -> the
+        log-probabilities of the sampled tokens. logits [>= S, shard_size] are not modified."""
         chosen = feature_tensors(features, step.temperatures, self._vocab, self._upload)
         if len(chosen.rows):
             sampled = self._sampler(logits, chosen, tensors, history)
@@ -92,7 +94,7 @@ class FeatureRunner:
         return [self._scorer(logits_of, tokens.index_select(0, rows), counts)]
 
     def score(self, targets: PromptTargets, step: Step, hidden: torch.Tensor) -> list[Logprobs]:
-        """Scores targets by hidden [T, hidden], the hidden states of all tokens."""
+        """Computes log-probabilities of targets from all tokens' hidden states [T, hidden]."""
         if not len(targets.targets):
             return []
         tokens, rows = self._upload([targets.targets, targets.token_indices(step.query_lens)])
@@ -105,8 +107,8 @@ class FeatureRunner:
 
 
 class FeatureSampler:
-    """Resamples the rows that features change, with the random numbers that they have anyway: a row
-    whose features change nothing would get the same token."""
+    """Resamples the rows whose features change logits. It uses the random numbers of the first
+    draw, so a row whose logits did not change would get the token that it already has."""
 
     def __init__(self, vocab: VocabPartition, tp: TensorParallel, ops: Ops) -> None:
         self._vocab = vocab
@@ -121,7 +123,7 @@ class FeatureSampler:
         step: StepTensors,
         history: TokenCache,
     ) -> torch.Tensor:
-        """This rank's logits [S, shard_size] of the step, which stay as they are -> token ids [F]
+        """This rank's logits [S, shard_size] of the step, which are not modified -> token ids [F]
         int32, equal on all ranks."""
         rows = features.rows
         chosen = logits.index_select(0, rows).float()
@@ -138,8 +140,8 @@ class FeatureSampler:
         history: TokenCache,
     ) -> None:
         """Changes logits [F, shard_size] float32 of the rows of `features` in place, in the order
-        that `SamplingFeatures` gives; tokens that may not be sampled get -inf. Only the filters use
-        temperatures [F]."""
+        that `SamplingFeatures` documents. Tokens that may not be sampled get -inf. Only the filters
+        use temperatures [F]."""
         start, count = self._vocab.start, self._vocab.num_tokens
         if len(features.bias_rows):
             places = features.bias_rows.long(), features.bias_columns.long()
@@ -175,16 +177,16 @@ class FeatureSampler:
 def feature_tensors(
     features: Features, temperatures: Float32s, vocab: VocabPartition, upload: Upload
 ) -> FeatureTensors:
-    """Brings features to the device, all columns in one buffer.
+    """Uploads features to the device, all columns in one buffer.
 
     Args:
-        temperatures: [S] of the step.
+        temperatures: those of the step's rows, [S].
     """
     drawn = temperatures[features.rows] > 0
     biased = np.diff(features.bias_offsets) > 0
     changed = features.penalized | biased | (features.filtered & drawn)
     changed[features.masked] = True
-    kept = np.flatnonzero(changed)  # what F stands for on the device
+    kept = np.flatnonzero(changed)  # the F rows that the device gets
     penalized = kept if features.penalized.any() else kept[:0]
 
     limits: dict[str, list[NDArray[Any]]] = {}  # row numbers of F, and their values
@@ -213,7 +215,7 @@ def feature_tensors(
 def _local_bias(
     features: Features, kept: NDArray[np.intp], vocab: VocabPartition
 ) -> list[NDArray[Any]]:
-    """This rank's part of the bias: row numbers of F, columns and values."""
+    """This rank's part of the bias, as row numbers of F, columns and values."""
     rows = np.repeat(np.arange(len(features.rows)), np.diff(features.bias_offsets))
     columns = features.bias_ids - np.int32(vocab.start)
     here = (columns >= 0) & (columns < vocab.num_tokens)
@@ -221,5 +223,5 @@ def _local_bias(
 
 
 def _places(kept: NDArray[np.intp], rows: NDArray[Any]) -> NDArray[np.int32]:
-    """The places of `rows` in `kept`, which has them all."""
+    """The indices at which `kept` holds each of `rows`."""
     return np.searchsorted(kept, rows).astype(np.int32)

@@ -1,18 +1,18 @@
-"""top_k, top_p and min_p, in this order and with the meaning they have in transformers (the warpers
-TopK, TopP and MinP after Temperature).
+"""Filters top_k, top_p and min_p, applied in this order, as in transformers (the warpers TopK, TopP
+and MinP after Temperature).
 
     keep_likely(logits, vocab, temperatures, filters, tp, ops)
 
-takes each filter that some row has as a `Limit`, which lists these rows. A filter that is left out
-costs nothing; a limit must list the same rows on every rank.
+takes a `Limit` for each filter that some row has, which lists the rows that have it. A filter that
+no row has costs nothing. A limit must list equal rows on every rank.
 
-Each filter keeps the tokens whose logit is at least a threshold, so of equal logits all are kept or
-none. The threshold is the largest at or above which there is enough: k tokens, or top_p of the
-mass. A radix select finds it (Alabi et al., "Fast k-selection algorithms for graphics processing
-units", 2012): the logits' bits, made a key of the same order, are settled eight at a time, each
-time by what a histogram has above. Mass is counted in integers, so that it adds up alike in any
-order: neither the batch nor the number of ranks changes what is kept, and ranks exchange
-histograms, never logits.
+Each filter keeps the tokens whose logit is at least a threshold. So it keeps all or none of several
+equal logits. The threshold is the largest value at or above which there are k tokens, or top_p of
+the mass. A radix select finds it (Alabi et al., "Fast k-selection algorithms for graphics
+processing units", 2012). It turns logits into integer keys of equal order and settles eight bits of
+the threshold's key at a time, each time from a histogram. Mass is counted in integers, whose sum
+does not depend on their order. So neither the batch nor the number of ranks changes which tokens
+are kept, and ranks exchange histograms instead of logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEY_BITS = 32
 
 @dataclass(frozen=True)
 class Limit:
-    """A filter's parameter in the rows that have it."""
+    """A filter's parameter for the rows that have the filter."""
 
     rows: torch.Tensor  # int32 [G], each at most once
     values: torch.Tensor  # [G]: top_k int32 >= 1, top_p float32 in (0, 1), min_p in (0, 1]
@@ -48,9 +48,12 @@ def keep_likely(
     tp: TensorParallel,
     ops: Ops,
 ) -> None:
-    """Sets logits [F, shard_size] float32 to -inf where top_k excludes them, then where top_p does
-    of those left, then min_p; never in rows whose temperature [F] float32 is 0. Padding may hold
-    anything, and stays. The most likely token is always kept."""
+    """Sets logits [F, shard_size] float32 to -inf where top_k excludes them, then where top_p
+    excludes any that are left, and then where min_p does.
+
+    Rows whose temperature [F] float32 is 0 do not change. Padding may hold any value and does not
+    change. The most likely token is always kept.
+    """
     if not filters:
         return
     top_k, top_p, min_p = (filters.get(name) for name in ("top_k", "top_p", "min_p"))
@@ -80,9 +83,12 @@ def keep_likely(
 def _maxima_and_floors(
     logits: torch.Tensor, vocab: VocabPartition, top_k: Limit | None, tp: TensorParallel, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logits [F] over all ranks, and lower bounds [F] of the k-th largest: as k chunks
-    reach the k-th largest of the chunks' maxima, so do k tokens. That leaves next to nothing to
-    search. A bound is -inf where k is off, or larger than a rank's number of chunks."""
+    """The largest logits [F] over all ranks, and lower bounds [F] of the k-th largest logit.
+
+    The bound is the k-th largest of the chunks' maxima: k chunks reach it, so k tokens reach it.
+    Few logits above the bound are left to search. The bound is -inf where a row has no top_k, or
+    where k is larger than a rank's number of chunks.
+    """
     greedy = logits.new_zeros(len(logits))
     maxima, _ = ops.chunk_statistics(logits, vocab.chunk_size, vocab.num_tokens, greedy)
     floors = torch.full_like(greedy, -torch.inf)
@@ -104,12 +110,17 @@ def _search(
     tp: TensorParallel,
     ops: Ops,
 ) -> torch.Tensor:
-    """The largest logits [G] float32 at or above which there is enough weight, or others that
-    exclude as much; floors [G] where there is less. `targets_of` tells how much is enough from the
-    weight [G] int64 at or above floors. `add_to_bins` is `Ops.count_by_key`, of low, shifts and
-    bins."""
+    """Finds the largest thresholds [G] float32 at or above which there is enough weight, or others
+    that exclude exactly the logits that these exclude. Where there is too little weight, it returns
+    floors [G].
+
+    Args:
+        add_to_bins: `Ops.count_by_key` or `Ops.weigh_by_key`, called with low, shifts and bins.
+        targets_of: the weight [G] int64 at or above floors -> the weight that is enough.
+    """
     low = keys_of(floors)
-    # The first histogram is as wide as the row needs, so most rows are done after one or two.
+    # The first histogram spans only the range that the row needs, so most rows are done after one
+    # or two histograms.
     bits = (keys_of(maxima) - low).clamp_(min=0).double().frexp().exponent
     shifts = (bits.long() - BIN_BITS).clamp_(min=0)
     targets = above = torch.zeros_like(low)

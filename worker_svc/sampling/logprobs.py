@@ -1,4 +1,5 @@
-"""Log-probabilities of given and of the likeliest tokens, the vocabulary split across the ranks."""
+"""Log-probabilities of given tokens and of the likeliest tokens, with the vocabulary split across
+the ranks."""
 
 from __future__ import annotations
 
@@ -15,31 +16,31 @@ from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.sampler import gather_chunks
 from worker_svc.step.wire import Float32s, Int32s
 
-# Rows whose logits are in memory at once.
+# The maximum number of rows whose logits are in memory at once.
 PIECE = 256
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities for N tokens: each one's own, then those of the largest logits; every row
-    has as many as the row that asks for the most."""
+    """Log-probabilities for N tokens. A row holds its token's log-probability first, and then those
+    of the largest logits. All rows are as long as the row that requests the largest number."""
 
-    counts: Int32s  # [N] on the host: how many of the largest the row asks for
+    counts: Int32s  # [N] on the host: how many of the largest logits the row requests
     ids: torch.Tensor  # [N, 1 + largest count] int32
     values: torch.Tensor  # [N, 1 + largest count] float32
 
 
 def asked_for(counts: Int32s, ids: Int32s, values: Float32s) -> tuple[Int32s, Float32s]:
-    """Picks the entries that each row asks for from `Logprobs` on the host, in order, flat."""
+    """Picks the entries that each row requests from `Logprobs` on the host, in order, flat."""
     asked: NDArray[np.bool_] = np.arange(ids.shape[1]) <= counts[:, None]
     return ids[asked], values[asked]
 
 
 class LogprobScorer:
-    """Log-softmax of the model's own logits: before any bias, penalty or mask, at temperature 1.
+    """Log-softmax of the model's own logits, before any bias, penalty or mask, at temperature 1.
 
-    Ranks exchange two numbers per chunk and k candidates, never all logits. Their number does not
-    change the results; of equal logits the lower token id comes first.
+    Ranks exchange two numbers per chunk and k candidates, never all logits. The number of ranks
+    does not change the results. Of equal logits, the one with the lower token id comes first.
     """
 
     def __init__(self, vocab: VocabPartition, tp: TensorParallel, ops: Ops) -> None:
@@ -53,9 +54,9 @@ class LogprobScorer:
         """Scores N tokens.
 
         Args:
-            logits_of: some of the N rows -> this rank's logits [rows, shard_size].
+            logits_of: a slice of the N rows -> this rank's logits [rows, shard_size].
             tokens: [N] int32.
-            counts: [N], how many of the largest ones each row asks for.
+            counts: [N], how many of the largest logits each row requests.
         """
         k = int(counts.max())
         parts = [self._score(logits_of(piece), tokens[piece], k) for piece in _pieces(len(tokens))]
@@ -88,8 +89,8 @@ class LogprobScorer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the ids and logits of the k largest over all ranks, both [N, k].
 
-        They are in the k chunks with the largest maxima, which all come before any token of another
-        chunk. Sorts are stable, so that equal logits stay in the order of ids.
+        They are in the k chunks with the largest maxima: these k maxima alone come before any token
+        of another chunk. Sorts are stable, so that equal logits stay in the order of ids.
         """
         vocab = self._vocab
         chunks = maxima.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
@@ -110,8 +111,8 @@ class LogprobScorer:
 
 
 def _log_sum_exp(maxima: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics of all chunks [N, chunks] -> the largest logit, and the logarithm of the sum
-    of exp(logit − largest), both [N, 1] float64."""
+    """The statistics of all chunks [N, chunks] -> the largest logit and the logarithm of the sum of
+    exp(logit − largest), both [N, 1] float64."""
     top = maxima.amax(dim=1, keepdim=True).double()
     return top, (sums * (maxima - top).exp()).sum(dim=1, keepdim=True).log()
 

@@ -1,9 +1,9 @@
-"""Logits -> token ids: greedy, or by temperature with a random number from seed and position alone.
+"""Samples token ids from logits, greedily or with a temperature. The random number depends only on
+seed and position.
 
-Both pick in two levels, first a chunk of the vocabulary and then a token in it. The chunks are
-those of `VocabPartition`, which do not depend on the number of ranks, so ranks exchange two numbers
-per chunk and one candidate per sequence, never all logits, and sample the same token as one rank
-would.
+The sampler first picks a chunk of the vocabulary and then a token in it. Ranks exchange two numbers
+per chunk and one candidate per sequence, never all logits. The chunks of `VocabPartition` do not
+depend on the number of ranks, so the sampled token does not depend on it either.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
     ) -> torch.Tensor:
-        """logits [S, shard_size] of this rank; per row a temperature [S] float32, 0 is greedy, and
-        a random number [S] float64 in [0, 1) -> token ids [S] int32."""
+        """This rank's logits [S, shard_size], temperatures [S] float32, where 0 is greedy, and
+        random numbers [S] float64 in [0, 1) -> token ids [S] int32."""
         vocab = self._vocab
         maxima, sums = self._ops.chunk_statistics(
             logits, vocab.chunk_size, vocab.num_tokens, temperatures
@@ -49,8 +49,8 @@ class Sampler:
 def gather_chunks(
     maxima: torch.Tensor, sums: torch.Tensor, tp: TensorParallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gathers both, [S, num_chunks] per rank -> [S, num_chunks * ranks] in the vocabulary's
-    order."""
+    """Gathers maxima and sums [S, num_chunks] of all ranks -> both [S, num_chunks * ranks] in the
+    vocabulary's order."""
     if tp.size == 1:
         return maxima, sums
     # [ranks, 2, S, num_chunks]

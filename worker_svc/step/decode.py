@@ -1,4 +1,4 @@
-"""Decodes steps into checked arrays. Only this, `features` and `server` know protobuf."""
+"""Decodes steps into checked arrays. Only this module, `features` and `server` use protobuf."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Step:
-    """T tokens of S sequences; the columns of `StepRequest` as arrays on the host."""
+    """A step of T tokens of S sequences. It has the columns of `StepRequest` as host arrays."""
 
     step_id: int
     input_ids: Int32s  # [T]; -1-r: the token sampled at row r of the previous step
@@ -74,11 +74,11 @@ class Step:
 
 
 def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None) -> Step:
-    """Decodes and checks a step; `previous` is the one before it in the same epoch.
+    """Decodes and checks a step. `previous` is the previous step of the epoch, if there is one.
 
     Raises:
         FailedPreconditionError: the step is out of order.
-        InvalidArgumentError: a column is malformed; the message names it.
+        InvalidArgumentError: a column is malformed. The message names the column.
     """
     expected_id = previous.step_id + 1 if previous else 1
     if request.step_id != expected_id:
@@ -171,7 +171,7 @@ def _check_sequences(step: Step, limits: StepLimits) -> None:
         raise InvalidArgumentError(
             "context_lens", f"{longest} tokens, the limit is {limits.max_model_len}"
         )
-    # NaN fails the comparison too.
+    # A NaN also fails the comparison.
     if not ((step.temperatures >= 0) & np.isfinite(step.temperatures)).all():
         raise InvalidArgumentError("temperatures", "not finite, or negative")
 
@@ -186,7 +186,7 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
         raise InvalidArgumentError(
             "block_table", f"{num_blocks.max()} blocks of one sequence, the limit is {max_blocks}"
         )
-    # As unsigned, a negative one is too large.
+    # As an unsigned number, a negative block is too large.
     if table.view("<u4").max() >= limits.num_blocks:
         raise InvalidArgumentError(
             "block_table", f"a block out of range; there are {limits.num_blocks}"
@@ -194,8 +194,8 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
 
 
 def _check_tokens(step: Step, limits: StepLimits) -> None:
-    """Checks positions and slots. They follow from the other columns: a sender of others has lost
-    count."""
+    """Checks positions and slots. They follow from the other columns, so a difference shows that
+    the sender has miscounted."""
     ends = np.cumsum(step.query_lens)
     shift = step.context_lens - ends
     positions = np.arange(step.num_tokens) + np.repeat(shift, step.query_lens)

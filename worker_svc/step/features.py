@@ -1,4 +1,5 @@
-"""Decodes and checks what some rows of a step ask for beyond a temperature."""
+"""Decodes and checks the features of a step's rows: sampling parameters other than the temperature,
+and requests for log-probabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from worker_svc.step.wire import (
 
 @dataclass(frozen=True)
 class Features:
-    """The columns of `SamplingFeatures`, for F rows."""
+    """The columns of `SamplingFeatures` for F rows."""
 
     rows: Int32s  # [F]
     numbers: Mapping[str, NDArray[Any]]  # [F] for each parameter in COLUMNS, by its name
@@ -41,16 +42,16 @@ class Features:
 
     @property
     def penalized(self) -> NDArray[np.bool_]:
-        """Whether a row has a penalty [F]."""
+        """Whether each row has a penalty, [F]."""
         return self._any(PENALTIES)
 
     @property
     def filtered(self) -> NDArray[np.bool_]:
-        """Whether a row has a filter [F], which means nothing if it is greedy."""
+        """Whether each row has a filter, [F]. A filter has no effect in a greedy row."""
         return self._any(FILTERS)
 
     def active(self, name: str) -> NDArray[np.bool_]:
-        """Whether the parameter's value is other than the one that changes nothing [F]."""
+        """Whether the parameter differs from its default, which has no effect, in each row, [F]."""
         found: NDArray[np.bool_] = self.numbers[name] != COLUMNS[name].default
         return found
 
@@ -61,16 +62,15 @@ class Features:
 
 @dataclass(frozen=True)
 class PromptTargets:
-    """The columns of `PromptLogprobs`, for P rows."""
+    """The columns of `PromptLogprobs` for P rows."""
 
     rows: Int32s  # [P]
     num_logprobs: Int32s  # [P]
     offsets: Int32s  # [P+1]
-    targets: Int32s  # ragged, N in all
+    targets: Int32s  # ragged, N in total
 
     def token_indices(self, query_lens: Int32s) -> Int32s:
-        """The indices [N] of the step's tokens that the targets follow; query_lens [S] of the
-        step."""
+        """The step's query_lens [S] -> the indices [N] of the tokens that the targets follow."""
         starts = np.cumsum(query_lens) - query_lens
         shift = (starts[self.rows] - self.offsets[:-1]).astype(np.int32)
         places = np.arange(len(self.targets), dtype=np.int32)
@@ -83,10 +83,10 @@ def decode_features(
     """Decodes and checks the features of a step.
 
     Args:
-        samples, context_lens: [S], of the step.
+        samples, context_lens: the step's columns, [S].
 
     Raises:
-        InvalidArgumentError: a column is malformed; the message names it.
+        InvalidArgumentError: a column is malformed. The message names the column.
     """
     masked = decode_column("features.masked", message.masked, INT32)
     masks = decode_column("features.masks", message.masks, UINT32)
@@ -119,10 +119,10 @@ def decode_prompt_targets(
     """Decodes and checks the prompt targets of a step.
 
     Args:
-        query_lens: [S], of the step.
+        query_lens: the step's column, [S].
 
     Raises:
-        InvalidArgumentError: a column is malformed; the message names it.
+        InvalidArgumentError: a column is malformed. The message names the column.
     """
     rows = decode_column("prompt_logprobs.rows", message.rows, INT32)
     counts = decode_column("prompt_logprobs.num_logprobs", message.num_logprobs, INT32)
@@ -159,7 +159,7 @@ def _check_rows(features: Features, samples: NDArray[np.bool_]) -> None:
 
 
 def _check_numbers(features: Features, vocab_size: int) -> None:
-    """Checks the ranges of numbers; NaN fails every comparison."""
+    """Checks the ranges of numbers. A NaN fails every comparison."""
     for name, each in COLUMNS.items():
         values, valid = features.numbers[name], each.engine
         high_enough = values > valid.low if valid.above else values >= valid.low

@@ -1,4 +1,4 @@
-"""A step on the device: its columns share one buffer, so that one copy brings them there."""
+"""Uploads a step to the device. Its columns share one buffer, so that one copy suffices."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from worker_svc.step.decode import Step
 from worker_svc.step.uniforms import uniforms
 from worker_svc.step.wire import Int32s
 
-# Every column begins at a multiple of this, in bytes: kernels are compiled for aligned addresses.
+# In bytes. Every column begins at a multiple, because kernels are compiled for aligned addresses.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """The columns of a step of T tokens of S sequences."""
+    """The columns of a step of T tokens of S sequences on the device."""
 
     uniforms: torch.Tensor  # [S] float64, the random number of each sequence's next token
     temperatures: torch.Tensor  # [S] float32
-    input_ids: torch.Tensor  # [T] int32, as are all that follow
+    input_ids: torch.Tensor  # [T] int32, like all that follow
     positions: torch.Tensor  # [T]
     slot_mapping: torch.Tensor  # [T]
     query_starts: torch.Tensor  # [S+1]
     context_lens: torch.Tensor  # [S]
-    plan_column: torch.Tensor  # what `AttentionBackend.plan_column` asked for
+    plan_column: torch.Tensor  # the result of `AttentionBackend.plan_column`
     table_offsets: torch.Tensor  # [S+1]
-    block_table: torch.Tensor  # ragged; last, so that only its own length depends on it
+    block_table: torch.Tensor  # ragged; the last column, so that no other moves with its length
 
 
 def host_columns(step: Step, plan_column: Int32s) -> list[NDArray[Any]]:
-    """A step's columns on the host, in the order of `StepTensors`."""
+    """Makes a step's columns on the host, in the order of `StepTensors`."""
     query_starts = np.zeros(step.num_seqs + 1, np.int32)
     np.cumsum(step.query_lens, out=query_starts[1:])
     return [
@@ -54,7 +54,7 @@ def host_columns(step: Step, plan_column: Int32s) -> list[NDArray[Any]]:
 
 def pack(arrays: Sequence[NDArray[Any]], *, pinned: bool) -> torch.Tensor:
     """Packs arrays into one buffer [bytes] uint8 on the host. Pinned memory comes from torch's
-    cache of it, which hands out a buffer again only when no copy still reads it."""
+    cache, which reuses a buffer only when no copy reads it any more."""
     offsets, size = _layout([array.nbytes for array in arrays])
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     data = buffer.numpy()
@@ -64,14 +64,14 @@ def pack(arrays: Sequence[NDArray[Any]], *, pinned: bool) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, lengths: Sequence[int]) -> StepTensors:
-    """Views `buffer`, which may be longer, as columns of `lengths` entries."""
+    """Views `buffer` as columns of `lengths` entries. The buffer may be longer than the columns."""
     return StepTensors(*views(buffer, lengths, _DTYPES))
 
 
 def views(
     buffer: torch.Tensor, lengths: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Views the columns that `pack` put into `buffer`, one by one."""
+    """Views each of the columns that `pack` put into `buffer`."""
     sizes = [length * dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
     offsets, _ = _layout(sizes)
     return [
@@ -83,9 +83,9 @@ def views(
 def upload(
     arrays: Sequence[NDArray[Any]], device: torch.device, *, pinned: bool
 ) -> list[torch.Tensor]:
-    """Brings arrays to the device in one copy, flattened."""
+    """Uploads arrays to the device in one copy, flattened."""
     dtypes = [_TORCH_DTYPES[array.dtype] for array in arrays]
-    if device.type == "cpu":  # there a buffer's views cost more than copies
+    if device.type == "cpu":  # on a CPU, views of a buffer cost more than copies
         return [
             torch.from_numpy(array.flatten()).view(dtype)
             for array, dtype in zip(arrays, dtypes, strict=True)
@@ -97,13 +97,13 @@ def upload(
 def upload_step(
     step: Step, plan_column: Int32s, device: torch.device, *, pinned: bool = False
 ) -> StepTensors:
-    """Brings a step's columns to the device; `plan_column` is the attention backend's."""
+    """Uploads a step's columns to the device, with the attention backend's `plan_column`."""
     return StepTensors(*upload(host_columns(step, plan_column), device, pinned=pinned))
 
 
 def padded(step: Step, size: int) -> Step:
-    """Pads `step`, which only decodes, to `size` sequences; those added write nowhere and see
-    nothing."""
+    """Pads `step`, which only decodes, to `size` sequences. An added sequence has no context and
+    writes to no slot."""
     missing = size - step.num_seqs
     if not missing:
         return step
@@ -136,7 +136,7 @@ _DTYPES = [torch.float64, torch.float32] + [torch.int32] * (len(fields(StepTenso
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The columns' sizes in bytes -> where they begin, and the total size."""
+    """The columns' sizes in bytes -> their offsets in bytes and the total size."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,4 +1,4 @@
-"""The random numbers of sampling."""
+"""The random numbers for sampling."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.float64]:
     """One number in [0, 1) per row, a pure function of (seed, position).
 
-    Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood, "Fast Splittable Pseudorandom
-    Number Generators", 2014): the seed is hashed first, so that neighbouring seeds do not give each
-    other's numbers at neighbouring positions.
+    It takes two rounds of the SplitMix64 finalizer (Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", 2014). The first round hashes the seed, so that neighbouring
+    seeds do not give equal numbers at neighbouring positions.
     """
     mixed = _splitmix64(_splitmix64(seeds) + positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

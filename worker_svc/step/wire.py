@@ -1,4 +1,4 @@
-"""Arrays on the wire: little-endian bytes, and the checks that all of them share."""
+"""Decodes arrays from little-endian bytes, and checks them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def decode_column(name: str, data: bytes, dtype: np.dtype[Scalar]) -> NDArray[Sc
     """Decodes little-endian entries.
 
     Raises:
-        InvalidArgumentError: `data` is not a whole number of entries. Like all errors raised here,
-            it names the column.
+        InvalidArgumentError: `data` is not a whole number of entries. All errors of this module
+            name the column.
     """
     if len(data) % dtype.itemsize:
         raise InvalidArgumentError(name, f"{len(data)} bytes, not a multiple of {dtype.itemsize}")
@@ -40,20 +40,20 @@ def check_length(name: str, array: NDArray[Any], expected: int) -> None:
 def check_values(
     name: str, array: NDArray[Any], valid: NDArray[np.bool_] | np.bool_, meaning: object
 ) -> None:
-    """Refuses the first entry of `array` that is not `valid`: it "is not {meaning}"."""
+    """Raises an error for the first entry of `array` that is not `valid`: it "is not {meaning}"."""
     if not valid.all():
         raise InvalidArgumentError(name, f"{array[~valid][0]} is not {meaning}")
 
 
 def check_ascending(name: str, indices: Int32s, count: int) -> None:
-    """Checks that each index is below `count` and above the one before."""
+    """Checks that each index is below `count` and above the previous index."""
     check_values(name, indices, (indices >= 0) & (indices < count), f"in 0..{count - 1}")
     if (np.diff(indices) <= 0).any():
         raise InvalidArgumentError(name, "not ascending")
 
 
 def check_offsets(name: str, offsets: Int32s, parts: int, total: int) -> None:
-    """Checks where `parts` ragged rows begin in a column of `total` entries, and its end."""
+    """Checks the offsets at which `parts` ragged rows begin in a column, and its end, `total`."""
     check_length(name, offsets, parts + 1)
     if offsets[0] != 0 or offsets[-1] != total or (offsets[1:] < offsets[:-1]).any():
         raise InvalidArgumentError(name, f"not rising from 0 to {total}")

@@ -1,4 +1,4 @@
-"""Reads weights from *.safetensors one tensor at a time, each rank only its own slice."""
+"""Reads weights from *.safetensors one tensor at a time. A rank reads only its own slice."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensor
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Converted at a time: what was read is still in the cache.
+# The number of bytes converted at a time, so few that they are still in the CPU's cache.
 _BUFFER_BYTES = 4 << 20
 
 
 class WeightReader:
-    """Hands out the tensors of a checkpoint by name and notices any left over.
+    """Reads the tensors of a checkpoint by name and notices tensors that are left over.
 
-    They are read into the memory of who asks for them. What has to be converted or brought to a
-    device goes through a small buffer.
+    It reads into the caller's memory. A tensor that has to be converted or copied to a device goes
+    through a small buffer.
     """
 
     def __init__(
@@ -35,10 +35,13 @@ class WeightReader:
         device: torch.device,
         copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """`copy(out, source)` brings tensors to the device, as in `Platform.weight_copies`.
+        """Reads the headers of the weight files.
+
+        Args:
+            copy: `copy(out, source)` copies tensors to the device, see `Platform.weight_copies`.
 
         Raises:
-            ModelError: a file is missing, or is not as the format demands.
+            ModelError: a file is missing or malformed.
         """
         self.dtype = dtype
         self.device = device
@@ -48,7 +51,7 @@ class WeightReader:
         }
         self._unread = set(self._tensors)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        # disable=None: no bar unless stderr is a terminal.
+        # disable=None shows the bar only if stderr is a terminal.
         self._progress = tqdm(
             total=len(self._tensors), desc="loading weights", unit="tensor", disable=None
         )
@@ -67,12 +70,13 @@ class WeightReader:
     def read_into(
         self, out: torch.Tensor, name: str, *, dim: int = 0, start: int | None = None
     ) -> None:
-        """Reads tensor `name` into `out`, contiguous, converting its dtype.
+        """Reads tensor `name` into `out`, which is contiguous, and converts its dtype.
 
-        With `start`, only the slice [start, start + out.shape[dim]) along `dim`, 0 or 1, is read.
+        If `start` is given, only the slice [start, start + out.shape[dim]) along `dim`, 0 or 1, is
+        read.
 
         Raises:
-            ModelError: there is no such tensor, it has another shape or no floating-point numbers.
+            ModelError: the tensor is missing, has another shape, or has no floating-point numbers.
         """
         tensor = self._tensor(name)
         if tensor.dtype not in _FLOATS:
@@ -91,11 +95,10 @@ class WeightReader:
         self._fill(out, name, tensor, ranges)
 
     def read(self, name: str, *ranges: range) -> torch.Tensor:
-        """A copy of tensor `name` in its own dtype, or of what `ranges` leave of each of its one or
-        two dimensions.
+        """Reads tensor `name` in its own dtype, or `ranges` of its one or two dimensions.
 
         Raises:
-            ModelError: there is no such tensor, or it is smaller.
+            ModelError: the tensor is missing, or smaller than `ranges`.
         """
         tensor = self._tensor(name)
         shape, sizes = list(tensor.shape), [each.stop for each in ranges]
@@ -112,7 +115,7 @@ class WeightReader:
         """The shape of tensor `name`.
 
         Raises:
-            ModelError: there is no such tensor.
+            ModelError: the tensor is missing.
         """
         return list(self._tensor(name).shape)
 
@@ -120,7 +123,7 @@ class WeightReader:
         return name in self._tensors
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself if that is where it has to be, else a copy there."""
+        """`tensor` itself if it is on the device, else a copy on the device."""
         if tensor.device == self.device:
             return tensor
         out = torch.empty_like(tensor, device=self.device)
@@ -128,7 +131,7 @@ class WeightReader:
         return out
 
     def skip(self, name: str) -> None:
-        """Lets tensor `name`, or all those of layer `name`, be left unread, if there are any."""
+        """Allows tensor `name`, or all tensors of layer `name`, to stay unread, if they exist."""
         names = {each for each in self._unread if each == name or each.startswith(f"{name}.")}
         self._unread -= names
         self._progress.update(len(names))
@@ -137,7 +140,7 @@ class WeightReader:
         """Checks that no tensor is left over.
 
         Raises:
-            ModelError: the checkpoint has tensors that the model does not.
+            ModelError: the checkpoint has tensors that the model does not have.
         """
         if self._unread:
             names = sorted(self._unread)
@@ -171,10 +174,10 @@ class WeightReader:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The weight files of a checkpoint with or without an index, by name.
+    """The weight files of a checkpoint with or without an index, sorted by name.
 
     Raises:
-        ModelError: there are none, or the index names other files.
+        ModelError: there are no weight files, or the index is malformed or names missing files.
     """
     index = model_dir / INDEX
     if index.is_file():

@@ -1,5 +1,5 @@
-"""Names a model by all bytes of its files. Each weight file is hashed once per host: its digest is
-remembered in the user's cache directory."""
+"""Computes a fingerprint of all bytes of a model's files. Each weight file is hashed once per host,
+because its digest is kept in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ log = structlog.get_logger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _HEX_DIGITS = 32
-# A file that has just changed may change again without a new time: the clocks of file systems tick
-# every few milliseconds, some every two seconds.
+# A file that has just changed may change again without getting a new time. The clocks of most file
+# systems tick every few milliseconds, and some tick every two seconds.
 _SETTLED_NS = 2_000_000_000
-_KEPT = 1024  # digests, of a hundred bytes each
+_KEPT = 1024  # the maximum number of digests, of a hundred bytes each
 
 
 class ModelFiles:
-    """config.json and the weight files of a model as they are when this is made.
+    """The state of a model's config.json and weight files when the object is made.
 
-    `fingerprint` is a hex digest of config.json and of the name and all bytes of every weight file:
-    hosts and ranks with the same files have the same one.
+    `fingerprint` is a hex digest of config.json and of the name and all bytes of every weight file.
+    It is equal on all hosts and ranks that have equal files.
     """
 
     def __init__(self, model_dir: Path) -> None:
-        """Raises:
-        ModelError: as `weight_files`, or a file cannot be read.
+        """Computes the fingerprint.
+
+        Raises:
+            ModelError: as `weight_files`, or a file cannot be read.
         """
         self._model_dir = model_dir
         self._states = self._read_states()
         self.fingerprint = self._read_fingerprint()
 
     def check_unchanged(self) -> None:
-        """Checks that files read since are those that the fingerprint names.
+        """Checks that the files have not changed, so that all bytes read since fit the fingerprint.
 
         Raises:
-            ModelError: they may be others.
+            ModelError: a file has changed.
         """
         if self._read_states() != self._states and self._read_fingerprint() != self.fingerprint:
             raise ModelError(f"model: {self._model_dir} changed while it was loaded; start again")
@@ -66,7 +68,7 @@ class ModelFiles:
 
 
 def _file_digest(path: Path, folder: int | None) -> str:
-    """XXH3-128 of a file's bytes. `folder` remembers it by the file's place and state."""
+    """The XXH3-128 of a file's bytes, kept in `folder` with the file's path and state."""
     place = path.resolve()
     try:
         with place.open("rb", buffering=0) as file, _kept_digest(place, folder) as kept:
@@ -87,14 +89,15 @@ def _file_digest(path: Path, folder: int | None) -> str:
 
 
 def _state(status: os.stat_result) -> str:
-    """Changes whenever a file is written to or replaced, as far as its file system tells."""
+    """A text that changes when a file is written or replaced, as far as its file system tells."""
     times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
     return f"{status.st_dev} {status.st_ino} {status.st_size} {times}"
 
 
 def _hash(file: BinaryIO) -> str:
-    """Reads rather than maps, at 5 instead of 20 GB/s: a mapped file that is cut short ends the
-    process. Both calls release the interpreter's lock."""
+    """The XXH3-128 of a file, which is read and not mapped. Mapping would reach 20 instead of 5
+    GB/s, but a mapped file that is truncated ends the process. Reading and hashing release Python's
+    lock."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     while size := file.readinto(buffer):  # type: ignore[attr-defined]
         digest.update(buffer[:size])
@@ -103,7 +106,7 @@ def _hash(file: BinaryIO) -> str:
 
 @contextmanager
 def _kept_digests() -> Iterator[int | None]:
-    """The folder of digests, if it can be used."""
+    """Opens the folder of digests, if it can be used."""
     with ExitStack() as stack:
         folder = None
         try:
@@ -116,8 +119,8 @@ def _kept_digests() -> Iterator[int | None]:
 
 @contextmanager
 def _kept_digest(place: Path, folder: int | None) -> Iterator[int | None]:
-    """The file in `folder` for the digest of the one at `place`, if it can be used; locked, so that
-    other ranks wait for the first to hash."""
+    """Opens and locks the file in `folder` that keeps the digest of the file at `place`, if it can
+    be used. So other ranks wait until the first rank has hashed the file."""
     if folder is None:
         yield None
         return
@@ -143,7 +146,7 @@ def _kept_digest(place: Path, folder: int | None) -> Iterator[int | None]:
 def _recall(kept: int, state: bytes) -> str | None:
     try:
         text = os.pread(kept, _HEX_DIGITS + len(state) + 1, 0)
-        os.utime(kept)  # used last, dropped last
+        os.utime(kept)  # digests used last are dropped last
     except OSError as error:
         log.warning("a digest of weights cannot be read", reason=str(error))
         return None
@@ -151,7 +154,7 @@ def _recall(kept: int, state: bytes) -> str | None:
 
 
 def _now(kept: int) -> int:
-    """Nanoseconds on the clock of a file system."""
+    """The time in nanoseconds on the clock of a file system."""
     os.utime(kept)
     return os.fstat(kept).st_mtime_ns
 

@@ -1,5 +1,5 @@
-"""Keeps quantized weights, packed, in the user's cache directory, so that the next start maps them
-instead of quantizing again."""
+"""Keeps quantized and packed weights in the user's cache directory, so that the next start can map
+them instead of quantizing again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from worker_svc.weights.safetensors_file import NAMES
 
 log = structlog.get_logger(__name__)
 
-# Files of one model, format and rank that are kept: the checkpoint or the CPU may change and
-# change back.
+# The number of files kept per model, format and rank. It is above 1 because the checkpoint or the
+# CPU may change and change back.
 _KEPT = 2
 _ALIGNMENT = 64  # a cache line
 _STALE_S = 3600
@@ -40,9 +40,11 @@ def open_cache(
     rank: int,
     ranks: int,
 ) -> PackedCache | None:
-    """The weights of `model_dir`, whose `fingerprint` is given, that this rank quantizes to
-    `format` and packs in `layout` (see `Ops`), in `nano-vllm-grpc/packed` in the user's cache
-    directory; None if there is no home."""
+    """Opens the cache of the weights of `model_dir` that this rank quantizes to `format` and packs
+    in `layout` (see `Ops`). It is in `nano-vllm-grpc/packed` in the user's cache directory.
+
+    Returns None if the user has no home directory.
+    """
     try:
         folder = cache_folder("packed")
     except OSError as error:
@@ -56,22 +58,25 @@ def open_cache(
 
 
 class PackedCache:
-    """A file of packed weights: found, mapped, or written if it was not there or not whole.
+    """A file of packed weights. It is mapped if it exists, and written if it is missing or not
+    complete.
 
-    Nothing that goes wrong with it keeps a worker from starting.
+    An error of the file never keeps a worker from starting.
     """
 
     def __init__(self, directory: Path, variant: str, key: tuple[object, ...]) -> None:
-        """Args:
-        directory: one model's.
-        variant: names the format and the rank: files of the same one replace each other.
-        key: all else that the packed weights depend on.
+        """Opens the file if it exists.
+
+        Args:
+            directory: the model's directory in the cache.
+            variant: the format and the rank. Files of one variant replace each other.
+            key: everything else on which the packed weights depend.
         """
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         self._directory = directory
         self._variant = variant
         self._path = directory / f"{variant}-{digest}.safetensors"
-        self._names: dict[str, list[str]] = {}  # of the tensors of each weight in the file
+        self._names: dict[str, list[str]] = {}  # weight in the file -> the names of its tensors
         self._file = self._open()
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._added: dict[str, dict[str, torch.Tensor]] = {}
@@ -79,8 +84,11 @@ class PackedCache:
     def get(
         self, name: str, expected: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor] | None:
-        """The state of weight `name`, mapped, if the file has it with the names, shapes and dtypes
-        of `expected`, and the numbers of those that are not on the meta device."""
+        """The mapped state of weight `name`, or None if the file does not have it as `expected`.
+
+        Names, shapes and dtypes must be equal, and so must the numbers of tensors that are not on
+        the meta device.
+        """
         if self._file is None or name not in self._names:
             return None
         state = {each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]}
@@ -94,11 +102,11 @@ class PackedCache:
         return state
 
     def add(self, name: str, state: dict[str, torch.Tensor]) -> None:
-        """Has `state` written by `save`."""
+        """Adds the state of weight `name`, which `save` writes."""
         self._added[name] = state
 
     def save(self) -> None:
-        """Writes what was found and added, if anything was added; logs if it cannot."""
+        """Writes all weights found and added, if any were added. Logs if it cannot write."""
         if not self._added:
             log.info("packed weights are mapped", path=str(self._path))
             return
@@ -134,7 +142,7 @@ class PackedCache:
             ):
                 file: Any = safe_open(f"/dev/fd/{number}", framework="pt")
                 with suppress(OSError):
-                    os.utime(number)  # used last, dropped last
+                    os.utime(number)  # files used last are dropped last
         except FileNotFoundError:
             return None
         except SafetensorError as error:
@@ -150,13 +158,13 @@ class PackedCache:
         return file
 
     def _drop_old(self, now: float) -> None:
-        """Removes all but the newest files of this model, format and rank, and what writers that
-        were killed have left."""
+        """Removes all but the newest files of this model, format and rank, and the temporary files
+        of writers that were killed."""
         found = self._directory.glob(f"{self._variant}-*.safetensors")
         files = [each for each in found if each != self._path]
         files.sort(key=lambda each: each.stat().st_mtime, reverse=True)
         for path in files[_KEPT - 1 :]:
-            path.unlink(missing_ok=True)  # who has mapped it keeps it
+            path.unlink(missing_ok=True)  # a process that has mapped the file keeps it
         for path in self._directory.glob("*.tmp"):
             if now - path.stat().st_mtime > _STALE_S:
                 path.unlink(missing_ok=True)
@@ -172,8 +180,8 @@ def _alike(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
 
 def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
     """Writes a safetensors file. The library's own writer copies all tensors before it writes one,
-    and aligns them to 8 bytes, which kernels would feel."""
-    # Those whose sizes are multiples of a cache line first: all of them begin at one.
+    and it aligns them to only 8 bytes, which would slow down kernels."""
+    # Tensors whose sizes are multiples of a cache line come first, so that each begins at a line.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
     header, end = {}, 0
     for name in order:

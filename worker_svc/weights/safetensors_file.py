@@ -1,10 +1,10 @@
-"""Where the tensors of a safetensors file lie, and their bytes.
+"""Locates the tensors of a safetensors file and reads their bytes.
 
-The library maps the file and copies out of the mapping: four times the CPU time of reading straight
-into the memory that is to have the bytes, and a file that is cut short meanwhile ends the process.
+The library maps the file and copies from the mapping. That takes four times the CPU time of reading
+straight into the target's memory, and a file that is truncated meanwhile ends the process.
 
-Nothing in a file is trusted: what `read_tensors` returns lies inside the file and apart from each
-other (as in safetensors/src/tensor.rs, `Metadata::validate`), and what is read is bounded by it.
+Nothing in a file is trusted. The tensors that `read_tensors` returns lie inside the file and do not
+overlap (as in safetensors/src/tensor.rs, `Metadata::validate`), and reads stay inside them.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # bytes; the library's
+_MAX_HEADER = 100_000_000  # bytes; the library has this limit too
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of `size` bytes in a file, `stride` bytes apart, one after another."""
+    """Runs of `size` bytes in a file that begin `stride` bytes apart."""
 
     start: int
     size: int
     stride: int
 
     def read(self, file: int, at: int, out: memoryview) -> bool:
-        """Fills `out` with the bytes from number `at` on; whether the file has them."""
+        """Fills `out` with the bytes from number `at` on -> whether the file has all of them."""
         while out:
             run, within = divmod(at, self.size)
             place = self.start + run * self.stride + within
@@ -70,7 +70,7 @@ class StoredTensor:
     start: int
 
     def runs(self, ranges: Sequence[range]) -> Runs:
-        """The bytes of `ranges` of the dimensions, all of which but the first two are whole."""
+        """The bytes of `ranges` of the first two dimensions, with all of the other dimensions."""
         row = self.dtype.itemsize * math.prod(self.shape[1:])
         cell = self.dtype.itemsize * math.prod(self.shape[2:])
         rows, columns = (*ranges, range(1), range(1))[:2]
@@ -81,10 +81,10 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> bytes:
-    """The JSON header of a safetensors file: 8 bytes of length, then that many of JSON.
+    """The JSON header of a safetensors file, which follows 8 bytes with its length.
 
     Raises:
-        ModelError: the file is too short for it.
+        ModelError: the file is too short for its header, or the header is too long.
     """
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -98,7 +98,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name.
 
     Raises:
-        ModelError: it is no such file, is cut short, or its header is not as the format demands.
+        ModelError: the file is not a safetensors file, is truncated, or has a malformed header.
     """
     text = read_header(path)
     try:
@@ -133,7 +133,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _fields(place: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """dtype, shape and offsets of a tensor's `entry`, whose size they agree on."""
+    """The dtype, shape and offsets in a tensor's `entry`. Checks that they give the same size."""
     try:
         name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]

@@ -1,1 +1,1 @@
-"""Kernels in numba."""
+"""Kernels for CPUs, in numba."""

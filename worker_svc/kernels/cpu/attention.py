@@ -1,13 +1,13 @@
-"""Attention over a paged KV cache on a CPU: prompts, parts of prompts and decodes in one pass, read
-where they lie.
+"""Attention over a paged KV cache on a CPU. One pass computes prompts, parts of prompts and
+decodes, without copying keys or values.
 
-A task is a tile of up to `TILE_ROWS` queries of a key-value head: of one token in a decode, of
-several in a prompt. Tasks go through the context `CHUNK` keys at a time and keep, per query, the
-largest score and the sum of the weights so far. (Online softmax: Milakov and Gimelshein, 2018, and
-Dao et al., "FlashAttention", 2022.)
+A task is a tile of up to `TILE_ROWS` queries of a key-value head. They are of one token in a decode
+and of several tokens in a prompt. A task goes through the context `CHUNK` keys at a time. It keeps,
+per query, the largest score and the sum of the weights so far (online softmax: Milakov and
+Gimelshein, 2018, and Dao et al., "FlashAttention", 2022).
 
-A query's sums run over its keys in the same order whatever else is in its tile or its step, and
-chunks begin at multiples of `CHUNK`: its result depends on nothing but its own context.
+The order of a query's sums does not depend on the rest of its tile or its step, and chunks begin at
+multiples of `CHUNK`. So a result depends only on the query's own context.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _weigh_6, _weigh_4, _weigh_2, _weigh_1 = (weigh(min(rows, _MAX_ROWS)) for rows i
 
 @njit(inline="always")
 def _next_rows(left: int) -> int:
-    """The rows of the next loop when `left` are left."""
+    """The number of rows that the next loop takes when `left` rows are left."""
     if left >= _MAX_ROWS:
         return _MAX_ROWS
     return 4 if left >= 4 else 2 if left >= 2 else 1
@@ -110,7 +110,7 @@ def _soften(
     sums: Any,
     totals: Any,
 ) -> None:
-    """Turns rows of scores of a chunk into weights, 0 for keys that a row does not see."""
+    """Turns rows of scores of a chunk into weights. A key that a row does not see has weight 0."""
     for row in range(first_row, first_row + rows):
         for i in range(max(visible[row], 0), columns):
             scores[row, i] = -np.inf
@@ -140,7 +140,7 @@ def _attend_tiles(
     scale: float,
     out: Any,
 ) -> None:
-    """Takes a tile of a key-value head at a time from `counter` until there are none."""
+    """Takes one tile of a key-value head after another from `counter`, until none is left."""
     head_dim, kv_heads = q.shape[2], cache.shape[2]
     group = q.shape[1] // kv_heads
     depth = 4 // cache.itemsize
@@ -213,7 +213,7 @@ def _attend_tiles(
                         key_scales[done + i] = cache_scales[0, block, kv_head, place]
                         value_scales[0, done + i] = cache_scales[1, block, kv_head, place]
                 elif run % depth:
-                    # The last value has a neighbour that is not there, and might not be a number.
+                    # The last word also holds an unused slot, whose value might be NaN.
                     place = (slot + run) // depth * row_size
                     for i in range(row_size):
                         word = words[1, block, kv_head, place + i]
@@ -277,12 +277,12 @@ def attend(
     scale: float,
     out: NDArray[np.float32],
 ) -> None:
-    """Sets out to softmax(scale · q Kᵀ) V, each query seeing its sequence up to itself.
+    """Sets out to softmax(scale · q Kᵀ) V. Each query sees its sequence up to itself.
 
     q, out        [T, heads, head_dim]
     cache         [2, blocks, kv_heads, size], see `kv_store.rope_store`
-    tiles         [N, 2] the number of a sequence, and the first row of a tile: row r of a
-                  key-value head is its head r % group of the query r // group
+    tiles         [N, 2] the number of a sequence, and the first row of a tile. Row r of a key-value
+                  head is the head r % group of its group, for the query r // group
     query_starts  [S + 1] tokens
     context_lens  [S]
     first_blocks  [S] where a sequence's blocks begin in block_table

@@ -1,4 +1,4 @@
-"""Queries and weights as the loops of `attention_loops` read them, by what the cache holds."""
+"""Packs queries and weights for the loops of `attention_loops`, depending on the cache's dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker_svc.kernels.cpu.attention_loops import CHUNK, KINDS
 from worker_svc.kernels.cpu.kv_store import KEY_ZERO, padded
 from worker_svc.kernels.cpu.simd import LANES, by_type, exp, larger, largest, narrow, put
 
-# The largest codes of 16 bits: of queries so that their upper bytes are at most 127 in magnitude.
+# The largest codes of 16 bits. The upper bytes of a query's codes stay within ±127.
 _QUERY_CODE, _WEIGHT_CODE = 127 * 256 + 127, 65535
 
 
@@ -19,12 +19,12 @@ _QUERY_CODE, _WEIGHT_CODE = 127 * 256 + 127, 65535
 def pack_query(cache: Any, *_: Any) -> Any:
     """Packs a query [head_dim] float32, times `scale`.
 
-    packed   [2, steps] of 32 bits, zeros at first, overwritten
-    factors  [tile rows, steps · factors of a word] of 32 bits: from row `first` on, `rows` rows
-             that a loop takes, [steps, rows, factors of a word]
-    row      the query's own
-    starts   int32 [tile rows, 2], and
-    scales   float32 [tile rows], both as `attention_loops.score` takes them
+    packed   [2, steps] of 32 bits, a buffer that is overwritten and must begin as zeros
+    factors  [tile rows, steps · factors of a word] of 32 bits. The `rows` rows that a loop takes
+             begin at row `first` and are [steps, rows, factors of a word]
+    row      the query's row
+    starts   int32 [tile rows, 2], see `attention_loops.score`
+    scales   float32 [tile rows], see `attention_loops.score`
     """
     if cache.dtype == types.int8:
         return _pack_codes
@@ -109,12 +109,14 @@ def _pack_codes(
 
 @by_type
 def weigh_row(cache: Any, *_: Any) -> Any:
-    """Sets a row of weights to the factors of exp(scores − top) -> their sum, which depends on no
-    key but the `visible` ones. `columns` is a multiple of 16; those from `visible` on are −inf.
+    """Sets a row of weights to the factors of exp(scores − top) -> the sum of the weights, which
+    depends only on the `visible` keys.
+
+    `columns` is a multiple of 16. Scores from column `visible` on are −inf.
 
     weights       [tile rows, WEIGHTS] of bytes
-    value_scales  [1, columns], that codes of values are multiplied with
-    scales        [tile rows], as `attention_loops.weigh` takes them
+    value_scales  [1, columns], the scales of the codes of values
+    scales        [tile rows], see `attention_loops.weigh`
     """
     if cache.dtype == types.int8:
         return _weights_as_codes
@@ -157,7 +159,7 @@ def _weights_as_codes(
     weights: Any,
     scales: Any,
 ) -> Any:
-    # The largest weight of these is no larger, and depends on no other row.
+    # `bound` is at least the largest weight times its scale, and does not depend on other rows.
     largest_scale = max(largest(value_scales, 0, 0, visible), np.float32(0))
     bound = exp(largest(scores, row, 0, columns) - top) * largest_scale
     factor = np.float32(_WEIGHT_CODE) / bound if bound > 0 else np.float32(0)

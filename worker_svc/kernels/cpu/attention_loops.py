@@ -1,16 +1,16 @@
-"""Inner loops of attention in LLVM's terms, for numba: scores of queries and keys, and sums of
-weighted values.
+"""Emits the inner loops of attention as LLVM code for numba. They compute scores of queries and
+keys, and sums of weighted values.
 
-A 32-bit word of a cache holds several numbers, dimensions of a key or keys of a dimension, as the
-instructions read them that add up products. The queries and weights that they are multiplied with,
-their *factors*, have as many bits per word:
+A 32-bit word of a cache holds several numbers, in the layout of the instructions that add up
+products. They are dimensions of one key, or one dimension of several values. The queries or weights
+that multiply a word are its *factors*:
 
     cache     numbers in a word  factors of a word
     float32   1                  a float32
     bfloat16  2                  two bfloat16, or two float32 if the CPU does not multiply bfloat16
-    int8      4                  four codes of 16 bits, their upper bytes and then the lower ones
+    int8      4                  four codes of 16 bits, their upper bytes and then the lower bytes
 
-Codes of 16 bits lose nothing that a cache of 8 has kept, and their sums are exact.
+Codes of 16 bits are precise enough for a cache of 8 bits, and their sums are exact.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from worker_svc.kernels.cpu.simd import (
 from worker_svc.kernels.cpu_features import has
 
 CHUNK = 256  # keys whose scores are computed at once
-# Floats between rows of scores: a power of two would put all rows into the same lines of the cache.
+# The floats from one row of scores to the next. With a power of two, all rows would compete for the
+# same lines of the CPU's cache.
 SCORES = CHUNK + LANES
-# Bytes between rows of weights.
+# The bytes from one row of weights to the next.
 WEIGHTS = 4 * SCORES
-# Rows that a loop takes, and vectors at once: as many sums as fit the registers.
+# The rows that a loop takes -> the vectors that it takes at once. All sums fit into registers.
 WIDTHS = {6: 2, 4: 2, 2: 4, 1: 4} if has("avx512f") else {2: 1, 1: 2}
 
-FACTORS = 2  # of 32 bits per word of a cache, at most
+FACTORS = 2  # the maximum number of 32-bit factors per word of a cache
 
 Vectors = list[Any]
 # (builder, factors, words, sums so far) -> sums
@@ -58,11 +59,11 @@ FactorAt = Callable[[Any, int, int], Any]
 
 
 class Kind(NamedTuple):
-    """How words are multiplied.
+    """Describes how words are multiplied.
 
     Args:
-        parts: the parts of words that each factor is multiplied with.
-        sums: 1, or as many as there are factors if their sums are separate.
+        parts: for each factor, the part of a word that it multiplies.
+        sums: 1, or the number of factors if each factor has a sum of its own.
     """
 
     parts: list[Callable[[Any, Any], Any]]
@@ -88,13 +89,13 @@ def _add_signed_codes(builder: Any, factors: Any, words: Any, total: Any) -> Any
     return add_codes(builder, words, factors, total)
 
 
-# By the dtype of a cache, bfloat16 as uint16.
+# Kinds by the dtype of a cache. A bfloat16 cache is an array of uint16.
 KINDS = {
     "float32": Kind([_whole], 1, F32S, add_floats, add_floats),
     "uint16": Kind([_whole], 1, F32S, add_pairs, add_pairs)
     if has("avx512bf16")
     else Kind([_first, _second], 1, F32S, add_floats, add_floats),
-    # Keys are bytes without a sign, and so are the factors of values.
+    # Keys are unsigned bytes, and so are the factors of values.
     "int8": Kind([_whole, _whole], 2, I32S, add_codes, _add_signed_codes),
 }
 
@@ -110,8 +111,8 @@ def _products(
     vector_at: VectorAt,
     factor_at: FactorAt,
 ) -> Vectors:
-    """Adds the products of `width` vectors with each row's factors to `start`, [rows, width,
-    kind.sums]."""
+    """Adds the products of `width` vectors with each row's factors to the vectors `start`
+    [rows, width, kind.sums]."""
 
     def step(number: Any, sums: Vectors) -> Vectors:
         words = [
@@ -132,7 +133,7 @@ def _products(
 
 
 def _to_floats(builder: Any, kind: Kind, sums: Vectors) -> Vectors:
-    """[..., kind.sums] -> one float32 vector each"""
+    """Sums [..., kind.sums] -> one float32 vector each."""
     if kind.sums == 1:
         return sums
     floats = [builder.sitofp(each, F32S) for each in sums]
@@ -143,8 +144,8 @@ def _to_floats(builder: Any, kind: Kind, sums: Vectors) -> Vectors:
 
 
 def _in_blocks(builder: Any, count: Any, width: int, emit: Callable[[Any, int], None]) -> None:
-    """Emits `emit(first, number)` for `width` of `count` things at once, and for those that are
-    left, one by one."""
+    """Emits a loop with `emit(first, width)` over blocks of `width` of `count` items, and then one
+    with `emit(first, 1)` over the items that are left."""
     blocks = builder.sdiv(count, I64(width))
     with cgutils.for_range(builder, blocks, intp=I64) as block:
         emit(builder.mul(block.index, I64(width)), width)
@@ -155,7 +156,7 @@ def _in_blocks(builder: Any, count: Any, width: int, emit: Callable[[Any, int], 
 
 
 def _offset(builder: Any, address: Any, *terms: tuple[Any, int] | int) -> Any:
-    """address + the terms, numbers or products of two"""
+    """`address` plus the terms, each a number or a product of two numbers."""
     for term in terms:
         added = I64(term) if isinstance(term, int) else builder.mul(term[0], I64(term[1]))
         address = builder.add(address, added)
@@ -171,18 +172,20 @@ def _splat(builder: Any, address: Any, vector: Any) -> Any:
 
 
 def score(rows: int) -> Any:
-    """Makes (cache, keys, columns, vectors, query, steps, starts, scales, key_scales, scores) ->
-    None, the scores of vectors of 16 keys each. `cache` is any array of the cache's dtype, the
-    others are addresses and numbers:
+    """Makes an intrinsic that computes the scores of vectors of 16 keys each:
+
+        (cache, keys, columns, vectors, query, steps, starts, scales, key_scales, scores) -> None
+
+    `cache` is any array of the cache's dtype. The other arguments are addresses and numbers:
 
         keys        int64 [vectors], addresses of [steps] vectors of words
-        columns     int64 [vectors], places in a row of scores
+        columns     int64 [vectors], indices in a row of scores
         query       [steps, rows, factors] of 32 bits
         scores      float32 [rows], SCORES apart
 
-    and for int8:
+    Only int8 uses these:
 
-        starts      int32 [rows, 2], what the sums begin at
+        starts      int32 [rows, 2], the initial values of the sums
         scales      float32 [rows]
         key_scales  float32, by column
     """
@@ -254,15 +257,17 @@ def score(rows: int) -> Any:
 
 
 def weigh(rows: int) -> Any:
-    """Makes (cache, values, vectors, weights, steps, scales, totals, row_size) -> None, which adds
-    weighted values to `totals`. `cache` is any array of the cache's dtype, the others are addresses
-    and numbers:
+    """Makes an intrinsic that adds weighted values to `totals`:
+
+        (cache, values, vectors, weights, steps, scales, totals, row_size) -> None
+
+    `cache` is any array of the cache's dtype. The other arguments are addresses and numbers:
 
         values    int64 [steps], addresses of [vectors] vectors of words
-        weights   [rows], WEIGHTS bytes apart, of factors [steps, ...]; of int8 those of the lower
-                  bytes follow CHUNK bytes after the upper ones
+        weights   [rows], WEIGHTS bytes apart, of factors [steps, ...]. For int8, the lower bytes
+                  follow CHUNK bytes after the upper bytes
         totals    float32 [rows, row_size]
-        scales    float32 [rows], for int8
+        scales    float32 [rows], only for int8
     """
 
     @intrinsic
@@ -280,7 +285,7 @@ def weigh(rows: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _, values, vectors, weights, steps, scales, totals, row_size = args
             kind = KINDS[signature.args[0].dtype.name]
-            # Factors with sums of their own are in rows of their own, others beside each other.
+            # Factors with separate sums are in separate rows. Other factors are side by side.
             step_bytes, factor_bytes = (4, CHUNK) if kind.sums > 1 else (4 * len(kind.parts), 4)
 
             def factor_at(step: Any, row: int, factor: int) -> Any:

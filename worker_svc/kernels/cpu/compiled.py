@@ -1,8 +1,8 @@
-"""Kernels that numba compiles, and whose machine code is kept in the user's cache directory.
+"""Compiles kernels with numba and keeps their machine code in the user's cache directory.
 
-Numba would keep it per checkout, and not compile a function again if only another that it calls
-has changed. The folder is therefore named after the content of all sources. Whoever writes to it
-runs code here (the files hold pickles and machine code), so it has to be this user's alone.
+Numba's own cache is per checkout, and does not compile a function again if only a function that it
+calls has changed. So the folder here is named after the content of all sources. Its files hold
+pickles and machine code, so only this user may be able to write to it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from worker_svc.user_cache import cache_folder, private_folder
 
 log = structlog.get_logger(__name__)
 
-_KEPT = 8  # folders; other checkouts and branches have theirs
-_COMPILATION_S = 60.0  # at most, of one kernel; waiting longer would be for a stopped process
+_KEPT = 8  # the maximum number of folders; each checkout or branch may have its own
+_COMPILATION_S = 60.0  # maximum time to compile one kernel; a process that takes longer has stopped
 _POLL_S = 0.05
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` with these options; a later process loads what this one compiles."""
+    """`numba.njit` with these options. A later process loads the kernels that this one compiles."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
@@ -52,7 +52,8 @@ def _digest(here: Path) -> str:
 
 
 def _choose_folder() -> Path | None:
-    """In $NUMBA_CACHE_DIR if that is set; None if the user has no home."""
+    """The folder in $NUMBA_CACHE_DIR, if that is set, or in the user's cache directory. None if the
+    user has no home directory."""
     try:
         base = Path(numba.config.CACHE_DIR or cache_folder("numba"))
     except OSError:
@@ -65,13 +66,13 @@ _FOLDER = _choose_folder()
 
 @cache
 def _folder() -> Path | None:
-    """Makes the folder if it is missing; None if there can be none, or others may write to it."""
+    """Makes the folder if it is missing. Returns None if that fails or others may write to it."""
     try:
         if _FOLDER is None:
             raise FileNotFoundError("the user has no home")
         is_new = not _FOLDER.exists()
         with private_folder(_FOLDER, create=True) as number, suppress(OSError):
-            os.utime(number)  # used last, dropped last
+            os.utime(number)  # folders used last are dropped last
     except OSError as error:
         log.warning("compiled kernels are not kept", path=str(_FOLDER), reason=str(error))
         return None
@@ -81,8 +82,8 @@ def _folder() -> Path | None:
 
 
 def _drop_old(base: Path) -> None:
-    """Removes all folders but the newest. A process that uses one compiles again, and makes it
-    anew."""
+    """Removes all folders but the newest. A process that uses a removed folder makes it again and
+    compiles again."""
     with suppress(OSError):
         folders = [each for each in base.iterdir() if re.fullmatch("[0-9a-f]{32}", each.name)]
         folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
@@ -93,7 +94,7 @@ def _drop_old(base: Path) -> None:
 
 
 class _KernelCache(NullCache):  # type: ignore[misc]
-    """One kernel's machine code, by types of arguments and CPU. It costs time, never an error."""
+    """One kernel's machine code, by argument types and CPU. A failure only costs time."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -104,8 +105,11 @@ class _KernelCache(NullCache):  # type: ignore[misc]
         return _Files(self._function) if _folder() else NullCache()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Waits while another process compiles this kernel, such as another rank. Without that, one
-        of two that write to the kernel's index would also lose its entry."""
+        """Loads the kernel. Waits while another process, such as another rank, compiles it.
+
+        Without the wait, one of two processes that write to the kernel's index would lose its
+        entry.
+        """
         found = self._load(sig, target_context)
         if found is None and self._take_lock():
             found = self._load(sig, target_context)
@@ -116,7 +120,7 @@ class _KernelCache(NullCache):  # type: ignore[misc]
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return self._files.load_overload(sig, target_context)
-        except Exception as error:  # unpickling raises any
+        except Exception as error:  # unpickling may raise any exception
             self._report("compiled kernel is broken", error)
             with suppress(OSError):
                 self._files.flush()
@@ -131,8 +135,9 @@ class _KernelCache(NullCache):  # type: ignore[misc]
             self._release_lock()
 
     def _take_lock(self) -> bool:
-        """Returns False if there is no folder, or whoever has the lock does not get on."""
-        self._release_lock()  # of a compilation that failed
+        """Takes the kernel's lock. Returns False if there is no folder, or if another process keeps
+        the lock too long."""
+        self._release_lock()  # a compilation that failed may still have it
         if _folder() is None:
             return False
         with suppress(OSError):
@@ -160,7 +165,7 @@ class _KernelCache(NullCache):  # type: ignore[misc]
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]
-    """Says where numba finds a function's files. Their names hold its module, name and line."""
+    """Tells numba where a function's files are. Their names hold its module, name and line."""
 
     def __init__(self, function: Any, path: str) -> None:
         self._py_file = path  # for numba's warnings
@@ -179,7 +184,7 @@ class _Locator(_CacheLocator):  # type: ignore[misc]
         return str(_FOLDER)
 
     def get_source_stamp(self) -> str:
-        return ""  # the folder's name has it
+        return ""  # the folder's name holds the digest of all sources
 
     def get_disambiguator(self) -> str:
         return self._line

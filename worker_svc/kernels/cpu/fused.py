@@ -1,7 +1,7 @@
-"""The small operations between the matrix products, each in one pass over its data.
+"""The small operations between the matrix products, each in one pass over its data and in float32.
 
-In torch each is a handful of operations, and decoding one token is a thousand of them: together
-they took longer than reading the weights. All compute in float32.
+In torch each of them is a handful of operations, so decoding one token took a thousand operations.
+Together they took longer than reading the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual [T, size] += x [T, size]; -> the norm of the sum, times weight [size]"""
+    """Adds x [T, size] to residual [T, size] in place -> `rms_norm` of the sum."""
     out = torch.empty_like(x)
     _add_rms_norm(x.numpy(), residual.numpy(), bits(weight), eps, out.numpy())
     return out

@@ -1,5 +1,4 @@
-"""Queries and keys rotated, perhaps after a norm, and keys and values stored in the paged cache of
-a CPU."""
+"""Normalizes and rotates queries and keys, and stores keys and values in a CPU's paged cache."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from worker_svc.kernels.cpu.simd import (
     widen,
 )
 
-# The zero of int8 codes of keys, which are bytes without a sign.
+# The code of zero in int8 keys, which are stored as unsigned bytes.
 KEY_ZERO = 128
 
 
 def cache_row(block_size: int, head_dim: int, *, scaled: bool) -> int:
-    """The size of a head's part of a block of the cache, in numbers: see `rope_store`."""
+    """The size, in numbers, of a head's part of a block of the cache. See `rope_store`."""
     slots = -(-block_size // LANES) * LANES
     return slots * (-(-head_dim // LANES) * LANES + (4 if scaled else 0))
 
@@ -42,9 +41,11 @@ def padded(size: int, multiple: int) -> int:
 def _rotate(
     qkv: Any, row: int, head: int, weight: Any, eps: float, rotation: Any, x: Any, out: Any
 ) -> None:
-    """Sets out [head_dim] to a head of qkv, normalized if there is a weight, and rotated by cosines
-    and then sines [head_dim]. x [head_dim] is overwritten: on arrays of its own the loops run in
-    vectors."""
+    """Sets out [head_dim] to a head of qkv, normalized if there is a weight, and rotated.
+
+    rotation [head_dim] holds cosines and then sines. x [head_dim] is overwritten. It is a separate
+    array because LLVM then vectorizes the loops.
+    """
     head_dim = len(out)
     half = head_dim // 2
     squares = np.float32(0)
@@ -62,8 +63,8 @@ def _rotate(
 
 @by_type
 def _round(_numbers: Any, _zero: Any, codes: Any) -> Any:
-    """Rounds numbers [head_dim] float32 to codes, of the cache's dtype, integers plus `zero` ->
-    their scale."""
+    """Rounds numbers [head_dim] float32 to codes of the cache's dtype -> the scale of the codes.
+    Integer codes have `zero` added."""
     return _round_to_int8 if codes.dtype.name == "int8" else _round_floats
 
 
@@ -152,19 +153,21 @@ def rope_store(
     cache: NDArray[Any],
     q: NDArray[np.float32],
 ) -> None:
-    """Rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T, heads, head_dim],
-    and the keys, which it stores with the values in their slots of the cache. Queries and keys are
-    normalized before, with weights [head_dim], unless these are of size 0.
+    """Rotates the queries of qkv [T, heads + 2 · kv_heads, head_dim] into q [T, heads, head_dim].
+    Rotates the keys and stores them, and the values, in their slots of the cache.
 
-    The cache is [2, blocks, kv_heads, size] float32, bfloat16 as uint16, or int8, keys before
-    values. Of a block and head,
+    Queries and keys are normalized first, with weights [head_dim], unless the weights are of size
+    0.
+
+    The cache is [2, blocks, kv_heads, size], keys before values. It is float32, bfloat16 as uint16,
+    or int8. For each block and head it holds
 
         keys    [slots / 16, head_dim / depth, 16, depth]: a vector holds dimensions of 16 keys
         values  [slots / depth, row_size, depth]
 
-    with depth numbers in 32 bits, slots and row_size multiples of 16 and head_dim padded to one of
-    depth. int8 codes of keys are larger by 128, as bytes without a sign, and codes are followed by
-    their scales float32 [slots].
+    where depth is how many numbers fit into 32 bits, slots and row_size are multiples of 16, and
+    head_dim is padded to a multiple of depth. int8 codes of keys are unsigned bytes, larger by 128.
+    The scales float32 [slots] of int8 codes follow the codes.
     """
     tokens = len(qkv)
     if tokens < PARALLEL_TOKENS:

@@ -1,4 +1,4 @@
-"""Matrix products with weights in panels, of every format, on all threads."""
+"""Matrix products on all threads, with weights of any format in panels."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from worker_svc.kernels.cpu.compiled import kernel
 from worker_svc.kernels.cpu.panels import MAX_ROWS, PANEL, product, store_scaled
 from worker_svc.kernels.cpu.simd import FASTMATH, by_type, float_of, narrow, num_threads, put, take
 
-# The remainder after whole tiles goes through smaller ones.
+# The rows that are left after whole tiles go through smaller tiles.
 _rows_12, _rows_8, _rows_4, _rows_2, _rows_1 = (
     product(min(rows, MAX_ROWS)) for rows in (12, 8, 4, 2, 1)
 )
-# Rows of x that are multiplied with a panel while both are in the L2 cache, in bytes.
+# In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
 X_BLOCK_BYTES = 512 << 10
 # With fewer tokens than this, waking another thread costs more than it saves.
 PARALLEL_TOKENS = 8
-# As few multiplications take one thread some 20 us, and leave nobody waiting for a thread that the
-# system has put aside.
+# One thread does fewer multiplications than this in some 20 us. It need not wait for other threads,
+# which the system may have suspended.
 PARALLEL_PRODUCTS = 1 << 19
 
 
 @njit(inline="always")
 def next_rows(left: int) -> int:
-    """The rows of the next tile when `left` are left."""
+    """The number of rows of the next tile when `left` rows are left."""
     if left >= MAX_ROWS:
         return MAX_ROWS
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
@@ -35,8 +35,8 @@ def next_rows(left: int) -> int:
 
 @njit(inline="always")
 def _largest_magnitude(x: Any, row: int) -> Any:
-    """The largest magnitude in a row of x float32, NaN if there is one. Maxima of integers run in
-    vectors."""
+    """The largest magnitude in a row of x float32, or NaN if the row has one. LLVM vectorizes
+    maxima of integers."""
     bits = x[row].view(np.int32)
     largest = np.int32(0)
     for k in range(len(bits)):
@@ -47,8 +47,8 @@ def _largest_magnitude(x: Any, row: int) -> Any:
 
 @by_type
 def _pack_tile(codes: Any, *_: Any) -> Any:
-    """Packs rows [first, first + rows) of x as the loops for `codes` read them, from
-    out[first * elements] on, and, for integers, quantizes them."""
+    """Packs rows [first, first + rows) of x for the loops that multiply `codes`, and quantizes them
+    if the codes are integers. The result begins at out[first * elements]."""
     kind = codes.dtype.name
     if kind == "uint16":
         return _pack_pairs
@@ -109,7 +109,7 @@ def _quantize(
     sums: Any,
     scales: Any,
 ) -> Any:
-    """Rounds to the codes and scales of `quantization.formats.quantize_rows`."""
+    """Rounds to the codes and scales that `quantization.formats.quantize_rows` gives."""
     depth = x.shape[1]
     words = len(out) // len(x)
     size = depth // groups
@@ -162,7 +162,10 @@ def _multiply_panels(
     bias: Any,
     out: Any,
 ) -> None:
-    """Takes panels from `counter`, with all rows of x that fit the cache, until there are none."""
+    """Takes panels, each with all rows of x that fit the cache, from `counter` until none is left.
+
+    Multiplies the rows with the panel, and writes the scaled products to `out`.
+    """
     tokens, out_features = out.shape
     panels = len(codes)
     words, groups = len(packed) // tokens, len(sums) // tokens
@@ -183,8 +186,8 @@ def _multiply_panels(
         s = scales.ctypes.data + panel * groups * PANEL * 4
         z = zeros.ctypes.data + panel * groups * PANEL * 4
         t = tile.ctypes.data
-        # The next panel is fetched while all rows are multiplied: left to itself, the CPU reads
-        # memory during the first tile only.
+        # The next panel is fetched while all rows are multiplied. Without that, the CPU would read
+        # memory only during the first tile.
         fetched = following if following < panels * blocks else unit
         ahead, left = codes.ctypes.data + fetched % panels * panel_bytes, panel_bytes
         while row < end:
@@ -233,11 +236,11 @@ def linear(
     """out [T, out_features] = x [T, in] Wᵀ + bias.
 
     codes   W, as in `panels.KINDS`
-    scales  [panels, groups, PANEL], of size 0 where the codes have none
-    zeros   likewise
-    maxima  [T] the magnitudes that become 127, or of size 0: those of the rows
+    scales  [panels, groups, PANEL], of size 0 if the codes have no scales
+    zeros   [panels, groups, PANEL], of size 0 if the codes have no zeros
+    maxima  [T] the magnitudes that become 127, or of size 0 to take each row's largest magnitude
     bias    [out_features], or of size 0
-    words   of 32 bits that a row of x is packed into
+    words   the number of 32-bit words of a packed row of x
     """
     tokens, depth = x.shape
     groups = max(scales.shape[1], 1)

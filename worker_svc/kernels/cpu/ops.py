@@ -1,4 +1,4 @@
-"""`kernels.ops.Ops` on a CPU."""
+"""Implements `kernels.ops.Ops` on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-# Instruction sets that decide on a layout or on the order of sums.
+# Instruction sets on which a layout or the order of sums depends.
 _SETS = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16")
 layout = "-".join(["panels-1", *filter(cpu_features.has, _SETS)])
 
@@ -48,7 +48,7 @@ def embed(
     start: int,
     count: int,
 ) -> torch.Tensor:
-    # In numpy, which takes half of torch's time for so little.
+    # numpy takes half of torch's time for arrays this small.
     local = input_ids.numpy() - np.int64(start)
     sampled = input_ids.numpy() < 0
     if sampled.any():
@@ -76,23 +76,24 @@ def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
 
 
 def _has_panels(dtype: torch.dtype) -> bool:
-    """Whether panels are as fast as oneDNN, or faster: it alone uses AMX."""
+    """Whether panels are at least as fast as oneDNN. They are slower with AMX, which only oneDNN
+    uses."""
     amx = cpu_features.has("amx-bf16") and dtype == torch.bfloat16
     return cpu_features.has("avx2") and not amx
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and multiplies `dtype` on this CPU."""
+    """Whether oneDNN is available and multiplies `dtype` on this CPU."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch._C._has_mkldnn)
 
 
 class OneDnnWeight:
-    """W in oneDNN's blocked layout: `F.linear` would reorder it in every call."""
+    """W in oneDNN's blocked layout, into which `F.linear` would reorder it in every call."""
 
-    # The layout depends on the number of rows it is asked to be best for; 32 reads W fastest for
-    # one row too.
+    # oneDNN chooses the layout that is best for this number of rows. With the layout for 32 rows it
+    # also reads W fastest for one row.
     _BEST_FOR_ROWS = 32
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -110,7 +111,7 @@ class OneDnnWeight:
         return y.float()
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        if self._plain is None:  # the embedding is the only one asked
+        if self._plain is None:  # only the embedding needs it
             self._plain = self._weight.to_dense()
         return F.embedding(indices, self._plain)
 

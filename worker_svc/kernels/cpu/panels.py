@@ -1,12 +1,13 @@
-"""Inner loops of matrix products in LLVM's terms, for numba: some rows by `PANEL` columns,
-whose sums stay in registers for the whole loop, which numba's own loops do not achieve.
+"""Emits the inner loops of matrix products as LLVM code for numba. A loop computes some rows by
+`PANEL` columns, whose sums stay in registers for the whole loop. Numba's own loops do not achieve
+that.
 
-Weights lie in panels of `PANEL` columns, x in tiles of as many rows as a loop takes, so that both
-are read from one end to the other. (Blocking as in Goto and van de Geijn, "Anatomy of
-High-Performance Matrix Multiplication", 2008.)
+Weights lie in panels of `PANEL` columns, and x lies in tiles of as many rows as a loop takes. So
+both are read from one end to the other. The blocking is that of Goto and van de Geijn, "Anatomy of
+High-Performance Matrix Multiplication", 2008.
 
-Each row's sums are added in the same order whatever the other rows: its result does not depend on
-them.
+The order in which a row's sums are added does not depend on the other rows. So its result does not
+depend on them either.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from worker_svc.kernels.cpu.simd import (
 from worker_svc.kernels.cpu_features import has
 
 PANEL = 2 * LANES  # columns that an inner loop computes at once
-# Rows of a tile: as many sums as fit the vector registers beside a pair of weight vectors.
+# Rows of a tile. Its sums and a pair of weight vectors fit into the vector registers.
 MAX_ROWS = 12 if has("avx512f") else 2
 
-_LINE = 64  # bytes of a line of the cache
+_LINE = 64  # bytes of a line of the CPU's cache
 _BYTES = ir.VectorType(I8, 4 * LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 Vectors = list[Any]
-# (builder, pointer to a step of the panel) -> weights of each half of the panel, per element of x
-# that the step takes
+# (builder, pointer to a step of the panel) -> for each element of x that the step takes, the
+# weights of each half of the panel
 Load = Callable[[Any, Any], list[Vectors]]
 # (builder, an element of x, a weight vector, the sum so far) -> the sum
 Add = Callable[[Any, Any, Any, Any], Any]
@@ -56,12 +57,12 @@ Add = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of panel, and how it is multiplied.
+    """Describes a kind of panel and how it is multiplied.
 
     Args:
-        step_bytes: of a panel, read per step of the loop.
-        depth: inputs that a step takes.
-        elements: 32-bit elements of a row of x that a step takes.
+        step_bytes: the bytes of a panel that a step of the loop reads.
+        depth: the inputs that a step takes.
+        elements: the 32-bit elements of a row of x that a step takes.
         sums: the type of a vector of sums.
         scaled: whether the sums of each group of inputs are scaled.
     """
@@ -81,25 +82,26 @@ class Kind:
 
 
 def product(rows: int) -> Any:
-    """Makes the loop over a panel for a tile of `rows` rows: an intrinsic
+    """Makes the loop over a panel for a tile of `rows` rows. It is an intrinsic
 
         (codes, panel, scales, zeros, x, sums_of_x, groups, steps, tile, ahead, pace) -> None
 
-    that sets tile [rows, PANEL] float32 to X Wᵀ but for the scale of x.
+    that sets tile [rows, PANEL] float32 to X Wᵀ without the scale of x.
 
-        codes      any array of the dtype that names the kind in `KINDS`; the others are addresses
-                   (int64) and numbers:
+    `codes` is any array of the dtype that names the kind in `KINDS`. The other arguments are
+    addresses (int64) and numbers:
+
         panel      codes of PANEL columns, in steps
         scales     float32 [groups, PANEL]
         zeros      int32 [groups, PANEL], the code of zero
         x          [groups · steps, elements, rows] of 32 bits
         sums_of_x  int32 [groups, rows]
-        groups     1 unless scaled
-        steps      per group, at least one
-        tile       for the result
-        ahead      an address to fetch from into the cache meanwhile, `pace` bytes per step
+        groups     1 unless the kind is scaled
+        steps      steps per group, at least 1
+        tile       the address for the result
+        ahead      the address from which the loop fetches `pace` bytes per step into the cache
 
-    Only integers have zeros and sums.
+    Only integers have zeros and sums_of_x.
     """
 
     @intrinsic
@@ -128,8 +130,8 @@ def product(rows: int) -> Any:
 
 @intrinsic
 def store_scaled(_context: Any, row: Any, scale: Any, out: Any) -> Any:
-    """Stores PANEL float32 times `scale`, from an address to another. (LLVM makes scalar code of
-    numba's loop.)"""
+    """Stores PANEL float32 at address `row`, times `scale`, to address `out`. LLVM does not
+    vectorize a numba loop that does this."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         row, out = (pointer(builder, each, F32S) for each in (args[0], args[2]))
@@ -167,7 +169,7 @@ class _Loop:
                     self._store(self._scaled(sums, group.index, self._loaded()))
 
     def _group(self, group: Any, start: Vectors) -> Vectors:
-        """Returns the sums of 2 vectors per row, from `start`; a group has at least one step."""
+        """Emits a group's steps, at least one -> the sums, 2 vectors per row, from `start` on."""
         builder, kind = self.builder, self.kind
         first = builder.mul(group, self.steps)
         panel = builder.add(self.panel, builder.mul(first, I64(kind.step_bytes)))
@@ -205,7 +207,7 @@ class _Loop:
         return [ir.Constant(self.kind.sums, [0] * LANES)] * (2 * self.rows)
 
     def _minus_zeros(self, group: Any) -> Vectors:
-        """Sums that begin at − zero · Σ x."""
+        """The initial sums − zero · Σ x."""
         builder = self.builder
         zeros = [builder.neg(each) for each in self._columns(self.zeros, group, I32S)]
         sums_of_x = pointer(builder, self.sums_of_x, I32)
@@ -215,7 +217,7 @@ class _Loop:
         return [builder.mul(factor, zero) for factor in factors for zero in zeros]
 
     def _scaled(self, sums: Vectors, group: Any, totals: Vectors | None = None) -> Vectors:
-        """scale · sums, added to `totals` if there are any."""
+        """scale · sums, plus `totals` if they are given."""
         builder = self.builder
         scales = self._columns(self.scales, group, F32S)
         quantized = self.kind.quantizes
@@ -247,7 +249,8 @@ def _vectors_at(builder: Any, place: Any, vector: Any, count: int) -> Vectors:
 
 
 def _load_bfloat16(builder: Any, place: Any) -> list[Vectors]:
-    """One vector holds a column of each half: that of the first in its low bits."""
+    """Loads a vector of pairs. Low bits hold a column of the first half, high bits one of the
+    second half."""
     (pairs,) = _vectors_at(builder, place, I32S, 1)
     return [
         [builder.shl(pairs, constant(16, I32S)), builder.and_(pairs, constant(0xFFFF0000, I32S))]
@@ -259,7 +262,7 @@ def _load_pairs(builder: Any, place: Any) -> list[Vectors]:
 
 
 def _load_int4(builder: Any, place: Any) -> list[Vectors]:
-    """Low halves of the bytes are the first four inputs, high halves the next four."""
+    """Loads 8 inputs. Low halves of the bytes are the first four, high halves the next four."""
     both = _vectors_at(builder, place, I32S, 2)
     mask = constant(0x0F0F0F0F, I32S)
     low = [builder.and_(each, mask) for each in both]
@@ -267,7 +270,8 @@ def _load_int4(builder: Any, place: Any) -> list[Vectors]:
 
 
 def _load_fp8(builder: Any, place: Any) -> list[Vectors]:
-    """e4m3 as float16 of 2⁻⁸ times the value: its exponent has 4 of 5 bits and a bias 8 less."""
+    """Loads e4m3 codes as float16 of 2⁻⁸ times the value. e4m3 has 4 of the 5 bits of float16's
+    exponent, and a bias that is smaller by 8."""
     codes = ir.VectorType(I8, LANES)
     shorts = ir.VectorType(I16, LANES)
     vectors = []
@@ -291,7 +295,7 @@ def add_pairs(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
 
 
 def add_codes(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
-    """Adds products of four unsigned bytes of `weights` with four signed ones of `factor`."""
+    """Adds products of four unsigned bytes of `weights` and four signed bytes of `factor`."""
     if has("avx512vnni"):
         return _vpdpbusd(builder, factor, weights, total, 512)
     if has("avxvnni"):
@@ -311,7 +315,7 @@ def add_codes(builder: Any, factor: Any, weights: Any, total: Any) -> Any:
 
 
 def _by_halves(builder: Any, factor: Any, weights: Any, total: Any, add: Any) -> Any:
-    """Applies `add` for 256 bits to both halves."""
+    """Applies `add`, which takes 256 bits, to both halves."""
     results = []
     for start in (0, LANES // 2):
         places = ir.VectorType(I32, LANES // 2)
@@ -322,7 +326,7 @@ def _by_halves(builder: Any, factor: Any, weights: Any, total: Any, add: Any) ->
 
 
 def _vpdpbusd(builder: Any, factor: Any, weights: Any, total: Any, bits: int) -> Any:
-    # LLVM 22 made bytes of the operands.
+    # Since LLVM 22 the operands are vectors of bytes.
     operand = ir.VectorType(I8, bits // 8) if llvm_version_info >= (22,) else total.type
     operands = (builder.bitcast(v, operand) for v in (weights, factor))
     name = f"llvm.x86.avx512.vpdpbusd.{bits}"
@@ -331,7 +335,7 @@ def _vpdpbusd(builder: Any, factor: Any, weights: Any, total: Any, bits: int) ->
 
 
 def _pmaddwd(builder: Any, factor: Any, weights: Any, total: Any, bits: int) -> Any:
-    """Exact, unlike `pmaddubsw`, which saturates."""
+    """Adds products of bytes exactly, unlike `pmaddubsw`, which saturates."""
     shorts = ir.VectorType(I16, bits // 16)
     eight = constant(8, shorts)
     w, x = (builder.bitcast(v, shorts) for v in (weights, factor))
@@ -345,7 +349,7 @@ def _pmaddwd(builder: Any, factor: Any, weights: Any, total: Any, bits: int) -> 
 
 
 class _BFloat(ir.HalfType):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's type bfloat, for which llvmlite has no class."""
 
     null = "0.0"
     intrinsic_name = "bf16"
@@ -356,17 +360,17 @@ class _BFloat(ir.HalfType):  # type: ignore[misc]
 
 _BFLOAT = _BFloat()
 
-# By the dtype of an array of codes, each with its shape. K is the number of inputs, padded to a
-# multiple of the step's depth in each group.
+# Kinds by the dtype of an array of codes, each with its shape. K is the number of inputs. In each
+# group it is padded to a multiple of the step's depth.
 KINDS = {
     "float32": Kind(8 * LANES, 1, 1, _load_pairs, add_floats),  # [panels, K, PANEL]
     # bfloat16 of a column in the low half, and of the column LANES to its right in the high half
     "uint32": Kind(4 * LANES, 1, 1, _load_bfloat16, add_floats),  # [panels, K, LANES]
-    # bfloat16, for CPUs that add products of two
+    # bfloat16, for CPUs that multiply pairs of bfloat16 and add the products
     "uint16": Kind(8 * LANES, 2, 1, _load_pairs, add_pairs),  # [panels, K / 2, PANEL, 2]
     "uint8": Kind(2 * LANES, 1, 1, _load_fp8, add_floats, scaled=True),  # [panels, K, PANEL]
-    # signed codes plus 128, as bytes without sign
+    # signed codes plus 128, as unsigned bytes
     "int8": Kind(8 * LANES, 4, 1, _load_pairs, add_codes, I32S, scaled=True),  # [.., K/4, .., 4]
-    # inputs 8k to 8k + 3 of a column in the low halves of four bytes, the next four in the high
+    # inputs 8k to 8k + 3 of a column in the low halves of four bytes, the next 4 in the high halves
     "int32": Kind(8 * LANES, 8, 2, _load_int4, add_codes, I32S, scaled=True),  # [.., K/8, PANEL]
 }

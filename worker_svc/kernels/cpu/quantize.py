@@ -1,5 +1,8 @@
-"""int8 and int4 weights as `quantization.quantize` makes them, to the last bit, but in one pass:
-the small operations of torch, each on all cores, took most of a first start."""
+"""Quantizes weights to int8 and int4 in one pass, with results that equal `quantization.quantize`'s
+to the last bit.
+
+In torch, many small operations, each on all cores, took most of the time of a first start.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,10 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
 
 @intrinsic
 def _fit(_context: Any, weight: Any, start: Any, size: Any, inverse: Any) -> Any:
-    """Σxq and Σq² of `size` weights x from number `start` on and their codes q, added up in torch's
-    order: 32 sums, of these each eighth, then all."""
+    """Computes Σxq and Σq² for `size` weights x from number `start` on and their codes q.
+
+    Adds in torch's order: first into 32 sums, then every eighth of these sums, then all.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weight, start, size, inverse = args
@@ -92,7 +97,7 @@ def _code(x: Any, inverse: Any) -> Any:
 
 @njit(inline="always")
 def _extremes(weight: Any, row: int, start: int, end: int) -> Any:
-    """The largest and the smallest of weight[row, start:end]."""
+    """The largest and the smallest number of weight[row, start:end]."""
     part = weight[row, start:end]
     high, opposite = part[0], -part[0]
     for i in range(len(part)):

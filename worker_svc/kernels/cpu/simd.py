@@ -1,6 +1,7 @@
-"""Building blocks of numba kernels: bfloat16 <-> float32, exp, and vectors in LLVM's terms.
+"""Building blocks of numba kernels: bfloat16 <-> float32, exp, and vectors in LLVM code.
 
-Numba knows no bfloat16, so such arrays come as uint16: a bfloat16 is the upper half of a float32.
+Numba has no bfloat16, so bfloat16 arrays are passed as uint16. A bfloat16 is the upper half of a
+float32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 LANES = (
-    16  # 32-bit numbers in a 512-bit register; in two registers where there are only shorter ones
+    16  # 32-bit numbers in a 512-bit register, or in two registers if the CPU has only shorter ones
 )
-FASTMATH = {"reassoc", "contract", "nsz"}  # sums in any order, but NaN and infinity as they are
+FASTMATH = {"reassoc", "contract", "nsz"}  # sums may be reordered, but NaN and infinity stay exact
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -28,12 +29,12 @@ I32S, F32S = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
 def bits(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a tensor, that of a bfloat16 one as uint16."""
+    """The memory of a tensor as an array. A bfloat16 tensor gives uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def on_tensors(kernel: Callable[..., None]) -> Callable[..., None]:
-    """`kernel`, which takes arrays, as a function that takes tensors for them."""
+    """Makes a function that takes tensors and calls `kernel` with their arrays."""
 
     @wraps(kernel)
     def call(*arguments: Any) -> None:
@@ -43,8 +44,8 @@ def on_tensors(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def by_type(choose: Callable[..., Any]) -> Any:
-    """A function for kernels whose implementation `choose` returns, given the types of the
-    arguments, when a kernel is compiled."""
+    """Makes a function for use in kernels. When a kernel is compiled, `choose` gets the types of
+    the arguments and returns the implementation."""
 
     def chosen(*arguments: Any) -> Any: ...
 
@@ -66,7 +67,7 @@ def widen(_context: Any, value: Any) -> Any:
 
 @intrinsic
 def narrow(_context: Any, value: Any, like: Any) -> Any:
-    """float32 -> the type of `like`: itself, or the nearest bfloat16 (ties to even) as uint16"""
+    """float32 -> itself, or the nearest bfloat16 (ties to even) as uint16, by the type of `like`"""
 
     def codegen(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[1] == types.float32:
@@ -81,7 +82,7 @@ def narrow(_context: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def float_of(_context: Any, bits: Any) -> Any:
-    """uint32 -> the float32 of the same bits"""
+    """uint32 -> the float32 with these bits"""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], F32)
@@ -91,7 +92,7 @@ def float_of(_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def _power_of_two(_context: Any, exponent: Any) -> Any:
-    """int32 in [-127, 127] -> 2 to its power as float32, 0 for -127"""
+    """int32 n in [-127, 127] -> 2ⁿ as float32, 0 for -127"""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         biased = builder.add(args[0], I32(127))
@@ -102,10 +103,10 @@ def _power_of_two(_context: Any, exponent: Any) -> Any:
 
 @njit(inline="always")
 def exp(x: Any) -> Any:
-    """e to the power of a float32, within 2 ulp of float32, 0 if that is below 2⁻¹²⁶; unlike
-    `math.exp` it is vectorized.
+    """eˣ of a float32, within 2 ulp of float32, or 0 if it is below 2⁻¹²⁶. Unlike `math.exp` it is
+    vectorized.
 
-    The integer part of x / ln 2 becomes the exponent; on the rest, in [-0.5, 0.5] · ln 2, the
+    The integer part of x / ln 2 becomes the exponent. For the rest, in [-0.5, 0.5] · ln 2, the
     Taylor series to the seventh power is exact to float32 (as in Moshier's Cephes, expf).
     """
     x = min(max(x, np.float32(-88.0)), np.float32(88.0))
@@ -124,7 +125,7 @@ def exp(x: Any) -> Any:
 
 @intrinsic
 def larger(_context: Any, x: Any, y: Any) -> Any:
-    """The larger of two float32, either if one is NaN; unlike `max` it is vectorized."""
+    """The larger of two float32, or either of them if one is NaN. Unlike `max` it is vectorized."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, y = args
@@ -136,19 +137,19 @@ def larger(_context: Any, x: Any, y: Any) -> Any:
 
 @njit(inline="always")
 def largest(numbers: Any, row: int, start: int, end: int) -> Any:
-    """The largest of numbers[row, start:end] float32, −inf if there are none. With a NaN among them
-    it may be another, or −inf, but not NaN."""
+    """The largest of numbers[row, start:end] float32, or −inf if there are none. If one is NaN, the
+    result may be any of the other numbers or −inf, but not NaN."""
     part, top = numbers[row, start:end], np.float32(-np.inf)
     for i in range(len(part)):
         top = larger(top, part[i])
-    # LLVM takes `larger` for no NaN, so only the bits can tell.
+    # LLVM assumes that `larger` never returns NaN, so this has to check the bits.
     is_nan = np.float32(top).view(np.int32) & 0x7FFFFFFF > 0x7F800000
     return np.float32(-np.inf) if is_nan else top
 
 
 @intrinsic
 def take(_context: Any, counter: Any) -> Any:
-    """Adds 1 to counter[0] int64, whichever thread asks -> the value before."""
+    """Adds 1 to counter[0] int64 atomically -> the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -159,8 +160,8 @@ def take(_context: Any, counter: Any) -> Any:
 
 @intrinsic
 def put(_context: Any, numbers: Any, index: Any, number: Any) -> Any:
-    """numbers[index] = number, of an array of one dimension and its dtype; one at a time, as LLVM
-    would make scatter instructions of a loop of them, which take longer."""
+    """Sets numbers[index] = number in an array of one dimension. The store is atomic, because LLVM
+    would otherwise turn a loop of stores into scatter instructions, which take longer."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -173,8 +174,9 @@ def put(_context: Any, numbers: Any, index: Any, number: Any) -> Any:
 
 @intrinsic
 def num_threads(_context: Any) -> Any:
-    """How many threads a kernel may use. Numba's own function takes longer outside of a kernel than
-    many a kernel, and inside of one keeps it out of the cache."""
+    """The number of threads that a kernel may use. Numba's own function takes longer than many
+    kernels if it is called outside a kernel. Inside a kernel, it keeps the kernel out of the cache.
+    """
 
     def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         return builder.call(function(builder, "get_num_threads", I64, []), [])
@@ -183,7 +185,7 @@ def num_threads(_context: Any) -> Any:
 
 
 def function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """LLVM's function or intrinsic `name`."""
+    """Declares LLVM's function or intrinsic `name` -> the function."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
@@ -212,8 +214,10 @@ def constant(value: int, vector: Any) -> Any:
 def loop(
     builder: Any, count: Any, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emits a loop over 0 to count − 1, count at least 1: values `start`, then what `body` makes of
-    the number and the values so far -> the last ones."""
+    """Emits a loop over 0 to count − 1, where count is at least 1 -> the last values.
+
+    The values are `start` at first. `body` gets the number and the values and returns new values.
+    """
     before = builder.block
     block, after = (builder.append_basic_block(name) for name in ("loop", "loop.end"))
     builder.branch(block)

@@ -1,4 +1,4 @@
-"""Weights in panels, as `kernels.cpu.linear` reads them."""
+"""Packs weights in the panels that `kernels.cpu.linear` reads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from worker_svc.kernels.ops import Exchange
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
 _NO_FLOATS = np.empty(0, np.float32)
-# The float16 that an e4m3 code is read as is smaller by this factor.
+# An e4m3 code is read as a float16 that is smaller than its value by this factor.
 _FP8_FACTOR = 2.0**8
 
 
 class PanelWeight:
-    """W [out, in] in panels of any of `panels.KINDS`.
+    """W [out, in] in panels of one of the kinds in `panels.KINDS`.
 
     Args:
-        state: codes, scales and zeros, as `linear` takes them, and the shape int64 [2].
+        state: the codes, scales and zeros that `linear` takes, and the shape int64 [2].
     """
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
         if state["codes"].is_meta:
-            return  # it has only a state
+            return  # a weight without numbers has only a state
         self._out_features, self._in_features = state["shape"].tolist()
         self._codes, self._scales, self._zeros = (
             state[name].numpy() for name in ("codes", "scales", "zeros")
@@ -80,7 +80,7 @@ class PanelWeight:
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of columns, T first, of any kind -> float32 [T, in, padded]; those of fp8 smaller by
+    """Codes of T columns, of any kind -> float32 [T, in, padded]. Values of fp8 are smaller by
     `_FP8_FACTOR`."""
     if codes.dtype == torch.uint16:
         codes = codes.view(torch.bfloat16)
@@ -109,9 +109,10 @@ def pack_floats(weight: torch.Tensor) -> PanelWeight:
 
 
 def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
-    """
+    """Packs a quantized weight.
+
     Raises:
-        ModelError: groups are not of whole steps of the loop.
+        ModelError: the group size is not a multiple of the inputs that a step of the loop takes.
     """
     out_features, in_features = weight.shape
     scales = weight.scales
@@ -127,7 +128,7 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
             "weights on a CPU need"
         )
     if int8:
-        # A byte without a sign holds code + 128.
+        # An unsigned byte holds code + 128.
         codes = _in_panels(weight.codes.view(torch.uint8) ^ 128, 4, fill=128).view(torch.int8)
     else:
         nibbles = torch.stack((weight.codes & 15, weight.codes >> 4), dim=2).flatten(1)
@@ -159,7 +160,7 @@ def _in_panels(matrix: torch.Tensor, depth: int, fill: int = 0) -> torch.Tensor:
         matrix = F.pad(matrix, padding, value=fill)
     dtype, panels = matrix.dtype, matrix.shape[0] // PANEL
     word = {4: torch.int32, 8: torch.int64}.get(matrix.itemsize * depth)
-    if word and matrix.is_contiguous():  # whole words move in half the time
+    if word and matrix.is_contiguous():  # moving whole words takes half the time
         matrix, depth = matrix.view(word), 1
     inputs = matrix.shape[1] // depth
     moved = matrix.view(panels, PANEL, inputs, depth).transpose(1, 2).contiguous()

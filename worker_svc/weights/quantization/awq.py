@@ -1,4 +1,4 @@
-"""Checkpoints of AutoAWQ (Lin et al., "AWQ", 2023)."""
+"""Reads checkpoints of AutoAWQ (Lin et al., "AWQ", 2023)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from worker_svc.weights.quantization.checkpoint import (
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import per_group
 
-# Where a word's 4-bit numbers, lowest first, have those of its outputs in order.
+# _ORDER[i] is the position in a word, counted from the lowest bits, of the number of output i.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Awq:
-    """Integers of 4 bits in the layout "gemm"; W[o, i] = (q[i, o] − zero[g, o]) · scale[g, o], with
-    g = i // group.
+    """Reads integers of 4 bits in the layout "gemm".
 
-    qweight [in, out / 8] and qzeros [groups, out / 8] are packed along the outputs.
-    (awq/utils/packing_utils.py, `dequantize_gemm`.)
+    W[o, i] = (q[i, o] − zero[g, o]) · scale[g, o], with g = i // group. qweight [in, out / 8] and
+    qzeros [groups, out / 8] are packed along the outputs.
+
+    Source: awq/utils/packing_utils.py, `dequantize_gemm`.
     """
 
     format: Format = "int4"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises:
-        ModelError: a field of the configuration asks for what is not implemented.
+        """Checks the fields of the configuration.
+
+        Raises:
+            ModelError: a field needs a feature that is not implemented.
         """
         require(config, "bits", 4)
         require(config, "version", None, "gemm", "GEMM")
@@ -54,13 +57,13 @@ class Awq:
         scales = reader.read(f"{name}.scales", range(groups), rows).T
         place = (1, group), range(len(rows)), columns
         zeros = None
-        if reader.has(f"{name}.qzeros"):  # else symmetric
+        if reader.has(f"{name}.qzeros"):  # otherwise the weight is symmetric
             zeros = per_group(_read_outputs(reader, f"{name}.qzeros", range(groups), rows), *place)
         return from_unsigned(self.format, values, per_group(scales, *place), zeros)
 
 
 def _read_outputs(reader: WeightReader, name: str, inputs: range, outputs: range) -> torch.Tensor:
-    """The numbers of a tensor [inputs, outputs / 8]: [len(outputs), len(inputs)]."""
+    """Unpacks a tensor [inputs, outputs / 8] -> its numbers [len(outputs), len(inputs)]."""
     words = range(outputs.start // 8, -(-outputs.stop // 8))
     values = unpack_columns(reader, name, 4, inputs, range(8 * words.start, 8 * words.stop))
     values = values.view(len(inputs), -1, 8)[:, :, list(_ORDER)].flatten(1)

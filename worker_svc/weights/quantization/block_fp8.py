@@ -1,4 +1,4 @@
-"""Qwen's own FP8 checkpoints, in the format of DeepSeek-V3's."""
+"""Reads Qwen's own FP8 checkpoints, which have the format of DeepSeek-V3's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from worker_svc.weights.quantization.pieces import per_group
 
 
 class BlockFp8:
-    """float8_e4m3fn; W[o, i] = q[o, i] · weight_scale_inv[o // height, i // width].
-    (transformers/integrations/finegrained_fp8.py.)"""
+    """Reads float8_e4m3fn weights: W[o, i] = q[o, i] · weight_scale_inv[o // height, i // width].
+
+    Source: transformers/integrations/finegrained_fp8.py.
+    """
 
     format: Format = "fp8"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises:
-        ModelError: a field of the configuration asks for what is not implemented.
+        """Checks the fields of the configuration.
+
+        Raises:
+            ModelError: a field needs a feature that is not implemented.
         """
         require(config, "fmt", None, "e4m3")
         require(config, "activation_scheme", None, "dynamic")

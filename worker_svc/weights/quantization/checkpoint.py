@@ -1,4 +1,4 @@
-"""The interface of the formats in which checkpoints hold quantized weights."""
+"""The interface of readers of quantized checkpoints, and helpers that the readers share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import pack_int4
 
 MAX_SIZE = 2**31 - 1  # inputs or outputs that share a scale
-MAX_SHOWN = 200  # characters of a value, in an error
+MAX_SHOWN = 200  # characters of a value in an error message
 
 
 class Checkpoint(Protocol):
-    """Reads a checkpoint of one format, whose details its `quantization_config` tells.
+    """Reads a checkpoint of one format. Its `quantization_config` has the details of the format.
 
-    Layers that the configuration leaves out are recognized by what the checkpoint holds for them.
+    The tensors of a layer show whether it is quantized, because configurations may leave it out.
     """
 
     format: Format
@@ -35,17 +35,16 @@ class Checkpoint(Protocol):
         """Reads a part of a layer's matrix [out, in_features].
 
         Raises:
-            ModelError: a tensor is missing or has another shape, or holds what is not implemented.
+            ModelError: a tensor is missing or has another shape, or its format is not implemented.
         """
         ...
 
 
 def require(config: Mapping[str, Any], name: str, *implemented: Any) -> Any:
-    """The field `name`, whose parts are separated by dots, if its value is an implemented one; a
-    missing one is None.
+    """The value of the field `name`, whose parts are separated by dots. A missing field is None.
 
     Raises:
-        ModelError: it is not.
+        ModelError: the value is not one of the implemented values.
     """
     value = _field(config, name)
     if not any(type(value) is type(each) and value == each for each in implemented):
@@ -54,10 +53,10 @@ def require(config: Mapping[str, Any], name: str, *implemented: Any) -> Any:
 
 
 def require_size(config: Mapping[str, Any], name: str, *implemented: int) -> int:
-    """The field `name`, as `require` finds it, if it is a positive int32 or an implemented number.
+    """The value of the field `name`, found as in `require`.
 
     Raises:
-        ModelError: it is not.
+        ModelError: the value is neither a positive int32 nor one of the implemented numbers.
     """
     return _size(name, _field(config, name), *implemented)
 
@@ -66,7 +65,7 @@ def require_block(config: Mapping[str, Any], name: str) -> tuple[int, int]:
     """The height and width in the field `name`.
 
     Raises:
-        ModelError: it is no list of two sizes.
+        ModelError: the field is not a list of two sizes.
     """
     value = _field(config, name)
     if not isinstance(value, list) or len(value) != 2:
@@ -78,7 +77,7 @@ def require_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object in the field `name`.
 
     Raises:
-        ModelError: it is none.
+        ModelError: the field is not an object.
     """
     value = _field(config, name)
     if not isinstance(value, Mapping):
@@ -115,10 +114,10 @@ def _in_json(value: Any) -> str:
 
 
 def require_shape(reader: WeightReader, name: str, *shape: int) -> None:
-    """Checks the shape of tensor `name`; −1 stands for any size.
+    """Checks the shape of tensor `name`. −1 stands for any size.
 
     Raises:
-        ModelError: it has another.
+        ModelError: the tensor has another shape.
     """
     found = reader.shape(name)
     if len(found) != len(shape) or any(b not in (a, -1) for a, b in zip(found, shape, strict=True)):
@@ -126,7 +125,7 @@ def require_shape(reader: WeightReader, name: str, *shape: int) -> None:
 
 
 def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [..., n] -> the unsigned numbers in it, low bits first: int32 [..., n · 32 / bits]."""
+    """int32 [..., n] -> its unsigned numbers, low bits first, int32 [..., n · 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
 
@@ -134,7 +133,8 @@ def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_columns(
     reader: WeightReader, name: str, bits: int, rows: range, columns: range
 ) -> torch.Tensor:
-    """The numbers at `rows` and `columns` of an int32 tensor [rows, columns · bits / 32]: int32."""
+    """Reads the numbers at `rows` and `columns` of an int32 tensor [rows, columns · bits / 32]
+    -> int32."""
     per_word = 32 // bits
     words = range(columns.start // per_word, -(-columns.stop // per_word))
     skipped = columns.start - words.start * per_word
@@ -144,8 +144,8 @@ def unpack_columns(
 def from_unsigned(
     format: Format, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
 ) -> QuantizedWeight:
-    """Makes a weight of values [out, in] from 0 to 15 or 255, their scales and zeros [out, groups];
-    without zeros, or if all are in the middle, it is symmetric."""
+    """Makes a weight from values [out, in], which are 0 to 15 or 255, and from scales and zeros
+    [out, groups]. Without zeros, or if all zeros are in the middle, the weight is symmetric."""
     middle = 8 if format == "int4" else 128
     if zeros is not None and bool((zeros == middle).all()):
         zeros = None

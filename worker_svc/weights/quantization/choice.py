@@ -14,7 +14,7 @@ from worker_svc.weights.quantization.compressed_tensors import CompressedTensors
 from worker_svc.weights.quantization.formats import Format
 from worker_svc.weights.quantization.gptq import Gptq
 
-# By `quant_method`.
+# Readers by `quant_method`.
 CHECKPOINTS: dict[str, Callable[[Mapping[str, Any]], Checkpoint]] = {
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
@@ -25,24 +25,26 @@ CHECKPOINTS: dict[str, Callable[[Mapping[str, Any]], Checkpoint]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """At most one of them: the checkpoint's own format, or that to bring its weights into."""
+    """The checkpoint's own format, or the format to which to quantize its weights, or neither."""
 
     checkpoint: Checkpoint | None = None
     quantize_to: Format | None = None
 
     @property
     def name(self) -> str:
-        """int8, int4 or fp8; none if weights stay floating-point numbers."""
+        """int8, int4 or fp8, or "none" if weights stay floating-point numbers."""
         return self.checkpoint.format if self.checkpoint else self.quantize_to or "none"
 
 
 def choose_quantization(setting: str, config: Mapping[str, Any] | None) -> Choice:
-    """Args:
+    """Chooses how to read the weights.
+
+    Args:
         setting: `WorkerSettings.quantization`.
         config: the checkpoint's `quantization_config`, if it has one.
 
     Raises:
-        ModelError: the checkpoint's format is not implemented, or not the one asked for.
+        ModelError: the checkpoint's format is not implemented, or is not the format in `setting`.
     """
     if not config:
         formats: dict[str, Format] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}

@@ -1,4 +1,4 @@
-"""Checkpoints of the compressed-tensors library, which llm-compressor writes."""
+"""Reads checkpoints of the compressed-tensors library, which llm-compressor writes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ from worker_svc.weights.quantization.pieces import per_group
 
 
 class CompressedTensors:
-    """One scheme for all quantized layers: integers of 4 or 8 bits packed into int32
+    """Reads one scheme for all quantized layers: integers of 4 or 8 bits packed into int32
     (pack-quantized), int8 (int-quantized) or float8_e4m3fn (float-quantized).
 
-    W = (q − zero) · scale, with a scale for the tensor, for each row, for groups of a row or for
-    blocks. (compressed_tensors/quantization/lifecycle/forward.py, `dequantize`.)
+    W = (q − zero) · scale. There is a scale for the tensor, for each row, for groups of a row or
+    for blocks.
+
+    Source: compressed_tensors/quantization/lifecycle/forward.py, `dequantize`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises:
-        ModelError: a field of the configuration asks for what is not implemented.
+        """Checks the fields of the configuration.
+
+        Raises:
+            ModelError: a field needs a feature that is not implemented.
         """
         require(config, "kv_cache_scheme", None)
         require(config, "transform_config", None, {})
@@ -111,7 +115,7 @@ class CompressedTensors:
     ) -> torch.Tensor:
         name = f"{name}.weight_zero_point"
         zeros = reader.read(name)
-        if self._packed:  # along the rows
+        if self._packed:  # zeros are packed along the rows
             zeros = unpack_bits(zeros.T.contiguous(), self._bits).T
         return per_group(_two_dimensional(zeros), block, rows, columns).to(torch.int16)
 

@@ -1,5 +1,5 @@
-"""The formats of quantized weights: the one type that checkpoint readers make and kernels of each
-device pack."""
+"""The formats of quantized weights. Checkpoint readers make a `QuantizedWeight`, and the kernels of
+each device pack it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class QuantizedWeight:
     int4    uint8 [out, in / 2], the even i in the low half, each 0 to 15     8
     fp8     float8_e4m3fn [out, in]                                           0, never given
 
-    Products with int8 and int4 codes quantize x to 8 bits where the device multiplies integers (see
-    `quantize_rows`); fp8 codes are multiplied with x as it is, or in 8 bits on a GPU that can.
+    Products with int8 and int4 codes quantize x to 8 bits if the device multiplies integers (see
+    `quantize_rows`). Products with fp8 codes use x itself, or x in 8 bits if the GPU supports it.
     """
 
     format: Format
@@ -43,7 +43,7 @@ class QuantizedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def unpacked(self) -> torch.Tensor:
-        """code − zero, or an fp8 code's value: float32 [out, in]."""
+        """code − zero, or the value of an fp8 code, as float32 [out, in]."""
         codes = self.codes
         if self.format == "int4":
             codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
@@ -60,9 +60,11 @@ class QuantizedWeight:
 def quantize_rows(
     x: torch.Tensor, maxima: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, in] float32 -> codes int8 [T, in] and scales float32 [T]: a row's largest magnitude, or
-    that in `maxima` float32 [T], becomes 127, the others round to even. (As "dynamic per-token"
-    in vLLM and compressed-tensors.)"""
+    """x [T, in] float32 -> codes int8 [T, in] and scales float32 [T].
+
+    The largest magnitude of a row, or its entry in `maxima` float32 [T], becomes 127. The other
+    numbers round to even. vLLM and compressed-tensors call this "dynamic per-token".
+    """
     if maxima is None:
         maxima = x.abs().amax(dim=1)
     factors = torch.where(maxima > 0, 127 / maxima, 0)

@@ -1,4 +1,4 @@
-"""Checkpoints of AutoGPTQ and GPTQModel (Frantar et al., "GPTQ", 2022)."""
+"""Reads checkpoints of AutoGPTQ and GPTQModel (Frantar et al., "GPTQ", 2022)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ from worker_svc.weights.quantization.pieces import per_group
 
 
 class Gptq:
-    """Integers of 4 or 8 bits; W[o, i] = (q[i, o] − zero[g, o]) · scale[g, o], with g = i // group.
+    """Reads integers of 4 or 8 bits.
 
-    qweight [in · bits / 32, out] is packed along the inputs, qzeros [groups, out · bits / 32] along
-    the outputs. The first version of the format stores zeros less one, modulo 2^bits.
-    (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py.)
+    W[o, i] = (q[i, o] − zero[g, o]) · scale[g, o], with g = i // group. qweight
+    [in · bits / 32, out] is packed along the inputs, qzeros [groups, out · bits / 32] along the
+    outputs. The first version of the format stores zero − 1, modulo 2^bits.
+
+    Source: auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises:
-        ModelError: a field of the configuration asks for what is not implemented.
+        """Checks the fields of the configuration.
+
+        Raises:
+            ModelError: a field needs a feature that is not implemented.
         """
         self._bits = require(config, "bits", 4, 8)
         self.format: Format = "int4" if self._bits == 4 else "int8"
@@ -67,8 +71,10 @@ class Gptq:
         )
 
     def _check_order(self, reader: WeightReader, name: str, in_features: int, group: int) -> None:
-        """Raises:
-        ModelError: the inputs of a group are not next to each other.
+        """Checks that the inputs of a group are next to each other.
+
+        Raises:
+            ModelError: they are not.
         """
         if not reader.has(name):
             return

@@ -11,7 +11,7 @@ from worker_svc.weights.quantization.formats import QuantizedWeight
 
 
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [out, in] uint8, 0 to 15 -> two in a byte, [out, in / 2] (see `QuantizedWeight`).
+    """Codes [out, in] uint8, 0 to 15 -> two codes per byte, [out, in / 2], see `QuantizedWeight`.
 
     Raises:
         ModelError: the number of inputs is odd.
@@ -24,14 +24,14 @@ def pack_int4(codes: torch.Tensor) -> torch.Tensor:
 def per_group(
     per_block: torch.Tensor, block: tuple[int, int], rows: range, columns: range
 ) -> torch.Tensor:
-    """Scales or zeros of a whole matrix's blocks of (rows, columns) -> those of `rows` and
-    `columns`, [len(rows), groups].
+    """Scales or zeros of all blocks of a matrix, each of `block` = (rows, columns) -> the scales or
+    zeros of `rows` and `columns`, [len(rows), groups].
 
-    A group that a boundary cuts, of a block or of `columns`, becomes two or more, and all others as
-    small: every input keeps its scale, however many ranks there are.
+    If a boundary of a block or of `columns` cuts a group, all groups become smaller. So every input
+    keeps its scale for any number of ranks.
 
     Raises:
-        ModelError: there are fewer of them.
+        ModelError: there are too few scales or zeros.
     """
     device = per_block.device
     height, width = block
@@ -50,10 +50,10 @@ def per_group(
 
 
 def cut_columns(weight: QuantizedWeight, columns: range) -> QuantizedWeight:
-    """`columns` of a whole matrix.
+    """The `columns` of a whole matrix.
 
     Raises:
-        ModelError: a byte of two codes would be cut.
+        ModelError: a boundary of `columns` cuts a byte of two codes.
     """
     out, in_features = weight.shape
     if len(columns) == in_features:
@@ -73,8 +73,8 @@ def cut_columns(weight: QuantizedWeight, columns: range) -> QuantizedWeight:
 
 
 class RowCollector:
-    """Fills a matrix with rows as they are read, so that no part of it is ever there twice. Rows
-    that never come are zero."""
+    """Fills a matrix with rows as they are read, so that memory never holds a second copy of it.
+    Rows that are not added are zero."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -85,7 +85,7 @@ class RowCollector:
         """Adds the next rows.
 
         Raises:
-            ModelError: those before had another format or other groups. The message has `name`.
+            ModelError: earlier rows had another format or other groups. The message has `name`.
         """
         whole = self._all
         if whole is None:
@@ -110,6 +110,6 @@ class RowCollector:
         return like.new_zeros(self._num_rows, like.shape[1])
 
     def result(self) -> QuantizedWeight:
-        """The matrix, once rows have been added, if only an empty piece of them."""
+        """The matrix. At least one piece of rows, which may be empty, must have been added."""
         assert self._all is not None
         return self._all

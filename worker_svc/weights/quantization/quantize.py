@@ -10,23 +10,24 @@ from worker_svc.errors import ModelError
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import pack_int4
 
-VERSION = 1  # of the codes and scales that come out: packed weights of another are made again
+VERSION = 1  # changes with the results of `quantize`, so that kept packed weights are made again
 
 GROUP_SIZES = 128, 64, 32
-# The largest magnitude of a group divided by its candidates for a scale. For normally distributed
-# weights in groups of 128 they leave 9.73 % of the norm as error, 20 candidates 9.70 %, the
-# magnitude over 8 alone 10.2 %, and over 7 11.8 %.
+# A group's largest magnitude divided by each of these is a candidate for its scale. For normally
+# distributed weights in groups of 128, these candidates leave an error of 9.73 % of the norm. 20
+# candidates leave 9.70 %, the magnitude over 8 alone leaves 10.2 %, and over 7 it leaves 11.8 %.
 DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
 _FP8_MAX = 448.0
-# Elements at a time: their intermediate results stay in the cache.
+# The number of elements at a time, so few that their intermediate results stay in the CPU's cache.
 _PIECE = 1 << 18
 
 
 def group_size(in_features: int) -> int:
-    """The inputs that share a scale in int4: as many as possible.
+    """The number of inputs that share a scale in int4, the largest of `GROUP_SIZES` that is
+    possible.
 
     Raises:
-        ModelError: none of the sizes divides `in_features`.
+        ModelError: no size divides `in_features`.
     """
     for size in GROUP_SIZES:
         if in_features % size == 0:
@@ -37,7 +38,7 @@ def group_size(in_features: int) -> int:
 def empty(
     out: int, columns: int, format: Format, device: torch.device | None = None
 ) -> QuantizedWeight:
-    """W [out, in] as `quantize` returns it, its numbers not set.
+    """Makes W [out, in] as `quantize` returns it, but does not set its numbers.
 
     Raises:
         ModelError: as `group_size`.
@@ -53,7 +54,7 @@ def empty(
 
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
-    """W [out, in] float32 -> its codes and scales, row by row: the same whichever rows come along.
+    """W [out, in] float32 -> its codes and scales, which depend in each row only on that row.
 
     Raises:
         ModelError: as `group_size`.
@@ -83,15 +84,17 @@ def _pieces(out: int, columns: int) -> Iterator[slice]:
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 / scales; 0 for those so small that it would overflow."""
+    """1 / scales, or 0 for a scale so small that the result would overflow."""
     return torch.where(scales.abs() > torch.finfo(torch.float32).tiny, 1 / scales, 0)
 
 
 def _int4_scales(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """The scales [out, groups] that lose least, as the sum of squares, of a few: each candidate is
-    what best fits, by least squares, the codes that one of the divisors gives. A scale has the sign
-    opposite to its group's largest magnitude's: codes reach −8 at that end, but only 7 at the
-    other. (As Q4_0 in llama.cpp.)"""
+    """The scales [out, groups] with the smallest sum of squared errors among a few candidates.
+
+    Each divisor gives codes, and the candidate is the scale that fits these codes best by least
+    squares. A scale's sign is opposite to the sign of its group's largest magnitude. At that end
+    codes reach −8, but only 7 at the other end. Q4_0 in llama.cpp does this too.
+    """
     x = weight.reshape(-1, weight.shape[1] // groups)
     high, low = x.amax(dim=1), x.amin(dim=1)
     largest = torch.where(high > -low, -high, -low)

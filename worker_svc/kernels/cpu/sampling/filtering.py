@@ -1,4 +1,4 @@
-"""The searches of `sampling.filters` in numba."""
+"""The kernels of the searches of `sampling.filters`, in numba."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 
 MIN_EXPONENT = np.float32(-29)  # below it, every weight is 0
-MIN_KEY = 0x00800000  # of the lowest finite logit
-MAX_KEY = 0xFF800000  # of inf
-PIECE = 64  # logits of a row
+MIN_KEY = 0x00800000  # the key of the lowest finite logit
+MAX_KEY = 0xFF800000  # the key of inf
+PIECE = 64  # logits of a row that are checked at once
 
 
-# No fastmath below: a logit must weigh the same in a loop's vectors as in its remainder.
+# No fastmath below: a logit must have equal weights in a loop's vectors and in its remainder.
 
 
 @njit
 def _key(logit: np.float32) -> int:
-    """The key of `keys_of`."""
+    """The key that `keys_of` gives."""
     bits = int(np.float32(logit).view(np.int32))
     if bits >= 0 or bits == -SIGN:
         return max(bits, 0) + SIGN
@@ -35,15 +35,15 @@ def _key(logit: np.float32) -> int:
 
 @njit
 def _logit(key: int) -> np.float32:
-    """The logit of `logits_of`, after clamping the key to those of finite logits and infinity."""
+    """The logit that `logits_of` gives, after clamping the key to finite logits and infinity."""
     key = min(max(key, MIN_KEY), MAX_KEY)
     return np.int32(key - SIGN if key >= SIGN else -1 - key).view(np.float32)
 
 
 @njit(inline="always")
 def _any_between(piece: Float32s, min_logit: np.float32, max_logit: np.float32) -> bool:
-    """Whether a piece has anything to count. Most do not, and this is vectorized: an iterator over
-    the piece would gather."""
+    """Whether a piece has a logit to count. Most pieces have none. The loop is vectorized; with an
+    iterator over the piece, LLVM would gather."""
     found = np.int32(0)
     for i in range(len(piece)):
         found |= np.int32(min_logit <= piece[i]) & np.int32(piece[i] <= max_logit)

@@ -1,8 +1,8 @@
-"""Sampling in two levels, first a chunk of the vocabulary and then a token in it, in numba.
+"""Samples in two levels, first a chunk of the vocabulary and then a token in it, in numba.
 
-Greedy is the same as drawing with the number 0 from weights that are 1 for the largest logit and 0
-elsewhere, so both take one path. (Inverse transform sampling: Devroye, "Non-Uniform Random Variate
-Generation", 1986, with a two-level search.)
+Greedy sampling draws with the number 0 from weights that are 1 for the largest logit and 0
+elsewhere. So it takes the path of other sampling: inverse transform sampling (Devroye, "Non-Uniform
+Random Variate Generation", 1986) with a two-level search.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from worker_svc.kernels.logits import MAX_TEMPERATURE, MIN_TEMPERATURE
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
-# The weight of less is 0, and that of what is not a number.
+# A smaller exponent, or NaN, gives weight 0.
 MIN_EXPONENT = np.float32(-87)
-# With fewer logits than this, one thread is done before another is awake.
+# With fewer logits than this, one thread is done before a second thread wakes.
 PARALLEL_LOGITS = 1 << 15
 
 
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, chunks · chunk_size], of which the first num_tokens columns are valid and the
-    others may hold anything; temperatures [N] float32.
+    """logits [N, chunks · chunk_size], temperatures [N] float32 -> per chunk the largest logit
+    (-inf if none is valid), and the sum of exp((logit - largest) / temperature), which is 0 in a
+    greedy row. Both are [N, chunks] float32.
 
-    -> per chunk the largest logit (-inf if none is valid), and the sum of
-    exp((logit - largest) / temperature), 0 in a greedy row: both [N, chunks] float32.
+    The first num_tokens columns are valid. The other columns may hold any values.
     """
     maxima = torch.empty(len(logits), logits.shape[1] // chunk_size)
     sums = torch.empty_like(maxima)
@@ -59,12 +59,16 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """This rank's logits as above, where chunk number first_chunk of the vocabulary is its first;
-    maxima, sums [N, chunks of all ranks] in the vocabulary's order; uniforms [N] float64 in [0, 1).
+    """Selects tokens from this rank's logits (see `chunk_statistics`) -> token ids [N] int32, -1
+    where another rank has the chosen chunk.
 
-    -> token ids [N] int32: the first of the largest logits where the temperature is 0, else the
-    inverse of the cumulative distribution at the uniform number, in float64 so that rounding moves
-    next to no mass between tokens. -1 where the chosen chunk is another rank's.
+    Where the temperature is 0, a token is the first of the largest logits. Elsewhere it is the
+    inverse of the cumulative distribution at the uniform number. That is computed in float64, so
+    that rounding moves next to no mass between tokens.
+
+    maxima, sums  [N, chunks of all ranks] in the vocabulary's order
+    first_chunk   the number, in the vocabulary, of this rank's first chunk
+    uniforms      [N] float64 in [0, 1)
     """
     tokens = torch.empty(len(logits), dtype=torch.int32)
     _select_tokens(
@@ -83,7 +87,7 @@ def select_tokens(
 
 @njit(inline="always")
 def _inverse(temperature: Any) -> Any:
-    """The factor to multiply logits by; 1 where the temperature is 0."""
+    """The factor by which to multiply logits, 1 if the temperature is 0."""
     bounded = min(max(temperature, np.float32(MIN_TEMPERATURE)), np.float32(MAX_TEMPERATURE))
     return np.float32(1) / (bounded if temperature != 0 else np.float32(1))
 
@@ -103,7 +107,7 @@ def _take_chunks(
     maxima: Floats,
     sums: Floats,
 ) -> None:
-    """Takes chunks of any row from `counter` until there are none."""
+    """Takes chunks of any row from `counter` until none is left."""
     chunks = maxima.shape[1]
     while True:
         unit = take(counter)
@@ -116,8 +120,8 @@ def _take_chunks(
         maxima[row, chunk] = top
         total = np.float32(0)
         if temperatures[row] != 0 and top > -np.inf:
-            # Not logits[row, i] from start on: such an i might be negative to numba, and then LLVM
-            # gathers.
+            # A loop over logits[row, i] from start on would be slow. Numba would have to assume
+            # that i may be negative, and LLVM would gather.
             numbers = logits[row, start:end]
             inverse = _inverse(temperatures[row])
             for i in range(len(numbers)):
@@ -144,11 +148,11 @@ def _chunk_statistics(
 
 @njit(inline="always")
 def _invert(weights: Doubles, uniform: float) -> tuple[int, float]:
-    """The first index at which the cumulative sum of weights passes that part of the total, and how
-    far into its weight that is, in [0, 1].
+    """The first index at which the cumulative sum of weights exceeds `uniform` times the total, and
+    the target's position within that index's weight, in [0, 1].
 
-    Never an index of weight 0, except 0 if all are: neither where rounding puts the target past the
-    end nor where it makes a sum grow that should not.
+    The index never has weight 0, unless all weights are 0. Then it is 0. This also holds if
+    rounding puts the target past the end, or makes a sum grow that should not grow.
     """
     total = 0.0
     for weight in weights:
@@ -165,7 +169,7 @@ def _invert(weights: Doubles, uniform: float) -> tuple[int, float]:
     return chosen, min(max(fraction, 0.0), 1.0)
 
 
-# Not in parallel: it reads two numbers per chunk and one chunk per row.
+# This kernel is not parallel, because it reads only two numbers per chunk and one chunk per row.
 @kernel(nogil=True, error_model="numpy")
 def _select_tokens(
     logits: Floats,

@@ -1,4 +1,4 @@
-"""Stores sequences' tokens, and applies penalties for them and masks to logits, in numba."""
+"""Stores the tokens of sequences, and applies penalties and masks to logits, in numba."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
 IMPOSSIBLE = np.float32(-np.inf)
-# A single row is not worth waking another thread for.
+# For a single row, waking another thread costs more than it saves.
 PARALLEL_ROWS = 2
 
 
@@ -45,8 +45,8 @@ def penalize(
     presence: Float32s,
     frequency: Float32s,
 ) -> None:
-    # Not in parallel: each thread would need its own, and clearing them costs more than all the
-    # rest.
+    # The loop is not parallel, because each thread would need an array of its own. Clearing these
+    # arrays costs more than the rest of the loop.
     generated = np.zeros(count, np.int32)
     for f in range(len(rows)):
         table = block_table[table_offsets[rows[f]] :]
