@@ -28,7 +28,7 @@ STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
 
 class RequestMetrics(ServiceMetrics):
-    """Times and ends of requests, and what each client has used."""
+    """Times and ends of requests, and each client's usage."""
 
     def __init__(self, model: str = "") -> None:
         super().__init__(model)

@@ -45,7 +45,7 @@ class Sampling(SamplingNumbers):
     beam_width: int = 0  # 0: sample
     length_penalty: float = 0.0  # for beam search
     grammar: Grammar | None = None
-    include_stop: bool = False  # whether the text includes what ended it
+    include_stop: bool = False  # whether the text includes the stop string or token
     show_special: bool = False  # whether the text includes special tokens
 
     @property

@@ -224,7 +224,7 @@ def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thr
         await asyncio.gather(*others, return_exceptions=True)
         await loop.shutdown_asyncgens()
 
-    if threading.current_thread() is not thread:  # a thread cannot wait for itself
+    if threading.current_thread() is not thread:  # a thread that collects it cannot wait for itself
         asyncio.run_coroutine_threadsafe(end(), loop).result(_CLOSE_TIMEOUT_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(_CLOSE_TIMEOUT_S)

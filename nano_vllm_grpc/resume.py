@@ -64,7 +64,7 @@ class ResumableRequest:
         return wire.decode_chunk(message)
 
     def resume(self, call: Call) -> list[Call]:
-        """The calls to make once `call` has broken off. None if only its status is missing."""
+        """The calls to make once `call` has broken off; no calls if only its status is missing."""
         if self._begun_at is None:
             return [call]
         self._resumed = True

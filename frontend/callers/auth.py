@@ -40,7 +40,7 @@ _SCHEME = "bearer "
 _RETRY_AFTER_S = 1.0
 _ANONYMOUS = ""  # the caller of calls without a valid token
 # Rejections per second that a caller gets without delay, after a burst of as many. Further ones
-# wait, up to this number. A caller with that many waiting calls gets the others at once.
+# wait, up to a maximum number. A caller with that many waiting calls gets the others at once.
 _REFUSALS_PER_SECOND = 50.0
 _MAX_WAITING_REFUSALS = 128
 _OPEN = f"/{health.SERVICE_NAME}/"

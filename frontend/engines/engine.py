@@ -175,8 +175,8 @@ class Engine:
         return fits and model_fingerprint in ("", self.model_fingerprint)
 
     def fit(self, num_tokens: int, names: Sequence[Name], num_cached: int) -> Fit:
-        """What a prompt of `num_tokens` tokens would find here. `names`: of the prompt's blocks, of
-        which the first `num_cached` are in the cache."""
+        """The fit of a prompt of `num_tokens` tokens at this engine. `names`: of the prompt's
+        blocks, of which the first `num_cached` are in the cache."""
         cached = num_cached * self.engine_info.block_size
         return Fit(num_tokens - cached, cached, names[num_cached:], self.index)
 

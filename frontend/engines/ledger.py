@@ -1,4 +1,4 @@
-"""The completions at one engine, and what its scheduler has of each.
+"""The completions at one engine, and the state of each at its scheduler.
 
 A scheduler that dies loses its state, so the frontends count the schedulers that died with each
 completion. If two schedulers died with a completion, without progress in between, the completion is
@@ -22,14 +22,14 @@ MIN_PROGRESS = 4
 
 
 class State(enum.Enum):
-    """What the scheduler has of a completion. A withheld completion becomes SENT when submitted. A
-    suspect becomes SENT once it has passed its trial."""
+    """The state of a completion at the scheduler. A withheld completion becomes SENT when it is
+    submitted. A suspect becomes SENT once it has passed its trial."""
 
-    WITHHELD = enum.auto()  # nothing; it is submitted as soon as that is allowed
+    WITHHELD = enum.auto()  # not sent; it is submitted as soon as that is allowed
     SENT = enum.auto()
     WITHDRAWN = enum.auto()  # it must drop the completion, but may still have it
-    SUSPECT = enum.auto()  # nothing but its number, until a Trial asks for it
-    ON_TRIAL = enum.auto()  # sent on trial, beside others
+    SUSPECT = enum.auto()  # only its number is sent, until a Trial asks for it
+    ON_TRIAL = enum.auto()  # sent on trial, together with others
     ALONE = enum.auto()  # sent on trial, while no frontend has another completion there
 
 

@@ -28,8 +28,8 @@ _MAX_IMBALANCE, _MIN_IMBALANCE = 1.25, 4
 
 @dataclass(frozen=True)
 class Fit:
-    """What a prompt finds at an engine: numbers of tokens, and the blocks to compute. `missing` has
-    their names in `index`, which has the engine's blocks."""
+    """A prompt's fit at an engine: numbers of tokens, and the blocks to compute. `missing` has the
+    names of these blocks in `index`, which has the engine's blocks."""
 
     uncached_tokens: int = 0
     cached_tokens: int = 0

@@ -25,7 +25,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the scheduler sends with a request's first token. `queue_s` is in seconds."""
+    """The scheduler's report with a request's first token. `queue_s` is in seconds."""
 
     cached_prompt_tokens: int
     queue_s: float

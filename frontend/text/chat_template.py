@@ -85,7 +85,7 @@ class ChatTemplate:
             text = self._tokenizer.apply_chat_template(
                 probe, chat_template=template, tokenize=False
             )
-        except Exception:  # whatever a template raises
+        except Exception:  # a template may raise anything
             return False
         return _PROBE in text
 

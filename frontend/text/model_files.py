@@ -39,7 +39,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
     """Reads config.json and, if there is one, generation_config.json.
 
     Args:
-        name: what clients call the model; if empty, its directory's name.
+        name: the name of the model for clients; if empty, its directory's name.
 
     Raises:
         ModelFilesError: a file is missing or unreadable, or a value in it is impossible.

@@ -49,7 +49,7 @@ def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartP
     """The scheduler's request for the profile that `message` asks for.
 
     Raises:
-        InvalidArgumentError: `message` chooses steps other than the next ones, or a directory.
+        InvalidArgumentError: `message` chooses a first step, a profile by stage or a directory.
     """
     if message.output_dir:
         raise InvalidArgumentError("output_dir", "not supported: the workers' settings say where")
