@@ -5,7 +5,7 @@ prompt, at a pace that it measures. The request's own prompt counts twice, becau
 requests behind it. An engine that has many more sequences than the others is left out, so that its
 cached prefixes do not attract every request.
 
-The cost function is that of NVIDIA Dynamo's KV router (prefill tokens after overlap, and active
+The cost function follows NVIDIA Dynamo's KV router (prefill tokens after overlap, and active
 load), but in seconds instead of blocks.
 """
 

@@ -86,9 +86,9 @@ class TokenStream:
         self.group = [self]  # the request's completions
         self.holder: Holder | None = None  # the engine where it is
         self.record = Record()  # of schedulers that died with it
-        self.move_goal = 0  # this many tokens are progress since it left a lost engine
+        self.move_goal = 0  # with this many tokens, it made progress since a lost engine
         self.refused_by: set[Holder] = set()  # engines that had no room for it
-        self.model_fingerprint = ""  # of the model that computed its tokens, once it has left it
+        self.model_fingerprint = ""  # of the model that computed its tokens, once it left an engine
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs
         self.logprobs: CompletionLogprobs | None = None
