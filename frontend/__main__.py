@@ -1,4 +1,4 @@
-"""`python -m frontend` runs one process of the public service; several may share a port."""
+"""`python -m frontend` runs one process of the public service. Several may share a port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared.process.run import Ready, run_service
 def main() -> int:
     settings = settings_or_exit(FrontendSettings, sys.argv[1:])
     _hide_torch()
-    import_auto_tokenizer()  # for all forks
+    import_auto_tokenizer()  # imported once, in the parent process, for all forks
     metrics = RequestMetrics(settings.model)
     return run_service(
         "frontend",
@@ -43,12 +43,12 @@ async def _serve(metrics: RequestMetrics, settings: FrontendSettings, ready: Rea
 
 
 def _hide_torch() -> None:
-    """Keeps transformers from importing torch, which takes seconds that a tokenizer has no use for.
+    """Keeps transformers from importing torch, which takes seconds and which no tokenizer needs.
 
-    None in `sys.modules` is Python's own way to say that a module cannot be imported.
+    None in `sys.modules` makes Python report that a module cannot be imported.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would say that torch is missing
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn that torch is missing
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 Args = TypeVarTuple("Args")
 
-_WAKE_UPS = 4096  # read at once; the socket's buffer holds fewer
+_WAKE_UPS = 4096  # bytes read at once; the socket's buffer holds fewer
 
 
 class EventLoop(asyncio.SelectorEventLoop):
     """Reads all of grpc.aio's wake-ups at once.
 
-    grpc.aio's polling thread queues each completed operation and writes a byte to a socket; its
+    grpc.aio's polling thread queues each completed operation and writes a byte to a socket. Its
     reader on the loop handles the whole queue, but reads only one byte per iteration (grpcio 1.85,
-    `PollerCompletionQueue`). The socket's buffer fills up after some 270 bytes, and then the thread
-    blocks in `write`: completed operations, incoming messages among them, go unseen until the loop
+    `PollerCompletionQueue`). The socket's buffer fills up after some 270 bytes, and the thread then
+    blocks in `write`. Completed operations, incoming messages among them, go unseen until the loop
     has iterated once for each. An operation is queued before its byte is written, so reading bytes
     early loses nothing.
     """

@@ -1,4 +1,4 @@
-"""Turns the token streams of a request's completions into what its client is sent."""
+"""Turns the token streams of a request's completions into deltas for its client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.rpc.turns import Turns
 
 log = structlog.get_logger(__name__)
 
-# Tokens fed at once: no iteration of the event loop may take long just because a client has not
+# Tokens fed at once. The limit keeps the event loop's iterations short even if a client has not
 # read for a while, or resumes after many tokens.
 _MAX_TOKENS = 128
 _MAX_SCORED_TOKENS = 32  # each of which makes up to 21 messages
@@ -50,8 +50,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A call's statistics once it has ended; times in seconds since the request arrived, except
-    `queue_s`, which is how long it waited."""
+    """A call's statistics. Times are in seconds since the request arrived, except `queue_s`, which
+    is how long the request waited."""
 
     prompt_tokens: int
     cached_prompt_tokens: int  # of the first completion
@@ -73,7 +73,7 @@ class CompletionReader:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the completion; while it goes on, including those not read yet."""
+        """The number of the completion's tokens, including unread ones while it goes on."""
         return self.builder.num_tokens if self.ending else len(self.stream.tokens)
 
     def has_news(self) -> bool:
@@ -81,8 +81,8 @@ class CompletionReader:
         return len(stream.tokens) > self.builder.num_tokens or stream.ended
 
     def next_delta(self) -> Delta:
-        """Returns the tokens since the last delta, or the first few of them; the last one sets
-        `ending`.
+        """Returns the tokens since the last delta, or the first few of them. The completion's last
+        delta sets `ending`.
 
         Raises:
             ServiceError: the request failed.
@@ -138,7 +138,7 @@ class Generation:
         self._all = readers
         self._open = list(readers)
         self._received_at = received_at
-        # Not sent yet.
+        # None if there are none to send, or once they have been sent.
         self._prompt_logprobs = readers[0].stream.prompt_logprobs
 
     @property
@@ -157,8 +157,8 @@ class Generation:
 
     async def next_deltas(self) -> list[tuple[CompletionReader, Delta]]:
         """Waits for news and returns at most one delta per completion, in order. Tokens that arrive
-        while the caller is busy with one delta go into the next; a delta that would be too long
-        leaves the rest to later ones.
+        while the caller is busy with one delta go into the next delta. A delta that would be too
+        long leaves the rest to later deltas.
 
         Raises:
             ServiceError: the request failed.
@@ -180,7 +180,7 @@ class Generation:
                     self._trace.add_detokenizing(began_at)
         for each, _ in deltas:
             if each.ending is not None:
-                # After a stop string this frees the blocks before the client reads on.
+                # After a stop string, this frees the engine's blocks before the client reads on.
                 each.stream.close()
                 self._open.remove(each)
                 self._metrics.finished[VLLM_REASONS[each.ending.reason]] += 1
@@ -191,7 +191,7 @@ class Generation:
         return deltas
 
     def abort(self) -> None:
-        """Ends the completions where they are."""
+        """Ends the completions with the tokens that they have."""
         self._prompt_logprobs = None
         for each in self._open:
             each.stream.close()
@@ -207,8 +207,8 @@ class Generation:
 
     @property
     def start(self) -> Start:
-        """How it began, as far as that is known: a completion resumed with all of its tokens gets
-        no token that could bring it."""
+        """How the request started, or zeros if that is unknown. A completion that is resumed with
+        all of its tokens receives no further token, and so no `Start`."""
         return self._all[0].stream.start or Start(cached_prompt_tokens=0, queue_s=0.0)
 
     def totals(self) -> Totals:
@@ -238,7 +238,7 @@ class Generation:
     def _has_news(self) -> bool:
         if self._waits_for_prompt():
             return self.error is not None
-        # A plain loop: for one completion a generator would take several times as long.
+        # A plain loop, because a generator takes several times as long for one completion.
         for each in self._open:  # noqa: SIM110
             if each.has_news():
                 return True
@@ -262,10 +262,10 @@ async def begin(
 
     Args:
         table: the bytes of each token.
-        with_text: whether anybody reads the deltas' text.
+        with_text: whether the caller reads the deltas' text.
 
     Raises:
-        UnavailableError: there is no engine.
+        UnavailableError: no engine is connected.
     """
     sampling = request.sampling
     builders = [
@@ -304,6 +304,6 @@ def _end_of_resumed(request: Request, builder: CompletionBuilder) -> FinishReaso
 
 
 def _fail_without_logprobs(stream: TokenStream) -> None:
-    """Fails a stream whose log-probabilities came neither before their token nor with it."""
+    """Fails a stream whose log-probabilities arrived neither before their token nor with it."""
     log.error("logprobs are missing", request_id=stream.request.request_id, index=stream.index)
     stream.error = InternalError("internal error")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# One position's token ids and their log-probabilities, the token actually there first.
+# The token ids at one position and their log-probabilities. The actual token comes first.
 LogprobRow = tuple[list[int], list[float]]
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt, in whatever pieces they arrive, and however often.
+    """Log-probabilities of a prompt. They may arrive in pieces, and more than once.
 
-    A prompt's first token follows nothing and so has none: its row is empty.
+    A prompt's first token follows nothing, so it has no log-probabilities and its row is empty.
     """
 
     def __init__(self, prompt_len: int) -> None:
-        """`prompt_len`: tokens."""
+        """`prompt_len`: in tokens."""
         self._rows: list[LogprobRow | None] = [([], []), *[None] * (prompt_len - 1)]
         self._num_missing = prompt_len - 1
 
@@ -37,8 +37,8 @@ class PromptLogprobs:
 
 
 class CompletionLogprobs:
-    """Log-probabilities of a completion's tokens from number `first` on, in order, as far as they
-    have not been forgotten."""
+    """Log-probabilities of a completion's tokens from number `first` on, in order, without those
+    that have been forgotten."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -46,7 +46,7 @@ class CompletionLogprobs:
 
     @property
     def num_entries(self) -> int:
-        """The log-probabilities that are held."""
+        """The number of log-probabilities that are held."""
         return sum(len(row[0]) for row in self._rows[:1]) * len(self._rows)
 
     def add(self, first: int, rows: Sequence[LogprobRow]) -> None:
@@ -61,7 +61,7 @@ class CompletionLogprobs:
         return self._rows[start : start + count]
 
     def forget(self, end: int) -> None:
-        """Drops the rows of the tokens before number `end`, of which none will be needed again."""
+        """Drops the rows of the tokens before number `end`, which will not be needed again."""
         count = max(end - self._first, 0)
         del self._rows[:count]
         self._first += count

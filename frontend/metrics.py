@@ -23,12 +23,12 @@ _REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
     *(240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-# vLLM's, too.
+# vLLM's finish reasons.
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
 
 class RequestMetrics(ServiceMetrics):
-    """Times and ends of requests, and what each client has used."""
+    """Times and ends of requests, and each client's usage."""
 
     def __init__(self, model: str = "") -> None:
         super().__init__(model)

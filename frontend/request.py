@@ -16,7 +16,7 @@ class GrammarKind(enum.Enum):
     JSON_SCHEMA = enum.auto()
     REGEX = enum.auto()
     EBNF = enum.auto()
-    JSON = enum.auto()  # any object or array; no text
+    JSON = enum.auto()  # any object or array; the grammar has no text
     STRUCTURAL_TAG = enum.auto()
 
 
@@ -45,7 +45,7 @@ class Sampling(SamplingNumbers):
     beam_width: int = 0  # 0: sample
     length_penalty: float = 0.0  # for beam search
     grammar: Grammar | None = None
-    include_stop: bool = False  # whether the text includes what ended it
+    include_stop: bool = False  # whether the text includes the stop string or token
     show_special: bool = False  # whether the text includes special tokens
 
     @property
@@ -55,15 +55,15 @@ class Sampling(SamplingNumbers):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Completions to make of one prompt; `deadline` is by `time.monotonic`."""
+    """A prompt, and the completions to make of it. `deadline` is by `time.monotonic`."""
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: Sampling
     deadline: float | None
     priority: int = 0
-    cache_salt: str = ""  # as the engine is given it
-    # Tokens of the completion that the client already has; none follows one that ends it.
+    cache_salt: str = ""  # as it is sent to the engine
+    # Tokens of the completion that the client already has. Only the last one may end it.
     resume_token_ids: Sequence[int] = ()
     client: Client | None = None  # None: anonymous
-    engine: str = ""  # the name of the one that it asks for
+    engine: str = ""  # the name of the engine that it asks for; empty: any

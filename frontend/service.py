@@ -1,4 +1,4 @@
-"""Runs a frontend: the public service, and beside it vLLM's engine protocol for a gateway."""
+"""Runs a frontend, which serves the public service, and vLLM's engine protocol for a gateway."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def public_server(
 
     Args:
         ready: as for `Server`.
-        metrics: where calls are counted.
+        metrics: counts the calls.
 
     Raises:
         FileError: a file of certificates or tokens cannot be used.
@@ -44,7 +44,7 @@ def public_server(
     operators_methods: set[str] = set()
     gateway: GatewayAddress | None = None
     if settings.gateway_address:
-        # Its packages are installed for gateways alone.
+        # Imported here, because its packages are installed only for gateways.
         from frontend.api.vllm_engine import servicer as engine
 
         services.append(engine.PROTOCOL)
@@ -102,7 +102,7 @@ async def serve(
         nonlocal opened
         if engine_server:
             if serving and not opened:
-                # Not before: gateways ask once, when they can connect, what the model is.
+                # Not before, because gateways ask for the model once, when they can connect.
                 opened = True
                 await engine_server.start(settings.gateway_address)
             await engine_server.set_serving(serving)

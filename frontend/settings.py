@@ -112,15 +112,15 @@ class FrontendSettings(PublicSettings):
         return self
 
     def check_scheduler(self, address: str) -> None:
-        """Raises ValueError for the address of a scheduler that must not be called."""
+        """Raises ValueError if `address` is that of a scheduler that must not be called."""
         self._check_calling("scheduler_addresses", address)
 
     @property
     def gateway_address(self) -> str:
-        """Where this frontend serves vLLM's engine protocol; empty: nowhere."""
+        """The address at which this frontend serves vLLM's engine protocol; empty if none."""
         return self.gateway_addresses[self.index] if self.gateway_addresses else ""
 
     @property
     def serves_gateway(self) -> bool:
-        """Whether the engine protocol is for processes of this user alone: a gateway's."""
+        """Whether the engine protocol serves only processes of this user, namely a gateway."""
         return stays_on_host(self.gateway_address)

@@ -5,7 +5,7 @@
     llm = LLM("127.0.0.1:50051")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0]["text"])
 
-Needs grpcio, protobuf and tqdm, but nothing from the services.
+The package needs grpcio, protobuf and tqdm, but nothing from the services.
 """
 
 from nano_vllm_grpc.async_llm import AsyncLLM

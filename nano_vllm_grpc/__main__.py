@@ -1,4 +1,4 @@
-"""The command `nano-vllm-grpc`, whose parts only a checkout has."""
+"""The command `nano-vllm-grpc`, which works only in a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client for asyncio programs; `nano_vllm_grpc.LLM` is this one behind plain calls."""
+"""The client for asyncio programs. `nano_vllm_grpc.LLM` wraps it in plain calls."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class AsyncLLM:
             async for chunk in llm.stream("Once upon a time"):
                 print(chunk.text, end="")
 
-    If a server goes away, or says when to come back, the request is sent again, to another server
-    if there is one: a broken stream resumes after the tokens received, without an error, a gap or a
+    If a server goes away, or says when to retry, the request is sent again, to another server if
+    there is one. A broken stream resumes after the tokens received, without an error, a gap or a
     repetition. Every method may raise `nano_vllm_grpc.errors.LLMError`.
 
     Args:
         address: `host:port` or `unix:path` of a frontend, or of several, as a list or separated by
             commas.
-        connections: per address. Each reaches one of the frontends that share a port.
-        max_in_flight: requests that `generate` has open at a time; the others wait here.
+        connections: number per address. Each reaches one of the frontends that share a port.
+        max_in_flight: number of requests that `generate` has open at a time; the others wait here.
         max_retry_wait_s: how long a request may wait for a server that is away or full, counted
             from its first failure since it last received anything.
         tls: how to verify the server; by default from NANO_TLS_CA, NANO_CLIENT_CERT,
@@ -85,18 +85,18 @@ class AsyncLLM:
     ) -> list[Completion]:
         """Returns completions in the order of the prompts, `n` or `beam_width` for each if set.
 
-        All prompts are sent at once, up to `max_in_flight`. The first error cancels the other
-        requests and is raised.
+        Up to `max_in_flight` prompts are sent at once. The first error cancels the other requests
+        and is raised.
 
         Args:
             prompts: one prompt or a list of them, each a text, token ids, or a chat.
             sampling_params: one for all prompts, or one per prompt.
             use_tqdm: show progress with prefill and decode tokens/s on stderr.
-            timeout_s: deadline of each request, from when it is sent.
+            timeout_s: the deadline of each request, in seconds from when it is sent.
             priority: lower goes first.
             cache_salt: cached prefixes are shared only among requests with the same salt.
-            resume_token_ids: the tokens that the completion already has, to resume after; for
-                several prompts, a list of such lists.
+            resume_token_ids: the tokens that the completion already has and resumes after. Give a
+                list of such lists for several prompts.
         """
         items = as_prompts(prompts)
         params = as_sampling_params(sampling_params, len(items))
@@ -142,11 +142,11 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Completion]:
-        """Returns the answers to one conversation or a list of them. `generate` and `stream` do the
-        same for a `Chat`.
+        """Returns the answers to one conversation or a list of them. `generate` and `stream` take a
+        `Chat` instead.
 
         Args:
-            tools, chat_template_kwargs, continue_final_message: as in `Chat`, for all of them.
+            tools, chat_template_kwargs, continue_final_message: as in `Chat`, for all chats.
             sampling_params, use_tqdm, timeout_s, priority, cache_salt: as for `generate`.
         """
         chats = [
@@ -177,13 +177,13 @@ class AsyncLLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        """Yields a completion as it is made; if there are several, their chunks are interleaved.
+        """Yields a completion's chunks as they arrive. Several completions are interleaved.
         Closing the iterator (`aclose`, or cancelling the task that waits for it) cancels the
         request.
 
         Args:
             timeout_s, priority, cache_salt: as for `generate`.
-            resume_token_ids: the tokens that the completion already has, to resume after.
+            resume_token_ids: the tokens that the completion already has and resumes after.
         """
         params = sampling_params or SamplingParams()
         request = ResumableRequest(

@@ -1,4 +1,4 @@
-"""Calls that outlive the server they were made to."""
+"""Calls that are repeated or resumed if their server goes away."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Received = tuple[Call, pb.GenerateStreamResponse]
 
 
 class Calls:
-    """Makes calls, and repeats them where that helps. All may raise `LLMError`.
+    """Makes calls, and repeats them if that may help. All methods may raise `LLMError`.
 
     Args:
-        connections: to make the calls on.
+        connections: on which the calls are made.
         max_retry_wait_s: how long a call may wait, counted from its first failure since it last
             received anything.
     """
@@ -42,9 +42,9 @@ class Calls:
     async def stream(
         self, request: ResumableRequest, call: Call, deadline: float
     ) -> AsyncGenerator[Received, None]:
-        """Yields the messages of a call of `request`, and of those that take over if it breaks off,
-        until `deadline`, by `time.monotonic`, infinity for none. The caller must have the request
-        `take` each message before asking for the next."""
+        """Yields the messages of a call of `request`, and of the calls that take over if it breaks
+        off. `deadline`: by `time.monotonic`, infinity for none. The caller must pass each message
+        to the request's `take` before asking for the next message."""
         retries = Retries(self._max_retry_wait_s, deadline)
         while True:
             timeout_s = None if deadline == math.inf else deadline - time.monotonic()
@@ -90,7 +90,7 @@ class Calls:
     def _next_delay(
         self, error: aio.AioRpcError, connection: Connection, retries: Retries
     ) -> float:
-        """Seconds to wait before the next attempt; raises if there is to be none."""
+        """Seconds to wait before the next attempt. Raises an `LLMError` if there is to be none."""
         typed = from_rpc_error(error, connection.address)
         unreached = connection.channel.get_state() is ChannelConnectivity.TRANSIENT_FAILURE
         self._reached |= not unreached
@@ -100,8 +100,8 @@ class Calls:
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yields the items of all streams as they arrive, asking each for its next one only once the
-    last was taken. The first error ends them all, as does closing."""
+    """Yields the items of all streams as they arrive. It asks a stream for the next item only once
+    the last one was taken. The first error ends all streams, as does closing."""
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
         while waiting:

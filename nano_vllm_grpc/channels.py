@@ -1,10 +1,9 @@
 """Channels between processes, and the options that both ends of a connection must agree on.
 
 The kernel closes the connections of a process that dies, but not if a host vanishes, the network is
-partitioned or a process is stopped. So both ends ping while there are
-calls, and end a connection whose pings go unanswered: it is found dead within one and a half times
-the keepalive interval. gRPC answers pings by itself, in its own threads: a stream may stay silent
-for ever.
+partitioned or a process is stopped. Both ends therefore ping while there are calls, and end a
+connection whose pings go unanswered. A dead connection is found within one and a half times the
+keepalive interval. gRPC answers pings in its own threads, so a stream may stay silent for ever.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ KEEPALIVE_S = 10.0
 
 
 def keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Options for either end: ping after `keepalive_s` seconds without a byte while there are
-    calls, and give up if there is no answer within half of that."""
+    """Options for either end. gRPC pings after `keepalive_s` seconds without a byte while there are
+    calls, and ends the connection if there is no answer within half of that."""
     timeout_ms = round(500 * keepalive_s)
     return (
         ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # What really ends a connection (grpcio 1.85); a minute by default.
+        # This option really ends a connection (grpcio 1.85). Its default is a minute.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 0),
         # By default gRPC sends two pings on a silent stream and then hardly any.
@@ -60,8 +59,8 @@ def open_blocking_channel(address: str, tls: ClientTls | None, options: Options)
 
 
 def _name_options(address: str, tls: ClientTls) -> Options:
-    """The option for the name that the server's certificate must have, unless that is the host."""
-    # A socket has no name; gRPC would look for its path in the certificate.
+    """The option for the name in the server's certificate, unless that is the host's name."""
+    # A Unix socket has no name. gRPC would look for the socket's path in the certificate.
     name = tls.server_name or ("localhost" if address.startswith("unix:") else "")
     return (("grpc.ssl_target_name_override", name),) if name else ()
 
@@ -69,8 +68,8 @@ def _name_options(address: str, tls: ClientTls) -> Options:
 def stays_on_host(address: str) -> bool:
     """Whether only processes on this host can connect to `host:port` or `unix:path`. Any host name
     other than localhost is assumed to stand for a network interface. An abstract socket
-    (`unix-abstract:name`) counts as one, too: it has no mode, and containers that share the host's
-    network reach it."""
+    (`unix-abstract:name`) counts as a network interface, too. It has no mode, and containers that
+    share the host's network reach it."""
     if address.startswith("unix-abstract:"):
         return False
     if address.startswith("unix:"):

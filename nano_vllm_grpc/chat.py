@@ -53,7 +53,7 @@ class Chat:
         self._notice("the conversation is forgotten")
 
     def ask(self, text: str) -> None:
-        """Streams the answer. Ctrl-C or an error stops it; a partial answer stays in the history,
+        """Streams the answer. Ctrl-C or an error stops it. A partial answer stays in the history,
         but a question without any answer does not."""
         self._turns.append({"role": "user", "content": text})
         answer: list[str] = []
@@ -70,7 +70,7 @@ class Chat:
             self._turns.pop()
 
     def _stream_answer(self, answer: list[str]) -> None:
-        """Appends the pieces to `answer` as they arrive."""
+        """Streams the answer and appends its pieces to `answer` as they arrive."""
         tokens = at_first = 0
         start = first = last = time.perf_counter()
         try:
@@ -112,7 +112,7 @@ class Chat:
 
 
 def _without_controls(text: str) -> str:
-    """Removes control characters: a model may not send escape sequences to the terminal."""
+    """Removes control characters, so that no model sends escape sequences to the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
@@ -122,7 +122,7 @@ def converse(chat: Chat, read_line: ReadLine, out: TextIO) -> None:
         try:
             line = read_line().strip()
         except KeyboardInterrupt:
-            continue  # at the prompt it discards the line
+            continue  # Ctrl-C at the prompt discards the line
         except EOFError:
             return
         match line:
@@ -141,7 +141,7 @@ def converse(chat: Chat, read_line: ReadLine, out: TextIO) -> None:
 
 
 def line_reader() -> ReadLine:
-    """Returns a reader with line editing and history on a terminal, of plain lines from a pipe."""
+    """Returns a reader of lines, which has line editing and history on a terminal."""
     if not sys.stdin.isatty():
         return input
     from prompt_toolkit import PromptSession
@@ -174,7 +174,7 @@ def main(args: list[str]) -> int:
 
 def hold_conversation(address: str, params: SamplingParams, system: str) -> int:
     """Talks with the model at `address` on this terminal; returns the exit status."""
-    # The parent may have set it to be ignored, as shells do for background jobs.
+    # The parent process may have set SIGINT to be ignored, as shells do for background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with LLM(address) as llm:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
 
 _OPTIONS = (
-    # A whole prompt with logprobs can exceed gRPC's 4 MB.
+    # A message with a whole prompt's logprobs can exceed gRPC's limit of 4 MB.
     ("grpc.max_receive_message_length", -1),
     # Otherwise channels to one address share a connection, and with it a frontend.
     ("grpc.use_local_subchannel_pool", 1),
@@ -90,7 +90,7 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
     """The addresses in a list, or in a text that separates them with commas.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is no address.
     """
     given = address.split(",") if isinstance(address, str) else address
     addresses = [each.strip() for each in given if each.strip()]
@@ -102,7 +102,7 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
 def _connect(
     address: str, tls: ClientTls | None, token: str | None
 ) -> tuple[aio.Channel, InferenceServiceAsyncStub]:
-    """Opens a channel for the running event loop, with a stub on it that sends the token along.
+    """Opens a channel for the running event loop, with a stub on it that sends the token.
 
     Args:
         tls, token: None to use the environment (NANO_TLS_CA and so on, NANO_TOKEN).
@@ -124,7 +124,7 @@ def _connect(
         raise LLMError(str(error)) from error
     stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
     if token:
-        # Not with an interceptor: those of grpc.aio cost a task and a queue per stream.
+        # No interceptor is used, because those of grpc.aio cost a task and a queue per stream.
         metadata = (("authorization", f"Bearer {token}"),)
         for name, call in vars(stub).items():
             setattr(stub, name, functools.partial(call, metadata=metadata))

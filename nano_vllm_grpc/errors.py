@@ -2,16 +2,16 @@
 
     LLMError
     ├── InvalidRequestError    INVALID_ARGUMENT     `violations`: which field, and why
-    ├── QueueFullError         RESOURCE_EXHAUSTED   `retry_after_s`: when to come back, if known
-    ├── UnavailableError       UNAVAILABLE          no server there, or no engine ready behind it
-    │                                               (`retry_after_s` likewise), or the call was cut
+    ├── QueueFullError         RESOURCE_EXHAUSTED   `retry_after_s`: when to retry, if known
+    ├── UnavailableError       UNAVAILABLE          no server there, no engine ready, or call cut;
+    │                                               `retry_after_s`: when to retry, if known
     ├── DeadlineError          DEADLINE_EXCEEDED
     ├── RequestCancelledError  CANCELLED            by the server, or on the way
     ├── UnauthenticatedError   UNAUTHENTICATED
     ├── ServerError            any other code
     └── StackError             no code              a private stack did not start
 
-`code` is the gRPC status code and the message is what the server said.
+`code` is the gRPC status code, and the message is the server's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LLMError(Exception):
 
 
 class InvalidRequestError(LLMError):
-    """The request is wrong; `violations` pairs each bad field's path with what is wrong with it."""
+    """The request is wrong. `violations` pairs each bad field's path with what is wrong with it."""
 
     def __init__(self, message: str, violations: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(message, grpc.StatusCode.INVALID_ARGUMENT)
@@ -48,8 +48,8 @@ class InvalidRequestError(LLMError):
 
 
 class QueueFullError(LLMError):
-    """The server accepts no more for now; `retry_after_s`, in seconds, is set if it said when to
-    retry."""
+    """The server accepts no more requests for now. `retry_after_s`, in seconds, is set if the
+    server said when to retry."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -58,7 +58,7 @@ class QueueFullError(LLMError):
 
 class UnavailableError(LLMError):
     """Nothing listens at the address, the server there has no engine ready, or the connection was
-    cut; `retry_after_s`, in seconds, is set if the server said when to retry."""
+    cut. `retry_after_s`, in seconds, is set if the server said when to retry."""
 
     def __init__(
         self, message: str, code: grpc.StatusCode, retry_after_s: float | None = None
@@ -84,7 +84,7 @@ class ServerError(LLMError):
 
 
 class StackError(LLMError):
-    """A private stack did not start; the message is the launcher's."""
+    """A private stack did not start. The message is the launcher's."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[LLMError]] = {
@@ -94,11 +94,11 @@ _BY_CODE: dict[grpc.StatusCode, type[LLMError]] = {
 }
 
 
-# How gRPC's own message begins, by code, if something on the way cut a stream. A server that dies
-# is UNAVAILABLE ("Stream removed (Socket closed)", "Cancelling all calls").
+# The beginning of gRPC's own message, by code, if something on the way cut a stream. A server that
+# dies is UNAVAILABLE ("Stream removed (Socket closed)", "Cancelling all calls").
 _CUTS = {
-    # A call that reached a server just as it began to drain. Calls that this client itself cancels
-    # never end up here.
+    # A call that reached a server just as it began to drain. A call that this client itself cancels
+    # never gets here.
     grpc.StatusCode.CANCELLED: "CANCELLED",
     grpc.StatusCode.INTERNAL: "Received RST_STREAM",
     grpc.StatusCode.UNKNOWN: "Stream removed",
@@ -106,10 +106,10 @@ _CUTS = {
 
 
 def _detail(error: aio.AioRpcError, detail: Detail) -> Detail | None:
-    """Fills in the google.rpc detail of this type that a call ended with; None if there is none."""
+    """Fills in a call's google.rpc detail of this type. Returns None if the call has none."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            # Details are optional: the code and the message stand without them.
+            # Details are optional. The code and the message suffice without them.
             with suppress(DecodeError):
                 for packed in status_pb2.Status.FromString(value).details:
                     if packed.Unpack(detail):

@@ -43,7 +43,7 @@ class LLM:
             one, `model` is required.
         model: directory of the model to start a private stack with.
         connections, max_in_flight, max_retry_wait_s, tls, token: as for `AsyncLLM`.
-        variables: the private stack's; those of `make up`, in lower case. vLLM's
+        variables: of the private stack. They are those of `make up`, in lower case. vLLM's
             `tensor_parallel_size`, `gpu_memory_utilization` and `enforce_eager` are accepted, too.
     """
 
@@ -146,8 +146,8 @@ class LLM:
         cache_salt: str = "",
         resume_token_ids: Sequence[int] = (),
     ) -> Generator[Chunk, None, None]:
-        """Yields a completion as it is made, as `AsyncLLM.stream` does. Closing the generator
-        cancels the request."""
+        """Yields a completion's chunks as they arrive, as `AsyncLLM.stream` does. Closing the
+        generator cancels the request."""
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         stream = self._llm.stream(
             prompt,
@@ -224,7 +224,7 @@ def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thr
         await asyncio.gather(*others, return_exceptions=True)
         await loop.shutdown_asyncgens()
 
-    if threading.current_thread() is not thread:  # if collected there, it cannot wait for itself
+    if threading.current_thread() is not thread:  # a thread that collects it cannot wait for itself
         asyncio.run_coroutine_threadsafe(end(), loop).result(_CLOSE_TIMEOUT_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(_CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A private stack, which starts for a program and goes when it does."""
+"""A private stack, which starts for one program and ends with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrivateStack:
             vLLM names them, such as `tensor_parallel_size=2`.
 
     Raises:
-        StackError: the stack did not start, and the message is the launcher's; or this is an
+        StackError: the stack did not start, and the message is the launcher's. Or this is an
             installed client, which has no launcher.
     """
 
@@ -53,7 +53,7 @@ class PrivateStack:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # a Ctrl-C here is for this program
+                start_new_session=True,  # Ctrl-C must reach only this program
             )
             self._finalizer = weakref.finalize(self, _stop, process)
             address = _await_ready(process)
@@ -95,7 +95,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its children notice
+        process.kill()  # its children notice and stop
         process.wait()
     process.stdout.close()
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 class PhaseRates:
     """Prefill and decode tokens/s as a client sees them from the events of its streams.
 
-    A request is in prefill from being sent until its first token, when its prompt's tokens count as
-    done; then it decodes. A phase's clock runs while any request is in that phase.
+    A request is in prefill from when it is sent until its first token. Then its prompt's tokens
+    count as done and it decodes. A phase's clock runs while any request is in that phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -68,7 +68,7 @@ class Progress:
     """Counts the requests of one `generate` call and, if `shown`, draws them on stderr."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        from tqdm import tqdm  # not at the top: services import this package, too
+        from tqdm import tqdm  # imported here, because services import this package, too
 
         self.shown = shown
         self._rates = PhaseRates()

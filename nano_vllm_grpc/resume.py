@@ -1,4 +1,4 @@
-"""Tracks what a request has received, and what to send for the rest if its stream breaks."""
+"""Tracks the tokens that a request has received, and plans calls for the rest."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from nano_vllm_grpc.types import Chunk
 
 @dataclass(frozen=True)
 class Call:
-    """A message to send; `index` is that of the one completion it asks for, or None if the chunks
-    that come back carry theirs."""
+    """A message to send. `index` is that of the only completion for which it asks, or None if the
+    received chunks have theirs."""
 
     message: pb.GenerateRequest
     index: int | None = None
 
 
 class ResumableRequest:
-    """Remembers the tokens received, so that the chunks of all calls together are those of a single
-    uninterrupted one: no token twice, none missing, `request_id` and `index` the same, `usage` and
-    `timings` on the last chunk only.
+    """Remembers received tokens, so that several calls give the chunks of one uninterrupted call.
 
-    A completion that breaks off goes on after its tokens. If there are several, each goes on alone:
-    number i is the one that seed + i gives. A missing seed is chosen here, so that it stays the
-    same. Beams all come at the end: the search is repeated, and beams already received are skipped.
+    No token is repeated or missing. `request_id` and `index` stay as they are. `usage` and
+    `timings` are on the last chunk only.
+
+    A completion that breaks off continues after its tokens. If there are several, each continues
+    alone, and number i uses the seed + i. A missing seed is chosen here, so that all calls use it.
+    Beams all arrive at the end, so their search is repeated and beams already received are skipped.
     """
 
     def __init__(self, message: pb.GenerateRequest) -> None:
@@ -48,7 +49,7 @@ class ResumableRequest:
         return Call(self._message)
 
     def take(self, call: Call, message: pb.GenerateStreamResponse) -> Chunk | None:
-        """Takes in a message; returns the chunk to pass on, or None for a beam already received."""
+        """Records a message. Returns the chunk to pass on, or None for a beam already received."""
         if self._begun_at is None:
             self._begun_at = time.monotonic()
         if call.index is not None:
@@ -63,7 +64,7 @@ class ResumableRequest:
         return wire.decode_chunk(message)
 
     def resume(self, call: Call) -> list[Call]:
-        """The calls to make once `call` has broken off; none if only its status is missing."""
+        """The calls to make once `call` has broken off; no calls if only its status is missing."""
         if self._begun_at is None:
             return [call]
         self._resumed = True
@@ -73,7 +74,7 @@ class ResumableRequest:
         return [self._alone(index) for index in indices if index not in self._ended]
 
     def _alone(self, index: int) -> Call:
-        """The call that continues completion number `index` from where it stands."""
+        """The call that continues completion number `index` after its received tokens."""
         message = pb.GenerateRequest()
         message.CopyFrom(self._message)
         sampling = message.sampling
@@ -84,7 +85,7 @@ class ResumableRequest:
         return Call(message, index)
 
     def _set_totals(self, message: pb.GenerateStreamResponse, begun_at: float) -> None:
-        """Replaces a call's totals by the request's, whose times are the client's own."""
+        """Replaces a call's totals with the request's, whose times the client measured."""
         if len(self._ended) < self._count:
             message.ClearField("usage")
             message.ClearField("timings")

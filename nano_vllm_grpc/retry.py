@@ -9,13 +9,13 @@ import time
 from nano_vllm_grpc.errors import LLMError, QueueFullError, UnavailableError
 
 _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 2.0
-# For a server that was never reached: it is less likely to be down than not to exist.
+# For a server that was never reached, which more likely does not exist than is down.
 _FIRST_CONTACT_S = 5.0
 
 
 class Retries:
-    """The waits of one call: exponential, with jitter so that many calls do not come back at once,
-    and no shorter than the server asked for (RetryInfo)."""
+    """The waits between one call's attempts. They are exponential, with jitter so that many calls
+    do not return at once, and no shorter than the server asked for (RetryInfo)."""
 
     def __init__(self, max_wait_s: float, deadline: float) -> None:
         """`max_wait_s`: from the first failure since anything was received; `deadline`: by
@@ -26,7 +26,7 @@ class Retries:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Starts afresh, since something was received: the next failure begins a new wait."""
+        """Starts afresh once something was received. The next failure begins a new wait."""
         self._failing_since = None
         self._failures = 0
 
@@ -40,7 +40,7 @@ class Retries:
             raise error from None
         asked = error.retry_after_s
         if isinstance(error, QueueFullError) and asked is None:
-            raise error from None  # a request too large, not too many requests
+            raise error from None  # the request is too large, so waiting does not help
         backoff = min(math.ldexp(_MIN_DELAY_S, min(self._failures, 16)), _MAX_DELAY_S)
         backoff *= random.uniform(0.5, 1)
         self._failures += 1

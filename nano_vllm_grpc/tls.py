@@ -1,4 +1,4 @@
-"""The files by which clients verify servers, and what gRPC and Python's TLS make of them."""
+"""The files by which clients verify servers, loaded for gRPC and for Python's own TLS."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class FileError(OSError):
 class ClientTls:
     """The files by which a client verifies servers, and the certificate that it presents.
 
-    `ca`: signed the servers' certificates, by default whatever gRPC itself trusts; `cert` and
-    `key`: the client's own, if servers require them; `server_name`: the name in the server's
-    certificate, by default the host that is dialled (for a Unix socket `localhost`).
+    `ca`: of the authority for the servers' certificates, by default any that gRPC itself trusts.
+    `cert` and `key`: the client's own, if servers require them. `server_name`: the name in the
+    server's certificate, by default the host that is dialled (for a Unix socket `localhost`).
     """
 
     ca: str = ""
@@ -44,10 +44,10 @@ class ClientTls:
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Credentials from what the files hold now.
+    """Credentials from the current contents of the files.
 
     Raises:
-        FileError: a file cannot be read, or is not what it should be.
+        FileError: a file cannot be read, or is invalid.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     load_files("TLS", context, tls.cert, tls.key, tls.ca)
@@ -59,7 +59,7 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 
 
 def client_context(client: ClientTls, host: str | None = None) -> ssl.SSLContext:
-    """A context for Python's own TLS that verifies as gRPC would.
+    """A context for Python's own TLS that verifies servers as gRPC does.
 
     Args:
         host: the name that the server's certificate must have; None: any.
@@ -76,10 +76,10 @@ def client_context(client: ClientTls, host: str | None = None) -> ssl.SSLContext
 
 def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: str) -> None:
     """Loads files into `context`, which checks that they exist, are valid and match.
-    `setting` is for the message.
+    `setting`: the prefix of the settings that an error names.
 
     Raises:
-        FileError: they do not.
+        FileError: a file is missing or invalid, or the files do not match.
     """
     try:
         if cert or key:
@@ -95,9 +95,10 @@ def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: s
 
 
 def read_file(path: str) -> bytes:
-    """
+    """Reads a file.
+
     Raises:
-        FileError: it cannot be read.
+        FileError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:

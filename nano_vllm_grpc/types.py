@@ -1,4 +1,4 @@
-"""The types that go into and come out of the client, free of protobuf."""
+"""The types of the client's arguments and results, which need no protobuf."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Literal, TypedDict, TypeGuard, cast
 
 FinishReason = Literal["eos", "length", "stop"]
 
-# A turn of a chat: "role" and "content". An assistant's may have "reasoning_content", and
-# "tool_calls": [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}], the
-# arguments a mapping or JSON. One of the role "tool" has a "tool_call_id", and the call's result as
-# its content.
+# A turn of a chat: "role" and "content". An assistant's turn may have "reasoning_content", and
+# "tool_calls": [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}], with
+# the arguments as a mapping or JSON. A turn of the role "tool" has a "tool_call_id", and the call's
+# result as its content.
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and what the model's chat template is told beside them."""
+    """Messages, and the other inputs of the model's chat template."""
 
     messages: Sequence[Message]
     # Each {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
@@ -26,7 +26,7 @@ class Chat:
     chat_template_kwargs: Mapping[str, Any] = field(
         default_factory=dict
     )  # the template's variables
-    continue_final_message: bool = False  # the last message goes on, instead of an answer to it
+    continue_final_message: bool = False  # continue the last message instead of answering it
 
 
 # A text, token ids, or a chat.
@@ -56,7 +56,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None  # same request and seed, same tokens
+    seed: int | None = None  # equal requests with equal seeds get equal tokens
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Sequence[str] = ()
@@ -90,7 +90,8 @@ class Timings(TypedDict):
 @dataclass(frozen=True)
 class Chunk:
     """A piece of a completion. The fields from `finish_reason` on are set on a completion's last
-    chunk only; `usage` and `timings` on the request's last, if it has several completions."""
+    chunk only. If a request has several completions, `usage` and `timings` are on the request's
+    last chunk."""
 
     request_id: str
     index: int  # which of the request's n completions
@@ -98,7 +99,7 @@ class Chunk:
     token_ids: list[int]
     token_offset: int  # index in the completion of the first of token_ids
     logprobs: list[dict[int, float]]  # per token, by token id, the chosen one first
-    # As `logprobs`, per token of the prompt, on the request's first chunk. The first is empty.
+    # Like `logprobs`, per token of the prompt, on the request's first chunk. The first is empty.
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str = ""
@@ -108,10 +109,10 @@ class Chunk:
 
 
 class Completion(TypedDict):
-    """A whole completion, the joined chunks of its stream: the part after `resume_token_ids`.
+    """A whole completion, joined from the chunks of its stream, without its `resume_token_ids`.
 
-    `usage` counts the tokens of this completion alone if a request has several, and includes those
-    it resumed after.
+    If a request has several completions, `usage` counts the tokens of this completion alone. It
+    includes the tokens after which the completion resumed.
     """
 
     text: str
@@ -159,7 +160,7 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message] | Chat]:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Makes a list of one or several prompts: a flat list of ids or of messages is one prompt."""
+    """Makes a list of one or several prompts. A flat list of ids or of messages is one prompt."""
     if isinstance(prompts, str | Chat):
         return [prompts]
     items: list[Any] = list(prompts)
@@ -174,7 +175,7 @@ def as_sampling_params(
     """One set of parameters per prompt.
 
     Raises:
-        ValueError: a list whose length differs from the number of prompts.
+        ValueError: the list's length differs from the number of prompts.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
@@ -189,7 +190,7 @@ def as_resume_ids(
     """The tokens to resume after for each prompt, empty for all if none are given.
 
     Raises:
-        ValueError: a list whose length differs from the number of prompts.
+        ValueError: the list's length differs from the number of prompts.
     """
     items: list[Any] = list(resume_token_ids)
     if not items:

@@ -45,7 +45,7 @@ def encode_request(
     """Encodes a request.
 
     Raises:
-        InvalidRequestError: its field cannot hold a value, such as a negative token id.
+        InvalidRequestError: a field cannot hold its value, such as a negative token id.
     """
     try:
         request = pb.GenerateRequest(
@@ -120,7 +120,7 @@ def decode_model(message: pb.GetModelResponse) -> ModelInfo:
 
 
 def _decode(kind: type[Decoded], message: Any) -> Decoded:
-    """A `kind` with the fields of a message that has the same ones."""
+    """A `kind` with its fields taken from a message that has all of them."""
     return kind(**{name: getattr(message, name) for name in kind.__annotations__})
 
 

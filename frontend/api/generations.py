@@ -1,4 +1,4 @@
-"""Starts what calls ask for: checks a request, tokenizes its prompt and submits it."""
+"""Starts generations: checks a request, tokenizes its prompt and submits it to the engines."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Generations:
         truncate: int | None = None,
         with_text: bool = True,
     ) -> Generation:
-        """Checks a request and submits it; it is dropped when the call ends before it.
+        """Checks a request and submits it. If the call ends first, the request is dropped.
 
         Args:
-            truncate: keep only this many of the prompt's last tokens, or with -1 as many as fit.
-            with_text: whether anybody reads the deltas' text.
+            truncate: how many of the prompt's last tokens to keep; -1 keeps as many as fit.
+            with_text: whether the caller reads the deltas' text.
 
         Raises:
             InvalidArgumentError: a field is wrong.
-            UnavailableError: there is no engine to check it against.
+            UnavailableError: no engine is connected, so the request cannot be checked.
         """
         received_at = time.monotonic()
         timeout_s = context.time_remaining()
@@ -68,7 +68,7 @@ class Generations:
         )
 
         def on_done(_: object) -> None:
-            # However the call ends, even if the client goes away while a chunk is being written.
+            # Runs however the call ends, even if the client goes away while a chunk is written.
             generation.close()
 
         context.add_done_callback(on_done)  # type: ignore[arg-type]  # grpc's stubs want a class
@@ -82,7 +82,7 @@ class Generations:
         """The token ids of a message's text or chat.
 
         Raises:
-            InvalidArgumentError: it is missing, not acceptable or has more than `max_tokens`.
+            InvalidArgumentError: the prompt is missing, not acceptable or above `max_tokens`.
         """
         if message.HasField("text"):
             return await self.tokenizer.encode_text(message.text, max_tokens)
@@ -135,7 +135,7 @@ class Generations:
         if keep is not None:
             ids = ids[-keep:]
         validation.check_prompt_length(field, len(ids), max_model_len)
-        # A copy: the field would keep the whole message alive, and is slow to walk over.
+        # Copied, because the field keeps the whole message alive and is slow to iterate over.
         prompt_ids = array("I", ids)
         validation.check_token_ids(field, prompt_ids, vocab_size)
         return prompt_ids

@@ -16,7 +16,7 @@ from shared.sampling_params import NUMBERS
 
 _ROWS_AT_ONCE = 32
 
-# The tag of `GenerateResponse.completions`: its number, and that a length follows.
+# The tag of `GenerateResponse.completions`: its field number and wire type 2 (length-delimited).
 _COMPLETION = bytes([pb.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | 2])
 
 _FINISH_REASONS = {
@@ -34,7 +34,7 @@ def stream_response(
     totals: Totals | None,
     table: Mapping[int, bytes],
 ) -> pb.GenerateStreamResponse:
-    """A chunk without the prompt's log-probabilities: see `prompt_logprobs`.
+    """Returns a chunk without the prompt's log-probabilities, which `prompt_logprobs` serializes.
 
     Args:
         totals: given with the call's last delta only.
@@ -63,11 +63,11 @@ def stream_response(
 class WholeCompletion:
     """Joins the deltas of one completion into a serialized message.
 
-    Log-probabilities are serialized as they come: together they may be a million messages.
+    Log-probabilities are serialized as they arrive, because there may be a million messages.
     """
 
     def __init__(self, index: int, table: Mapping[int, bytes]) -> None:
-        """`table`: as for `stream_response`."""
+        """`table`: the bytes of each token, special ones included."""
         self._message = pb.Completion(index=index)
         self._table = table
         self._texts: list[str] = []
@@ -81,7 +81,7 @@ class WholeCompletion:
             self._logprobs.append(part.SerializeToString())
 
     def end(self, ending: Ending) -> bytes:
-        """Returns the message, once the fields are known that it only has at the end."""
+        """Returns the serialized message, with the fields that are known only at the end."""
         self._message.text = "".join(self._texts)
         self._message.finish_reason = _FINISH_REASONS[ending.reason]
         self._message.stop_reason = _stop_reason(ending)
@@ -90,8 +90,8 @@ class WholeCompletion:
 
 
 def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals) -> bytes:
-    """A serialized `GenerateResponse` without the prompt's log-probabilities, of what
-    `WholeCompletion.end` returned."""
+    """Serializes a `GenerateResponse` without the prompt's log-probabilities. `completions`: the
+    messages that `WholeCompletion.end` returned."""
     rest = pb.GenerateResponse(
         request_id=request_id, usage=usage(totals), timings=timings(totals)
     ).SerializeToString()
@@ -101,7 +101,7 @@ def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals
 
 
 def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:
-    """One message per row, in order; `table` as for `stream_response`."""
+    """One message per row, in order. `table`: the bytes of each token, special ones included."""
     return [
         pb.Logprobs(
             entries=[
@@ -118,8 +118,8 @@ def prompt_logprobs(
     rows: Sequence[LogprobRow],
     table: Mapping[int, bytes],
 ) -> bytes:
-    """A serialized `message` of nothing but the prompt's log-probabilities, which is added to
-    another by joining their bytes. Run it on a thread: a long prompt takes a second."""
+    """Serializes a `message` that has only the prompt's log-probabilities. Append its bytes to
+    another message's. Run it on a thread, because a long prompt takes a second."""
     return b"".join(
         message(prompt_logprobs=logprobs(piece, table)).SerializeToString()
         for piece in in_pieces(rows, _ROWS_AT_ONCE)
@@ -165,7 +165,7 @@ def model(facts: ModelFacts, info: scheduler_pb2.EngineInfo) -> pb.GetModelRespo
 
 
 def _varint(value: int) -> bytes:
-    """https://protobuf.dev/programming-guides/encoding#varints"""
+    """Encodes `value` as in https://protobuf.dev/programming-guides/encoding#varints"""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -25,7 +25,7 @@ from shared.sampling_params import (
     SamplingNumbers,
 )
 
-# Log-probabilities of several completions together; one alone is bounded by the model's length.
+# Log-probabilities of several completions. The model's length bounds those of a single one.
 MAX_LOGPROB_ENTRIES = 1 << 20
 
 
@@ -81,8 +81,8 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
     """Returns the tokens that a completion already has, up to the one that ends it, if any.
 
     Raises:
-        InvalidArgumentError: one is not a token, there are more than the completion may have, or
-            the request asks for more than one completion or for beam search.
+        InvalidArgumentError: an id is not in the vocabulary, there are more tokens than the
+            completion may have, or the request asks for several completions or beam search.
     """
     field = "resume_token_ids"
     if not token_ids:
@@ -101,7 +101,7 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
             f"{len(token_ids)} tokens; the limit is {sampling.max_tokens}, sampling.max_tokens or "
             "what fits the model",
         )
-    token_ids = list(token_ids)  # iterating over a message's field even once takes longer than this
+    token_ids = list(token_ids)  # faster than iterating over a message's field even once
     check_token_ids(field, token_ids, vocab_size)
     ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
     count = next((i for i, t in enumerate(token_ids, start=1) if t in ends), len(token_ids))
@@ -109,7 +109,7 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
 
 
 def _is_set(sampling: pb.SamplingParams, name: str) -> bool:
-    return sampling.HasField(name)  # type: ignore[arg-type]  # wants a literal
+    return sampling.HasField(name)  # type: ignore[arg-type]  # the stubs want a literal
 
 
 def _value(sampling: pb.SamplingParams, name: str, default: Any) -> Any:
@@ -176,8 +176,8 @@ def _not_with_beams(
 def _numbers(
     sampling: pb.SamplingParams, defaults: SamplingNumbers, vocab_size: int
 ) -> dict[str, Any]:
-    """The numeric parameters. Values without effect are replaced by the defaults, because a step is
-    faster if no row asks for anything."""
+    """The numeric parameters. Defaults replace values without effect, because a step is faster if
+    no row needs a filter."""
     values = {name: _value(sampling, name, getattr(defaults, name)) for name in NUMBERS}
     if values["temperature"] == 0:
         values |= {name: NUMBERS[name].default for name in FILTERS}
@@ -220,7 +220,7 @@ def _min_tokens(min_tokens: int, max_tokens: int) -> int:
 
 
 def _check_logprob_entries(sampling: Sampling) -> None:
-    """Checks that what several completions may bring can be held until their client reads it."""
+    """Checks that log-probabilities of several completions can be held until they are read."""
     if sampling.logprobs is None or sampling.n == 1:
         return
     num_entries = sampling.n * sampling.max_tokens * (1 + sampling.logprobs)

@@ -52,7 +52,7 @@ class InferenceServicer(InferenceServiceServicer):
         request_id, totals = generation.request.request_id, generation.totals()
         return responses.whole_response(request_id, completions, totals) + prompt
 
-    async def GenerateStream(  # type: ignore[override]  # writes rather than yields: less work
+    async def GenerateStream(  # type: ignore[override]  # writing takes less work than yielding
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         generation = await self._generations.start(request, context)
@@ -74,7 +74,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def _prompt_logprobs(
         self, message: type[pb.GenerateResponse | pb.GenerateStreamResponse], delta: Delta
     ) -> bytes:
-        """Serializes a delta's `prompt_logprobs`, and drops them."""
+        """Serializes a delta's `prompt_logprobs` and removes them from the delta."""
         rows, delta.prompt_logprobs = delta.prompt_logprobs, ()
         table = self._tokenizer.full_table
         return await self._tokenizer.on_thread(

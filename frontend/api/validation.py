@@ -1,4 +1,4 @@
-"""Checks requests, field by field. Messages never quote a prompt."""
+"""Checks requests, field by field. Error messages never quote a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import InvalidArgumentError
 MAX_REQUEST_ID_LENGTH = 256  # characters
 MAX_CACHE_SALT_LENGTH = 256  # characters
 MAX_ENGINE_LENGTH = 256
-MAX_TOKENIZED = 1 << 17  # tokens of a call to Tokenize or Detokenize
+MAX_TOKENIZED = 1 << 17  # tokens per call to Tokenize or Detokenize
 
 
 def check_request(request: pb.GenerateRequest) -> None:
@@ -30,10 +30,10 @@ def check_request(request: pb.GenerateRequest) -> None:
 
 
 def check_priority(priority: int, allowed: tuple[int, int]) -> None:
-    """Checks a priority against the first and the last that a client may use.
+    """Checks a priority against the first and the last priority that a client may use.
 
     Raises:
-        InvalidArgumentError: it may not use this one.
+        InvalidArgumentError: the client may not use it.
     """
     low, high = allowed
     if not low <= priority <= high:
@@ -46,7 +46,7 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
     """Checks that a prompt has at least one token and leaves room for another.
 
     Raises:
-        InvalidArgumentError: it does not.
+        InvalidArgumentError: the prompt is empty or too long.
     """
     if length == 0:
         raise InvalidArgumentError(field, "empty; a prompt needs at least one token")
@@ -59,11 +59,11 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
 
 
 def check_truncation(truncate: int, max_tokens: int, max_model_len: int) -> int:
-    """The number of a prompt's last tokens to keep; -1 asks for as many as leave room for
-    `max_tokens`, or for one if that is 0.
+    """The number of a prompt's last tokens to keep. They leave room for `max_tokens` tokens, or for
+    one if `max_tokens` is 0. A `truncate` of -1 asks for as many as possible.
 
     Raises:
-        InvalidArgumentError: it is neither -1 nor above 0.
+        InvalidArgumentError: `truncate` is neither -1 nor above 0.
     """
     field = "truncate_prompt_tokens"
     if truncate != -1 and truncate < 1:
@@ -76,7 +76,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     """Checks that all ids are in the vocabulary.
 
     Raises:
-        InvalidArgumentError: one is not.
+        InvalidArgumentError: an id is not in the vocabulary.
     """
     if token_ids and max(token_ids) >= vocab_size:
         index, value = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
@@ -89,11 +89,11 @@ def check_detokenized(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     """Checks the tokens of a call to Detokenize and returns them.
 
     Raises:
-        InvalidArgumentError: there are too many, or one is not in the vocabulary.
+        InvalidArgumentError: there are too many, or an id is not in the vocabulary.
     """
     field = "token_ids"
     if len(token_ids) > MAX_TOKENIZED:
         raise InvalidArgumentError(field, f"{len(token_ids)} tokens; the limit is {MAX_TOKENIZED}")
-    token_ids = list(token_ids)  # iterating over a message's field even once takes longer than this
+    token_ids = list(token_ids)  # faster than iterating over a message's field even once
     check_token_ids(field, token_ids, vocab_size)
     return token_ids

@@ -1,9 +1,9 @@
-"""The audit trail: a log line for each request, when it ends, and its share of the counters.
+"""The audit trail: logs and counts each request when it ends.
 
 A line names the client and its peer, the method, the model, the numbers of tokens and the outcome.
-It holds no text and no token of the client's. Calls that generate nothing, such as refused ones,
-may come by the thousand. The first of a kind is logged at once, the others as one line per second
-with their count.
+It contains neither text nor the client's token. Calls that generate nothing, such as rejected
+calls, may arrive by the thousand. The first call of a kind is logged at once. The others are logged
+as one line per second with their count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.rpc.callers import host_of
 log = structlog.get_logger(__name__)
 
 _INTERVAL_S = 1.0
-# Kinds of lines per interval. All further lines are one kind, without their clients and peers.
+# Kinds of lines per interval. All further lines count as one kind, without client and peer.
 MAX_KINDS = 256
 _OK, _CANCELLED = StatusCode.OK.name, StatusCode.CANCELLED.name
 _REFUSALS = {
@@ -45,7 +45,7 @@ _NAMED = re.compile(r"([a-z_]+)[.\[:]")
 
 @dataclass(slots=True)
 class ClientUsage:
-    """Counters of one client; none ever falls."""
+    """Counters of one client. They only increase."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and outcome
     refusals: Counter[str] = field(default_factory=Counter)  # by reason
@@ -55,7 +55,7 @@ class ClientUsage:
 
 
 class Usage:
-    """The counters by client's name; all callers without one are the client ''."""
+    """The counters by client name. All callers without a name count as the client ''."""
 
     def __init__(self) -> None:
         self.clients: defaultdict[str, ClientUsage] = defaultdict(ClientUsage)
@@ -64,8 +64,8 @@ class Usage:
         """Counts a call that has ended.
 
         Args:
-            outcome: how its completions ended, else its status.
-            refused_for: the limit or field that it was refused for; empty if it was not refused.
+            outcome: how its completions ended, or its status if there are none.
+            refused_for: the limit or field it was rejected for; empty if it was not rejected.
         """
         usage = self.clients[call.client.name if call.client else ""]
         usage.requests[call.method, outcome] += 1
@@ -90,19 +90,19 @@ class Audit:
 
     def __init__(self, usage: Usage) -> None:
         self.usage = usage
-        self._counts: dict[_Kind, int] = {}  # of those alike that are not logged yet
+        self._counts: dict[_Kind, int] = {}  # of calls that are not logged yet
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def records(self, call: Call) -> Iterator[None]:
-        """Makes `call` the one that is served, and records how it ends."""
+        """Makes `call` the current call, and records how it ends."""
         CALL.set(call)
         outcome, reason = StatusCode.INTERNAL.name, ""
         try:
             yield
             outcome = _OK
         except (asyncio.CancelledError, GeneratorExit, aio.InternalError):
-            outcome = _CANCELLED  # the last of them: the caller is gone
+            outcome = _CANCELLED  # aio.InternalError: the caller is gone
             raise
         except ServiceError as error:
             outcome = error.code.name
@@ -135,13 +135,13 @@ class Audit:
             self._start_timer()
 
     def _start_timer(self) -> None:
-        # In a context of its own: the line is not about the request that happens to be served now.
+        # In an empty context, so that the line does not have the fields of the current request.
         self._timer = asyncio.get_running_loop().call_later(
             _INTERVAL_S, self._flush, context=contextvars.Context()
         )
 
     def _flush(self) -> None:
-        """Logs the counts. A kind that keeps coming is counted again, not logged at once."""
+        """Logs the counts. A kind that was counted is counted again, not logged at once."""
         counted = {kind: count for kind, count in self._counts.items() if count}
         for kind, count in counted.items():
             _log_kind(kind, count)

@@ -1,7 +1,6 @@
-"""Admits calls to a public service by token, limits how many calls a client may have open, and has
-each call recorded.
+"""Admits calls to a public service by token, limits a client's open calls and records each call.
 
-Health stays open, for load balancers.
+The health service needs no token, so that load balancers can use it.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ from shared.telemetry.tracing import Tracing
 
 _SCHEME = "bearer "
 _RETRY_AFTER_S = 1.0
-_ANONYMOUS = ""  # the caller of calls without a good token
-# Refusals per second that a caller gets at once, after as many in a burst. The next ones wait, but
-# no more than so many: a caller that has them all open may as well have its answers.
+_ANONYMOUS = ""  # the caller of calls without a valid token
+# Rejections per second that a caller gets without delay, after a burst of as many. Further ones
+# wait, up to a maximum number. A caller with that many waiting calls gets the others at once.
 _REFUSALS_PER_SECOND = 50.0
 _MAX_WAITING_REFUSALS = 128
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
 class ClientInterceptor(aio.ServerInterceptor):
-    """Refuses calls without one of `tokens`, and a client's calls beyond `max_requests` at a time,
-    or its own limit. Where there are no tokens, a host is a client.
+    """Rejects calls without one of `tokens`, and a client's calls beyond `max_requests` at a time,
+    or beyond its own limit. Without `tokens`, each host counts as a client.
 
     Args:
-        methods: by path, those that are recorded by name.
-        operators_methods: paths of those that need one of `operators` in place of a client's
-            token; None: nobody may call them.
-        gateway: admits those who call its methods, in place of tokens.
+        methods: names of the methods that are recorded by name, by path.
+        operators_methods: paths of the methods that need a token of `operators` instead of a
+            client's token. If `operators` is None, nobody may call them.
+        gateway: admits callers of its methods, instead of tokens.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         return wrap_behavior(handler, lambda behavior: self._paced(counted(behavior), client))
 
     def _client(self, details: grpc.HandlerCallDetails) -> Client | None:
-        """The client that a call's token names; None where none is needed.
+        """The client that a call's token names, or None if no token is needed.
 
         Raises:
             ServiceError: the token does not permit the call.
@@ -128,7 +127,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         return client
 
     def _paced(self, behavior: Any, client: Client | None) -> Any:
-        """Spaces refusals, for which a call has given back all that it held."""
+        """Spaces the rejections of a behavior. A waiting call has released all that it held."""
         if inspect.isasyncgenfunction(behavior):
             return behavior
 
@@ -137,20 +136,20 @@ class ClientInterceptor(aio.ServerInterceptor):
                 return await behavior(request, context)
             except (InvalidArgumentError, QueueFullError) as error:
                 refusal = error.with_traceback(None)
-                refusal.__cause__ = refusal.__context__ = None  # whose frames hold the request
+                refusal.__cause__ = refusal.__context__ = None  # their frames hold the request
             await self._space_refusal(client.name if client else network_of(context.peer()))
             raise refusal
 
         return call
 
     async def _space_refusal(self, caller: str) -> None:
-        """Returns when `caller` may learn that its call is refused."""
+        """Waits until the rejection of a call by `caller` may be sent."""
         delay_s = self._refusals.delay_s(caller, asyncio.get_running_loop().time())
         if delay_s:
             await asyncio.sleep(delay_s)
 
     def _refusal(self, path: str, error: ServiceError) -> Any:
-        """A kind of method that need not read a message before it answers."""
+        """A handler that raises `error`, of a kind that need not read a message first."""
 
         async def refuse(_: object, context: Context) -> None:
             with self._audit.records(self._call(path, context)):
@@ -165,7 +164,7 @@ class ClientInterceptor(aio.ServerInterceptor):
     async def _place(
         self, path: str, context: Context, client: Client | None
     ) -> AsyncIterator[None]:
-        """Holds one of the client's places for as long as a call takes."""
+        """Counts a call as one of the client's open calls until the context ends."""
         call = self._call(path, context, client)
         caller = call.caller
         with (
@@ -192,11 +191,11 @@ class ClientInterceptor(aio.ServerInterceptor):
 
 
 def _operator(operators: Tokens | None, token: str) -> Client:
-    """The operator whose token this is, under a name that no client has: no name has a colon.
+    """The operator whose token this is. Its name has a colon, which no client's name has.
 
     Raises:
         UnimplementedError: there are no operators.
-        PermissionDeniedError: it is none's.
+        PermissionDeniedError: the token is no operator's.
     """
     if operators is None:
         raise UnimplementedError(
@@ -210,7 +209,7 @@ def _operator(operators: Tokens | None, token: str) -> Client:
 
 
 def _bearer_token(metadata: Any) -> str:
-    """The token if there is exactly one `authorization`, else an empty one, which no file holds."""
+    """The token if there is exactly one `authorization`, else an empty text, which no file has."""
     values = [value for key, value in metadata or () if key == "authorization"]
     if len(values) != 1 or not isinstance(values[0], str):
         return ""

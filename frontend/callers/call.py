@@ -1,4 +1,4 @@
-"""The call that is being served, and its trace, known to all code that serves it."""
+"""The current call and its trace, available to all code that serves the call."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A generation's share of a call: the request to the model, and the result so far."""
+    """A call's request to the model, and the result so far."""
 
     request_id: str
     model: str
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
-    finish_reasons: str  # those of its completions, empty unless all have ended
+    finish_reasons: str  # of its completions; empty unless all have ended
 
 
 class CallTrace:
-    """A call that is traced."""
+    """The spans of a traced call."""
 
     def __init__(self, tracing: Tracing, span: Span) -> None:
         self._tracing = tracing
@@ -55,13 +55,13 @@ class CallTrace:
         return self._tracing.traceparent(self._generation)
 
     def add_detokenizing(self, began_at: float) -> None:
-        """Counts what ends now to the one span for all detokenizing."""
+        """Adds the time since `began_at` to the single span for all detokenizing."""
         if self._detokenize is None:
             self._detokenize = self._tracing.begin("detokenize", self._context, began_at)
         self._detokenize_s += time.monotonic() - began_at
 
     def end(self, attributes: Mapping[str, AttributeValue], error: str) -> None:
-        """Ends all spans. `error`: how the call failed, empty if it did not."""
+        """Ends all spans. `error`: how the call failed; empty if it did not."""
         from opentelemetry.trace import StatusCode
 
         if self._detokenize is not None:
@@ -77,7 +77,7 @@ class CallTrace:
 
 @dataclass(slots=True)
 class Call:
-    """A call by `client`, or by an anonymous caller if that is None."""
+    """A call by `client`, or by an anonymous caller if `client` is None."""
 
     method: str  # of the service, or "other"
     peer: str  # as gRPC writes it
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def caller(self) -> str:
-        """The name that limits and turns are counted by: the client's, or the peer's host."""
+        """The name by which limits and turns are counted: the client's name or the peer's host."""
         return self.client.name if self.client else network_of(self.peer)
 
 

@@ -1,4 +1,4 @@
-"""Admits the gateway of a frontend's stack, by whose process calls over loopback."""
+"""Admits the gateway of a frontend's stack, by the user of the process that calls over loopback."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _UID_AT = _HEADER.size + 4 + 48 + 12  # after state and kind, the connection, an
 
 
 class GatewayAddress:
-    """The address at which a frontend serves the gateway of its stack. Admits processes of the
-    stack's own user, without TLS and tokens, neither of which gateways have for it: they have asked
-    their own callers for them.
+    """The address at which a frontend serves the gateway of its stack. It admits processes of the
+    stack's own user. They need no TLS and no tokens, which gateways lack here. Gateways have asked
+    their own callers for tokens.
 
-    Where clients have names, all callers here are one client, `http`, whose line in the tokens
-    file has its limits.
+    If clients have names, all callers at this address are one client, `http`. Its line in the
+    tokens file has its limits.
 
     Args:
-        address: on loopback, or a Unix socket, which only this user can open anyway.
-        methods: paths of the methods that are called there.
-        find: a client by its name; None: clients have no names.
+        address: on loopback, or a Unix socket, which only this user can open.
+        methods: paths of the methods that are served there.
+        find: returns a client by its name; None if clients have no names.
     """
 
     def __init__(
@@ -51,18 +51,19 @@ class GatewayAddress:
         self._find = find
 
     def client(self) -> Client | None:
-        """The client of all callers here."""
+        """The client that stands for all callers at this address."""
         if self._find is None:
             return None
         return self._find(_HTTP) or Client(_HTTP)
 
     def check(self, peer: str) -> None:
-        """
+        """Checks that the caller is a process of this user.
+
         Args:
             peer: the caller's address, as gRPC writes it.
 
         Raises:
-            PermissionDeniedError: it is not a process of this user.
+            PermissionDeniedError: the caller is not a process of this user.
         """
         if self._address.startswith("unix:"):
             return
@@ -107,8 +108,8 @@ def _is_own_process(peer: str, host: str, port: int) -> bool:
         ask.sendall(_HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 1, 0) + query)
         answer = ask.recv(1 << 12)
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
-        return False  # there is no such connection any more
+        return False  # the connection no longer exists
     state = answer[_HEADER.size + 1]
     (uid,) = struct.unpack_from("=I", answer, _UID_AT)
-    # One that its process has closed would be root's.
+    # The kernel reports a socket that its process has closed as root's.
     return bool(state == _ESTABLISHED and uid == os.geteuid())

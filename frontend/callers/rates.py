@@ -1,4 +1,4 @@
-"""Spaces what each caller does: floods cost little, and delay nobody else."""
+"""Spaces each caller's actions, so that a flood costs little and delays no other caller."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ _MAX_CALLERS = 1024  # remembered at a time
 
 
 class CallerRates:
-    """Lets each caller have `per_second`, after as many at once (the generic cell rate algorithm of
-    ITU-T I.371). Times are in seconds, by whichever clock.
+    """Spaces each caller's actions to `per_second`, after a burst of as many (the generic cell rate
+    algorithm of ITU-T I.371). Times are in seconds, by any one clock.
 
     Args:
-        max_delay_s: what would come later is not spaced, and does not count.
+        max_delay_s: an action that would be due later is not spaced and does not count.
     """
 
     def __init__(self, per_second: float, max_delay_s: float = 0.0) -> None:
         self._interval_s = 1 / per_second
         self._max_delay_s = max_delay_s
-        self._due: dict[str, float] = {}  # of the caller's last one
+        self._due: dict[str, float] = {}  # when the caller's last action was due
 
     def delay_s(self, caller: str, now: float) -> float | None:
-        """The time until a caller's next is due, 0 if it is now; None if that is too long, or too
-        many callers are remembered."""
+        """The time until a caller's next action is due, 0 if it is due now. None if that is above
+        `max_delay_s`, or if too many callers are remembered."""
         if caller not in self._due and len(self._due) >= _MAX_CALLERS:
             self._due = {each: due for each, due in self._due.items() if due > now - 1}
             if len(self._due) >= _MAX_CALLERS:

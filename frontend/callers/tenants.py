@@ -1,11 +1,11 @@
 """The tokens file: the clients that may call, their names and their limits.
 
-    # a token, then what is known of its client, in any order; only the token is needed
+    # a token, then its client's settings, in any order; only the token is required
     k3J9...  name=acme weight=2 max_requests=64 max_bytes=8MiB priorities=0..10
     x71M...  name=acme
     Qp0v...  name=web input_tokens_per_minute=200000 output_tokens_per_minute=50000 cache=shared
 
-Tokens of one name are one client's, so that one can be replaced by another while both work.
+Tokens with one name belong to one client. A token can thus be replaced while the old one works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 _TOKEN = re.compile("[!-~]{16,}")
 _NAME = re.compile("[A-Za-z0-9._-]{1,64}")
 _MAX_PRIORITY = (1 << 31) - 1
-_PerMinute = Annotated[int, Field(ge=1, lt=1 << 32)] | Literal[0]  # which no text is
+_PerMinute = Annotated[int, Field(ge=1, lt=1 << 32)] | Literal[0]  # the default; no text equals it
 _Priority = Annotated[int, Field(ge=-_MAX_PRIORITY - 1, le=_MAX_PRIORITY)]
 
 
@@ -44,21 +44,21 @@ def _check_order(priorities: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client that has a name, and its limits; None and 0 are without a limit of its own."""
+    """A client that has a name, and its limits. None and 0 mean no limit of its own."""
 
     name: str
-    # Its share of the engine, relative to other clients'.
+    # Its share of the engine, relative to other clients' shares.
     weight: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)] = 1.0
     max_requests: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # in progress, per frontend
     # Of messages being read or held, per frontend.
     max_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
     input_tokens_per_minute: _PerMinute = 0
     output_tokens_per_minute: _PerMinute = 0
-    # First and last that it may use.
+    # The first and the last priority that it may use.
     priorities: Annotated[
         tuple[_Priority, _Priority], BeforeValidator(_split_range), AfterValidator(_check_order)
     ] = (0, _MAX_PRIORITY)
-    # Shared: with everybody, where requests have no salt.
+    # Shared: with all clients, for requests without a salt.
     cache: Literal["own", "shared"] = "own"
 
 
@@ -66,16 +66,16 @@ _KEYS = tuple(field.name for field in fields(Client))
 
 
 def engine_salt(client: Client | None, salt: str) -> str:
-    """The cache salt for the engine of a request that has `salt`: clients that do not share their
-    cache have all of theirs to themselves, since no name has a colon."""
+    """The cache salt that the engine gets for a request with `salt`. A client that does not share
+    its cache has salts that no other client has, because no name has a colon."""
     if client is None or client.cache == "shared":
         return salt and f":{salt}"
     return f"{client.name}:{salt}"
 
 
 def read_clients(path: str) -> dict[str, Client]:
-    """Reads the tokens file: each token's client, in the order of the file. Empty lines and those
-    that begin with `#` say nothing.
+    """Reads the tokens file. Returns each token's client, in the order of the file. Empty lines and
+    lines that begin with `#` are ignored.
 
     Raises:
         FileError: the file cannot be read, or a line is wrong; the message names the line's number
@@ -86,7 +86,7 @@ def read_clients(path: str) -> dict[str, Client]:
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"auth_tokens_file: cannot read {path}: {error}") from error
     names: dict[str, str] = {}  # by token
-    known: dict[str, dict[str, Any]] = {}  # what lines say, by name
+    known: dict[str, dict[str, Any]] = {}  # the settings in the lines, by name
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
@@ -109,7 +109,7 @@ def read_clients(path: str) -> dict[str, Client]:
 class Tokens:
     """The tokens of a file that may change.
 
-    Emptying the file locks everybody out. If it is deleted or broken, nothing changes.
+    An empty file locks all clients out. If the file is deleted or broken, nothing changes.
 
     Raises:
         FileError: the file cannot be used, or holds no token.
@@ -130,7 +130,7 @@ class Tokens:
     def find(self, token: str) -> Client | None:
         """The client whose token this is, or None if it is unknown."""
         self._reread()
-        # The time taken reveals digests at most, whose prefixes no caller can choose.
+        # The time of the look-up reveals only digests, whose prefixes no caller can choose.
         return self._clients.get(_digest(token))
 
     def _reread(self) -> None:
@@ -155,7 +155,7 @@ def _digest(token: str) -> bytes:
 
 
 def _read_line(line: str) -> tuple[str, dict[str, Any]]:
-    """Splits a line into its token and what follows it; a client without a name gets one."""
+    """Splits a line into its token and the client's settings. Makes up a name if there is none."""
     token, *words = line.split()
     if not _TOKEN.fullmatch(token):
         raise ValueError("begins with no token: at least 16 printable ASCII characters")
@@ -163,7 +163,7 @@ def _read_line(line: str) -> tuple[str, dict[str, Any]]:
     for place, word in enumerate(words, start=1):
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
-            # It may be a part of a token: the message has only its place.
+            # The word may be a part of a token, so the message has only its place.
             raise ValueError(f"word {place} after the token is none of {', '.join(_KEYS)}=...")
         if key in found:
             raise ValueError(f"{key}: given twice")
@@ -179,5 +179,5 @@ def _reason(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_input=False, include_url=False)[0]
-    of_unit = first["type"] == "byte_size_unit"  # whose message quotes the unit
+    of_unit = first["type"] == "byte_size_unit"  # its message quotes the unit
     return f"{first['loc'][0]}: {'unknown unit; give KiB, MiB or GiB' if of_unit else first['msg']}"

@@ -1,4 +1,4 @@
-"""Traces calls: in the trace that a call's `traceparent` names, or in a new one."""
+"""Traces calls, in the trace that a call's `traceparent` names or in a new trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 
-# Traces that a client may ask for per second, after as many at once: some 30 spans each, of which
-# OpenTelemetry keeps 2,048 that are not sent yet. A client that sets the flag `sampled` on all of
-# its calls would fill the collector and slow the engine for everybody.
+# Traces that a client may ask for per second, after a burst of as many. A trace has some 30 spans,
+# and OpenTelemetry keeps 2,048 unsent spans. Without the limit, a client that sets the flag
+# `sampled` on all of its calls would fill the collector and slow the engine for all clients.
 ASKED_PER_SECOND = 10.0
 
 
@@ -33,11 +33,11 @@ def _unsampled(traceparent: str) -> str:
 def traced(
     tracing: Tracing | None, asked: CallerRates, call: Call, metadata: Any
 ) -> Iterator[None]:
-    """Has the call traced, if its client may have that or chance wants it, and its log lines say in
-    which trace.
+    """Traces a call if its client asks for it within its rate, or if the call is sampled at random.
+    Log lines of the call name its trace.
 
     Args:
-        asked: of the traces that callers ask for, `ASKED_PER_SECOND`.
+        asked: limits the traces that callers ask for to `ASKED_PER_SECOND`.
     """
     if tracing is None:
         yield
@@ -69,7 +69,7 @@ def traced(
 
 @contextmanager
 def part_of_call(name: str) -> Iterator[None]:
-    """Makes this a span of the call that is being served, if that is traced."""
+    """Records the context as a span of the current call, if the call is traced."""
     call = CALL.get()
     if call is None or call.trace is None:
         yield
@@ -79,7 +79,7 @@ def part_of_call(name: str) -> Iterator[None]:
 
 
 def _attributes(call: Call) -> dict[str, AttributeValue]:
-    """Returns the span's attributes, by OpenTelemetry's names where its conventions have one."""
+    """Returns the span's attributes, named by OpenTelemetry's conventions where possible."""
     work = call.work() if call.work else None
     if work is None:
         return {}

@@ -1,4 +1,4 @@
-"""The stream to a scheduler: requests up, tokens down, one connection after another."""
+"""The stream that sends requests to a scheduler and receives tokens from it, and reconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None: nothing follows
+Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None ends the stream
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
-_CONNECT_TIMEOUT_S = 10.0  # then comes a new channel, with the certificates of that time
+_CONNECT_TIMEOUT_S = 10.0  # then a new channel is opened, with the current certificates
 
 
 class Connection:
-    """Connects to the scheduler at `address`, again whenever the connection is lost."""
+    """Connects to the scheduler at `address`, and reconnects whenever the connection is lost."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Connection:
         names_clients: bool,
     ) -> None:
         """Args:
-        on_message: is given each message, of each connection an `engine_info` first.
-        on_lost: is called once a connection is lost, and told whether the scheduler died.
+        on_message: receives each message. The first one of a connection is an `engine_info`.
+        on_lost: is called when a connection is lost, with whether the scheduler died.
         names_clients: whether requests have a client with a name.
         """
         self.address = address
@@ -56,17 +56,17 @@ class Connection:
         self._backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
 
     def send(self, message: pb.FrontendMessage) -> None:
-        """Sends a message, which is lost unless there is a connection."""
+        """Sends a message. Without a connection, the message is dropped."""
         if self.info is not None:
             self._outgoing.put_nowait(message)
 
     def close(self) -> None:
-        """Has the scheduler end the connection, on which there is nothing left to do."""
+        """Has the scheduler end the connection. Call it once nothing is left to do there."""
         if self.info is not None:
             self._outgoing.put_nowait(None)
 
     async def run(self) -> None:
-        """Connects again and again. Only cancellation ends it."""
+        """Connects, and reconnects after each loss, until cancelled."""
         while True:
             reason = await self._connect()
             log.warning("no connection to the scheduler", address=self.address, reason=reason)
@@ -76,7 +76,7 @@ class Connection:
         """Runs one connection on a channel of its own; returns why it failed or ended."""
         try:
             async with self._dialer.open(self.address) as channel:
-                with contextlib.suppress(TimeoutError):  # then the call says why
+                with contextlib.suppress(TimeoutError):  # then the call reports the reason
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         await channel.channel_ready()
                 self.calls.stub = SchedulerServiceStub(channel)
@@ -101,7 +101,7 @@ class Connection:
                 await self._on_message(message)
         except aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-            died = error.code() is not StatusCode.ABORTED  # with which it asks for another stream
+            died = error.code() is not StatusCode.ABORTED  # ABORTED asks for another stream
         finally:
             call.cancel()
             outgoing.put_nowait(None)  # grpc.aio leaves an ended call's iterator waiting

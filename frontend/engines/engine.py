@@ -1,10 +1,11 @@
 """An engine, which is a scheduler and its ranks, as this frontend sees it.
 
 The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
-wait and are resubmitted on the next one with the tokens they have, or are released to continue on
-another engine (`engines.pool`). A token is identified by (request, offset), and one that was
-received before is dropped, so that none is repeated. A request that may have killed a scheduler is
-submitted to the next one only when that asks for it (`engines.ledger`).
+wait for the next connection and are resubmitted there with the tokens that they have. Or they are
+released to continue on another engine (`engines.pool`). A token is identified by (request, offset).
+A token that was received before is dropped, so that none is repeated. A request that may have
+killed a scheduler is submitted to the next scheduler only when that scheduler asks for it
+(`engines.ledger`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_RETRY_AFTER_S = 0.5  # told to clients while there is no connection
+_RETRY_AFTER_S = 0.5  # sent to clients while there is no connection
 _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
@@ -44,7 +45,7 @@ class Engine:
         self,
         address: str,
         on_ready: Callable[[Engine, bool], Awaitable[None]],
-        resume_timeout_s: float = 300.0,  # a worker may have died as well, and has weights to load
+        resume_timeout_s: float = 300.0,  # a worker may have died, too, and has to load weights
         dialer: Dialer = PLAINTEXT,
         metrics: RequestMetrics | None = None,
         streams: Streams | None = None,
@@ -54,18 +55,18 @@ class Engine:
         names_clients: bool = False,
     ) -> None:
         """Args:
-        on_ready: is called with the engine and whether it is ready, at each change.
-        resume_timeout_s: open requests outlive a lost connection by this.
-        streams: all of this frontend's.
-        try_elsewhere: is called with the engine and a completion that it has no room for; returns
-            whether another engine takes it.
-        number: no other engine of this frontend has it at the same time.
+        on_ready: is called at each change, with the engine and whether it is ready.
+        resume_timeout_s: how long open requests wait for the next connection.
+        streams: those of the whole frontend.
+        try_elsewhere: is called with the engine and a completion for which it has no room. Returns
+            whether another engine takes the completion.
+        number: unique among the current engines of this frontend.
         names_clients: whether requests have a client with a name.
         """
         self.number = number
-        self.listed = True  # else it gets no new request, and its completions move
+        self.listed = True  # if not, it gets no new requests and its completions move
         self.load = EngineLoad()
-        self.index: PrefixIndex | None = None  # that has its blocks, while they are watched
+        self.index: PrefixIndex | None = None  # has its blocks while they are watched
         self.metrics = metrics or RequestMetrics()
         self.streams = streams or Streams()
         self.ledger = Ledger(number, self.load)
@@ -76,10 +77,10 @@ class Engine:
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
         self._try_elsewhere = try_elsewhere
-        # Of the last connection.
+        # From the last connection.
         self.name = ""
         self.model_fingerprint = ""
-        # As its scheduler said last.
+        # As its scheduler last reported.
         self.draining = False
         self._serving = True
         self._was_ready = False
@@ -87,7 +88,7 @@ class Engine:
         self._disconnected_at: float | None = None
         self._giving_up: asyncio.TimerHandle | None = None
 
-    # What it is.
+    # The engine's state.
 
     @property
     def connected(self) -> bool:
@@ -100,12 +101,12 @@ class Engine:
 
     @property
     def serving(self) -> bool:
-        """Whether requests may go to it now."""
+        """Whether new requests may be sent to it now."""
         return self.listed and self.ready
 
     @property
     def is_drained(self) -> bool:
-        """Whether its completions move because somebody wants it to stop."""
+        """Whether its completions move because it is to stop: it is not listed, or it drains."""
         return not self.listed or self.draining
 
     @property
@@ -120,11 +121,11 @@ class Engine:
         return self.connection.info
 
     def lost_for(self, seconds: float) -> bool:
-        """Whether it has not been ready for so long."""
+        """Whether it has not been ready for at least `seconds`."""
         return not self._was_ready and time.monotonic() - self._not_ready_since >= seconds
 
     def may_return_with(self, model_fingerprint: str, within_s: float) -> bool:
-        """Whether it may yet serve a model, any if empty, if it is back within `within_s` of its
+        """Whether it may return with a model, any if empty, within `within_s` seconds of its
         loss."""
         possible = not self.model_fingerprint or model_fingerprint in ("", self.model_fingerprint)
         return possible and not self._was_ready and not self.lost_for(within_s)
@@ -133,26 +134,26 @@ class Engine:
         self.load.num_open = self.num_open
         return self.load
 
-    # Which completions it has, and which it may have.
+    # The completions that it has or can take.
 
     @property
     def num_open(self) -> int:
         return len(self.ledger.entries)
 
     def open_streams(self) -> list[TokenStream]:
-        """The completions that have not ended, in the order in which they came."""
+        """The completions that have not ended, in the order in which they arrived."""
         return [entry.stream for entry in self.ledger.entries.values()]
 
     def has(self, stream: TokenStream) -> bool:
         return stream.number in self.ledger.entries
 
     def is_suspect(self, stream: TokenStream) -> bool:
-        """Whether schedulers died with a completion, so that it is only submitted on trial."""
+        """Whether schedulers died with a completion, which is now submitted only on trial."""
         return self.ledger.entries[stream.number].is_suspect
 
     def model_of(self, stream: TokenStream) -> str:
-        """The fingerprint of the model that a completion here must continue with, as must the
-        others of its request; empty: any."""
+        """The fingerprint of the model with which a completion and the others of its request must
+        continue. Empty if any model will do."""
         known = (each.model_fingerprint for each in stream.group if each.model_fingerprint)
         begun = any(each.tokens for each in stream.group)
         return next(known, self.model_fingerprint if begun else "")
@@ -167,19 +168,19 @@ class Engine:
         return removed or self.has_other_model(stream)
 
     def can_take(self, stream: TokenStream, model_fingerprint: str) -> bool:
-        """Whether it has the model of a completion that was begun elsewhere, and enough room."""
+        """Whether it has the model and the room for a completion that was begun elsewhere."""
         request = stream.request
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         fits = num_tokens <= self.engine_info.max_model_len
         return fits and model_fingerprint in ("", self.model_fingerprint)
 
     def fit(self, num_tokens: int, names: Sequence[Name], num_cached: int) -> Fit:
-        """What a prompt of `num_tokens` tokens would find here, of whose blocks, called `names`,
-        the first `num_cached` are in the cache."""
+        """The fit of a prompt of `num_tokens` tokens at this engine. `names`: of the prompt's
+        blocks, of which the first `num_cached` are in the cache."""
         cached = num_cached * self.engine_info.block_size
         return Fit(num_tokens - cached, cached, names[num_cached:], self.index)
 
-    # Completions come and go.
+    # Submitting and dropping completions.
 
     def submit(
         self, streams: Sequence[TokenStream], fit: Fit | None = None, *, moved: bool = False
@@ -206,7 +207,7 @@ class Engine:
             self._submit(streams[0], n=n if n > 1 else 0, expected_cached=fit.cached_tokens)
 
     def release(self, streams: Sequence[TokenStream]) -> None:
-        """Drops completions of a request that continue on another engine, with new numbers."""
+        """Drops completions of a request, which continue on another engine with new numbers."""
         for stream in streams:
             self._note_model(stream)
             self.close(stream)
@@ -219,12 +220,12 @@ class Engine:
             stream.fail(error)
 
     def close(self, stream: TokenStream) -> None:
-        """Has the scheduler drop a completion unless it has ended."""
+        """Has the scheduler drop a completion, unless the completion has ended."""
         if self.ledger.remove(stream.number):
             self.connection.send(abort_message(stream))
 
     def _note_model(self, stream: TokenStream) -> None:
-        """Notes the model that a completion's tokens are of, if that is not known."""
+        """Notes the model that computed a completion's tokens, unless it is already known."""
         stream.model_fingerprint = self.model_of(stream)
 
     def _submit(self, stream: TokenStream, **facts: Any) -> None:
@@ -232,7 +233,7 @@ class Engine:
         self.connection.send(message)
 
     def _submit_again(self, entries: Iterable[Entry], expected_cached: int = 0) -> None:
-        """Submits completions that are withheld, with the tokens that they have."""
+        """Submits the withheld ones among completions, with the tokens that they have."""
         for entry in entries:
             if entry.state is State.WITHHELD:
                 entry.state = State.SENT
@@ -246,7 +247,7 @@ class Engine:
             losses = {stream.number: stream.record.losses for stream in suspects}
             self.connection.send(suspects_message(losses))
 
-    # What the connection brings.
+    # Messages from the scheduler, and the loss of the connection.
 
     async def _on_message(self, message: pb.SchedulerMessage) -> None:
         if message.HasField("step_output"):
@@ -301,7 +302,7 @@ class Engine:
         self.fail(self.open_streams(), UnavailableError(reason, _RETRY_AFTER_S))
 
     async def _submit_rest(self) -> None:
-        """Submits what is withheld, except what is of another model."""
+        """Submits the withheld completions, except those of another model."""
         numbers = [*self.ledger.entries]
         for start in range(0, len(numbers), _SUBMISSIONS_AT_ONCE):
             part = map(self.ledger.entries.get, numbers[start : start + _SUBMISSIONS_AT_ONCE])
@@ -329,11 +330,11 @@ class Engine:
         if cleared := self.ledger.clear():
             self.connection.send(suspects_message(cleared=cleared))
 
-    # What its cache holds.
+    # Watching the engine's cache.
 
     async def watch(self, index_of: Callable[[int], PrefixIndex]) -> None:
-        """Keeps the load and the index, which `index_of` has for a block size, up to date; until
-        cancelled."""
+        """Keeps the load and the index up to date until cancelled. `index_of`: returns the index
+        for a block size."""
         reason = ""
         while True:
             try:
@@ -341,7 +342,7 @@ class Engine:
                 async with aclosing(self.connection.calls.watch_blocks()) as messages:
                     async for message in messages:
                         await self._take(message, index)
-            except ServiceError as error:  # not connected, fell behind, or one watcher too many
+            except ServiceError as error:  # not connected, fell behind, or too many watchers
                 if str(error) != reason:
                     reason = str(error)
                     log.info(
@@ -355,7 +356,7 @@ class Engine:
             await asyncio.sleep(_WATCH_AGAIN_S)
 
     def stop_watching(self) -> None:
-        """Forgets what its cache holds."""
+        """Removes the engine's blocks from the index."""
         if self.index is not None:
             self.index.forget(self.number)
             self.index = None

@@ -1,4 +1,4 @@
-"""Calls to the connected scheduler, beside the stream of requests and tokens."""
+"""Calls to the connected scheduler, apart from the stream of requests and tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _RETRY_AFTER_S = 0.5
 
 
 class EngineCalls:
-    """Asks the engine for what gateways and operators want of it.
+    """Makes the calls to the engine that gateways and operators need.
 
-    Each call raises UnavailableError if there is no connection, or it is lost meanwhile.
+    Each call raises UnavailableError if there is no connection, or if it is lost during the call.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class EngineCalls:
             return await stub.GetLoad(pb.GetLoadRequest(), timeout=_TIMEOUT_S)
 
     async def watch_blocks(self) -> AsyncGenerator[pb.BlockEvents, None]:
-        """Yields what the prefix cache holds, then what happens in it.
+        """Yields the contents of the prefix cache, then its changes.
 
         Raises:
             DataLossError: the caller did not read fast enough.
@@ -48,22 +48,22 @@ class EngineCalls:
                 call.cancel()
 
     async def flush_cache(self, timeout_s: float) -> bool:
-        """Empties the prefix cache once nothing runs; returns whether nothing did within
-        `timeout_s`."""
+        """Empties the prefix cache once no request runs. Returns whether that happened within
+        `timeout_s` seconds."""
         with self._connected() as stub:
             return (await stub.FlushCache(pb.FlushCacheRequest(timeout_s=timeout_s))).flushed
 
     async def start_profile(self, request: pb.StartProfileRequest) -> Sequence[str]:
-        """Has the workers record their next steps -> paths of traces to come.
+        """Has the workers record their next steps. Returns the paths of the future traces.
 
         Raises:
-            InvalidArgumentError, FailedPreconditionError: the workers refuse.
+            InvalidArgumentError, FailedPreconditionError: the workers reject the request.
         """
         with self._connected() as stub:
             return (await stub.StartProfile(request)).traces
 
     async def stop_profile(self) -> Sequence[str]:
-        """Ends what `start_profile` began -> paths of the traces. Raises the same."""
+        """Ends a profile. Returns the paths of its traces. Raises what `start_profile` raises."""
         with self._connected() as stub:
             return (await stub.StopProfile(pb.StopProfileRequest())).traces
 
@@ -80,4 +80,4 @@ class EngineCalls:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise lost from None  # the channel was closed, which cancels what its calls wait for
+            raise lost from None  # closing the channel cancels the waits of its calls

@@ -1,9 +1,9 @@
-"""The completions that are at one engine, and what its scheduler has of each.
+"""The completions at one engine, and the state of each at its scheduler.
 
-A scheduler that dies remembers nothing, so the frontends count the schedulers that died with each
-completion. A completion that two died with, without progress in between, is a suspect
-(`shared/suspects.py`). It is named to the next scheduler, which has suspects submitted on trial
-(`scheduler_svc/rpc/trials.py`).
+A scheduler that dies loses its state, so the frontends count the schedulers that died with each
+completion. If two schedulers died with a completion, without progress in between, the completion is
+a suspect (`shared/suspects.py`). The frontend names its suspects to the next scheduler, which has
+them submitted on trial (`scheduler_svc/rpc/trials.py`).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from frontend.engines.placement import EngineLoad, Fit
 from frontend.engines.token_stream import TokenStream
 from shared.suspects import Record
 
-# A completion makes progress with that many tokens from one scheduler. Fewer may have been on their
-# way to the frontend when a scheduler died, and then come from the next one.
+# A completion makes progress with this many tokens from one scheduler. Fewer tokens may have been
+# in flight to the frontend when a scheduler died, and then come from the next scheduler.
 MIN_PROGRESS = 4
 
 
 class State(enum.Enum):
-    """What the scheduler has of a completion. One that is withheld becomes SENT; a suspect becomes
-    SENT once it has passed its trial."""
+    """The state of a completion at the scheduler. A withheld completion becomes SENT when it is
+    submitted. A suspect becomes SENT once it has passed its trial."""
 
-    WITHHELD = enum.auto()  # nothing; it is submitted as soon as that is allowed
+    WITHHELD = enum.auto()  # not sent; it is submitted as soon as that is allowed
     SENT = enum.auto()
-    WITHDRAWN = enum.auto()  # it is to drop the completion, but may have it still
-    SUSPECT = enum.auto()  # nothing but its number, until a Trial asks for it
-    ON_TRIAL = enum.auto()  # sent on trial, beside others
-    ALONE = enum.auto()  # sent on trial, and no frontend has anything else there
+    WITHDRAWN = enum.auto()  # it must drop the completion, but may still have it
+    SUSPECT = enum.auto()  # only its number is sent, until a Trial asks for it
+    ON_TRIAL = enum.auto()  # sent on trial, together with others
+    ALONE = enum.auto()  # sent on trial, while no frontend has another completion there
 
 
 _Transitions = Mapping[State, State]
-# States that are not named stay as they are.
+# States that are not keys of a table stay as they are.
 _WITHDRAW: _Transitions = {
     State.SENT: State.WITHDRAWN,
     State.ON_TRIAL: State.WITHDRAWN,
@@ -57,7 +57,7 @@ _AT_SCHEDULER = State.SENT, State.WITHDRAWN, *_TRIED
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A completion that is here."""
+    """A completion at this engine."""
 
     stream: TokenStream
     state: State
@@ -69,10 +69,10 @@ class Entry:
 
 
 class Ledger:
-    """Open completions by number, in the order in which they came."""
+    """Open completions by number, in the order in which they arrived."""
 
     def __init__(self, engine: int, load: EngineLoad) -> None:
-        """`engine`: its number in the prefix index; `load`: where its unstarted tokens count."""
+        """`engine`: its number in the prefix index; `load`: counts its unstarted tokens."""
         self.entries: dict[int, Entry] = {}
         self.holding = False  # nothing is submitted while a suspect is tried alone
         self._engine = engine
@@ -80,7 +80,7 @@ class Ledger:
         self._trial: list[int] = []  # the numbers on trial; some may have ended
 
     def add(self, streams: Sequence[TokenStream], fit: Fit) -> list[Entry]:
-        """Enters the completions of a request, which are still to be sent."""
+        """Adds the completions of a request, which are yet to be sent."""
         self._load.unstarted_tokens += fit.uncached_tokens
         if fit.index:
             fit.index.promise(self._engine, fit.missing)
@@ -93,7 +93,7 @@ class Ledger:
         return entries
 
     def remove(self, number: int) -> TokenStream | None:
-        """Removes a completion that has ended or continues elsewhere; None if it is not here."""
+        """Removes a completion that has ended or continues elsewhere. None if it is not here."""
         entry = self.entries.pop(number, None)
         if entry is None:
             return None
@@ -101,7 +101,7 @@ class Ledger:
         return entry.stream
 
     def settle(self, entry: Entry) -> None:
-        """Ends what was expected of a completion: it has begun, or is not here any more."""
+        """Stops counting a completion's expected work, because it has begun or has left."""
         fit, entry.fit = entry.fit, None
         if fit:
             self._load.unstarted_tokens -= fit.uncached_tokens
@@ -127,8 +127,8 @@ class Ledger:
         return [self.entries[number] for number in self._trial], before
 
     def clear(self) -> list[int]:
-        """Ends the trial of those that have made progress; returns them and those that have
-        ended."""
+        """Ends the trial of completions that have made progress. Returns the numbers of these and
+        of completions on trial that have ended."""
         cleared = []
         for number in self._trial:
             entry = self.entries.get(number)
@@ -141,7 +141,7 @@ class Ledger:
         return cleared
 
     def disconnect(self, *, died: bool) -> TokenStream | None:
-        """Notes that the scheduler is gone. Unless it died, a trial does not count.
+        """Handles the loss of the scheduler. A trial counts only if the scheduler died.
 
         Returns:
             The completion that is to blame, if that is now known.
@@ -165,8 +165,8 @@ class Ledger:
 
 
 def _count_loss(entry: Entry) -> None:
-    """Counts a death against a completion. One that got a token while it was alone is not to blame
-    for that."""
+    """Counts a scheduler's death against a completion. A completion that got a token while it was
+    alone is not to blame for the death."""
     stream, goal = entry.stream, len(entry.stream.tokens) + MIN_PROGRESS
     if len(stream.tokens) >= stream.record.goal:
         stream.record = Record()

@@ -25,7 +25,7 @@ from shared.sampling_params import NUMBERS
 
 log = structlog.get_logger(__name__)
 
-# To the scheduler zero means no timeout, but a deadline that has just passed is still a deadline.
+# Zero means no timeout to the scheduler, so a deadline that has just passed needs another value.
 _SHORTEST_TIMEOUT_S = 1e-3
 
 _REASONS: dict[int, FinishReason] = {
@@ -50,14 +50,14 @@ def submit_message(
     expected_cached: int = 0,
     num_engines: int = 1,
 ) -> pb.FrontendMessage:
-    """Submits a completion with the tokens it has so far.
+    """The message that submits a completion with the tokens that it has so far.
 
     Args:
         n: the number of completions, of which this is the first; 0 for this one alone, or a beam
             search.
-        resubmitted: whether it was accepted before, here or by another engine.
+        resubmitted: whether it was accepted before, by this engine or another.
         expected_cached: tokens that the engine has in its cache, as far as is known.
-        num_engines: so many share what its client may use.
+        num_engines: the number of engines that share the client's limits.
     """
     request = stream.request
     timeout_s = 0.0
@@ -83,8 +83,8 @@ def submit_message(
 
 
 def _client(client: Client, num_engines: int) -> pb.Client:
-    """An engine's part of what a client may use: what one refuses, another takes, as long as the
-    client has not used up all parts."""
+    """An engine's part of a client's limits. If one engine rejects a request, another takes it, as
+    long as the client has not used up all parts."""
     return pb.Client(
         name=client.name,
         weight=client.weight,
@@ -102,7 +102,7 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs,
-        # If the prompt's first pass was lost, it is scored again only for rows that are missing.
+        # If the prompt's first pass was lost, the prompt is scored again only if rows are missing.
         prompt_logprobs=None if prompt is None or prompt.complete else sampling.prompt_logprobs,
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
@@ -123,7 +123,7 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
 
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
-    """Has the scheduler drop a completion."""
+    """The message that has the scheduler drop a completion."""
     return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
 
 
@@ -133,7 +133,7 @@ def suspects_message(
     *,
     holding: bool = False,
 ) -> pb.FrontendMessage:
-    """Names suspects with their losses, and those that are none any more, by number."""
+    """The message that names suspects and their losses, and the cleared ones, all by number."""
     suspects = [pb.Suspect(request=number, losses=count) for number, count in losses.items()]
     return pb.FrontendMessage(
         suspects=pb.Suspects(suspects=suspects, cleared=cleared, holding=holding)
@@ -167,7 +167,7 @@ def logprob_rows(message: pb.LogprobRows) -> list[LogprobRow]:
 
 
 def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceError:
-    """The way a request ended: complete, or with an error for the client."""
+    """How a request ended: the reason if it is complete, or else the error for the client."""
     reason = _REASONS.get(finished.cause)
     if reason is not None:
         return reason

@@ -1,4 +1,4 @@
-"""Hands what an engine's steps bring to the streams of the completions."""
+"""Passes the outputs of an engine's steps to the streams of the completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOGPROBS_AT_ONCE = 1 << 14  # in one iteration of the event loop
 
 
 class Outputs:
-    """Reads the messages for completions in `ledger`."""
+    """Applies step outputs to the completions in `ledger`."""
 
     def __init__(self, ledger: Ledger, streams: Streams, metrics: RequestMetrics) -> None:
         self._ledger = ledger
@@ -29,8 +29,8 @@ class Outputs:
         self._metrics = metrics
 
     async def take_logprobs(self, output: pb.StepOutput) -> None:
-        """Files a step's log-probabilities, a few at a time: a step may score thousands of a
-        prompt's tokens. To be called before `take_tokens`, so that no token is without."""
+        """Adds a step's log-probabilities to the streams, a few at a time, because a step may score
+        thousands of tokens. Call it before `take_tokens`, so that every token has its own."""
         num_entries = 0
         for rows in output.logprobs:
             self._take_rows(rows)
@@ -40,9 +40,10 @@ class Outputs:
                 num_entries = 0
 
     def take_tokens(self, output: pb.StepOutput) -> list[TokenStream]:
-        """Appends a step's tokens. Returns the completions of which tokens are missing.
+        """Appends a step's tokens. Returns the completions that have missing tokens.
 
-        One pass over plain lists and one wake-up per request; no task and no await per token.
+        It makes one pass over plain lists and one wake-up per request, without a task or an await
+        per token.
         """
         grown: set[TokenStream] = set()
         gaps: dict[TokenStream, int] = {}
@@ -80,7 +81,7 @@ class Outputs:
         return [*gaps]
 
     def take_ends(self, output: pb.StepOutput) -> list[tuple[TokenStream, QueueFullError]]:
-        """Ends completions. Returns those that there was no room for, which have not ended yet."""
+        """Ends completions. Returns those that the engine has no room for, which have not ended."""
         refused = []
         for finished in output.finished:
             stream = self._ledger.remove(finished.request)

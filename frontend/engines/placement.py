@@ -1,12 +1,12 @@
-"""Chooses the engine on which a request has its first token soonest.
+"""Chooses the engine on which a request gets its first token soonest.
 
-An engine first computes the prompts that wait there, then the part of the request's own prompt
-that is not in its cache, at a pace that it measures. The request's own prompt counts twice, since
-it delays those behind it. An engine that has many more sequences than the others is left out, so
-that its cached prefixes do not attract every request.
+An engine first computes the prompts that wait there, then the uncached part of the request's own
+prompt, at a pace that it measures. The request's own prompt counts twice, because it delays the
+requests behind it. An engine that has many more sequences than the others is left out, so that its
+cached prefixes do not attract every request.
 
-After the cost function of NVIDIA Dynamo's KV router (prefill tokens after overlap, and active
-load), in seconds rather than in blocks.
+The cost function follows NVIDIA Dynamo's KV router (prefill tokens after overlap, and active
+load), but in seconds instead of blocks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shared.pb import scheduler_pb2 as pb
 
 _OWN_WEIGHT = 2.0  # of the seconds that the request's own prompt takes
 _UNKNOWN_TOKEN_S = 1e-5  # until an engine has computed a prompt
-# An engine that takes up to this much longer than the best is as good: a prompt that is computed
-# again delays others and evicts what they need.
+# An engine that takes up to this much longer than the best engine counts as equally good. A prompt
+# that is computed again delays other prompts and evicts their blocks.
 _EQUAL_FACTOR, _EQUAL_S = 2.0, 0.002
-# An engine is left out that has more sequences than this, by factor and number, beyond the mean.
+# An engine is left out if its sequences exceed the mean by both this factor and this number.
 _MAX_IMBALANCE, _MIN_IMBALANCE = 1.25, 4
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a prompt finds at an engine: tokens to compute and tokens that are cached, and the names
-    of the blocks to compute in the index that has the engine's blocks."""
+    """A prompt's fit at an engine: numbers of tokens, and the blocks to compute. `missing` has the
+    names of these blocks in `index`, which has the engine's blocks."""
 
     uncached_tokens: int = 0
     cached_tokens: int = 0
@@ -39,11 +39,11 @@ class Fit:
 
 @dataclass
 class EngineLoad:
-    """An engine's load, as it reported last, and what this frontend has sent there since."""
+    """An engine's load: its last report, and the requests that this frontend has sent since."""
 
     reported: pb.GetLoadResponse = field(default_factory=pb.GetLoadResponse)
-    # Of this frontend, now and at the last report: sequences, and uncached tokens of its prompts
-    # that have no first token yet.
+    # This frontend's sequences, and the uncached tokens of its prompts without a first token. Both
+    # are counted now and at the last report.
     num_open: int = 0
     unstarted_tokens: int = 0
     num_open_then: int = 0
@@ -61,7 +61,7 @@ class EngineLoad:
 
     def first_token_s(self, uncached_tokens: int, token_s: float) -> float:
         """The expected seconds to the first token of a prompt with `uncached_tokens` to compute,
-        which are weighted; `token_s` replaces the engine's pace until that is known."""
+        which are weighted. `token_s` is used until the engine's own pace is known."""
         reported = self.reported
         waiting = reported.waiting_uncached_tokens + self.unstarted_tokens - self.unstarted_then
         waiting = max(waiting, self.unstarted_tokens)
@@ -70,8 +70,8 @@ class EngineLoad:
 
 
 def choose(options: Sequence[tuple[EngineLoad, int]]) -> int:
-    """The index of the best engine, given each engine's load and the tokens of a prompt that it
-    would compute."""
+    """The index of the best engine. `options`: each engine's load, and the number of a prompt's
+    tokens that it would compute."""
     loads = [load for load, _ in options]
     mean = sum(load.num_sequences for load in loads) / len(loads)
     limit = max(_MAX_IMBALANCE * mean, mean + _MIN_IMBALANCE)
@@ -85,8 +85,8 @@ def choose(options: Sequence[tuple[EngineLoad, int]]) -> int:
     enough = min(seconds.values()) * _EQUAL_FACTOR + _EQUAL_S
 
     def order(place: int) -> tuple[int, int, int]:
-        """Of equally good engines, the one with most of the prompt comes first, then the one with
-        the fewest sequences, so that new prefixes are spread over the caches."""
+        """The sort key of equally good engines. An engine with more of the prompt comes first, then
+        one with fewer sequences, so that new prefixes are spread over the caches."""
         load, uncached = options[place]
         return uncached, load.num_sequences, -load.reported.blocks_free
 

@@ -1,10 +1,10 @@
-"""All engines that a frontend knows. Each request goes to the engine that has its first token
-soonest, and moves to another one if that engine cannot continue it.
+"""All engines that a frontend knows. Each request goes to the engine on which it gets its first
+token soonest. It moves to another engine if that engine cannot continue it.
 
-A completion moves when its engine is lost, has lost its workers, is drained or is not listed any
-more. Another engine with the same model computes its tokens again and continues after them, in
-float32 with the same tokens. A completion that was on two lost engines in a row, without progress
-in between, may be the reason: it stays for a while, so that a third engine is not lost to it.
+A completion moves when its engine is lost, has lost its workers, is drained or is no longer listed.
+Another engine with that model computes its tokens again and continues after them, in float32 with
+identical tokens. A completion that was on two lost engines in a row, without progress in between,
+may have killed them. It stays for a while, so that it does not kill a third engine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-# A completion that was lost twice in a row waits this long for its scheduler before it moves, ...
+# How long a completion that was lost twice in a row waits for its scheduler before it moves.
 _PATIENCE_S = 10.0
-# ... and this long for its workers, which have weights to load: with them the scheduler finds out
-# whether it is to blame. A completion whose model no engine has waits as long for one that had it.
+# How long it waits for workers, which load weights. A trial on them shows whether it is to blame.
+# A completion whose model no engine has waits this long for an engine that had the model.
 _RETURN_S = 300.0
-_DRAIN_POLL_S = 0.1  # between looks at what is left on a drained engine
+_DRAIN_POLL_S = 0.1  # between checks for completions left on a drained engine
 _MOVES_AT_ONCE = 32  # requests, in one iteration of the event loop
 
 
@@ -80,8 +80,8 @@ class Engines:
 
     @property
     def engine_info(self) -> pb.EngineInfo:
-        """The limits within which every connected engine can take a request, and the capacity of
-        all of them.
+        """The limits of requests that every connected engine can take, and the total capacity of
+        the connected engines.
 
         Raises:
             UnavailableError: there is no connection.
@@ -103,7 +103,7 @@ class Engines:
         """The connected engines' limits, and calls to each.
 
         Raises:
-            UnavailableError: there are none.
+            UnavailableError: no engine is connected.
         """
         found = [(each.engine_info, each.connection.calls) for each in self._connected()]
         if not found:
@@ -114,7 +114,7 @@ class Engines:
         """Starts the completions of a request, each of which is open until it ends or is closed.
 
         Raises:
-            InvalidArgumentError: no engine has the name that it gives.
+            InvalidArgumentError: no engine has the name that the request gives.
             UnavailableError: there is no connection.
         """
         engines = self._candidates(request)
@@ -123,13 +123,13 @@ class Engines:
         return streams
 
     async def run(self) -> None:
-        """Finds engines and connects to them. Only cancellation ends it."""
+        """Finds engines and connects to them until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._move_streams())
             async for endpoints in watch_endpoints(self._sources, self._refuse):
                 self._list(endpoints, tasks)
 
-    # Which engines there are.
+    # The list of engines.
 
     def _list(self, endpoints: Sequence[Endpoint], tasks: asyncio.TaskGroup) -> None:
         for endpoint, engine in self._engines.items():
@@ -185,11 +185,11 @@ class Engines:
     def _serving(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.serving]
 
-    # Where new requests go.
+    # Placing new requests.
 
     def _candidates(self, request: Request) -> list[Engine]:
-        """The engines that a new request may go to: those that serve, else those where it would
-        wait."""
+        """The engines to which a new request may be sent: those that serve, or else those where the
+        request would wait."""
         engines = self._connected()
         if request.engine:
             named = [each for each in self._engines.values() if each.name == request.engine]
@@ -224,7 +224,7 @@ class Engines:
         engine.submit(streams, fit, moved=moved)
 
     def _try_elsewhere(self, engine: Engine, refused: TokenStream) -> bool:
-        """Moves a new request for which an engine has no room; returns whether another takes it."""
+        """Moves a new request for which an engine has no room. Returns whether another takes it."""
         streams = refused.group
         tried = streams[0].refused_by
         tried.add(engine)
@@ -235,7 +235,7 @@ class Engines:
         self._submit(streams, others)
         return True
 
-    # What has to move.
+    # Moving completions.
 
     async def _move_streams(self) -> None:
         while True:
@@ -251,7 +251,7 @@ class Engines:
                     self._remove(endpoint, engine)
 
     async def _move_from(self, engine: Engine) -> None:
-        """Moves the completions that an engine cannot continue and another can."""
+        """Moves the completions that an engine cannot continue and another engine can."""
         moved = 0
         for stream in engine.open_streams():
             streams = [each for each in stream.group if engine.has(each)]
@@ -273,8 +273,8 @@ class Engines:
         return not hurt or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
 
     def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
-        """Moves completions of one request to an engine that can take them. Fails them if none ever
-        will."""
+        """Moves completions of one request to an engine that can take them. Fails them if no engine
+        ever will."""
         model = engine.model_of(streams[0])
         others = [each for each in self._serving() if each is not engine]
         others = [each for each in others if each.can_take(streams[0], model)]

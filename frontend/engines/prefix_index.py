@@ -1,10 +1,10 @@
-"""Which engines hold which prefixes, by the events of their prefix caches.
+"""An index of the prefixes that each engine's cache holds, built from the caches' events.
 
-A block is named by its tokens and the name of the block before it, as in an engine
-(`BlockManager`); the first one by its tokens and the cache salt. Engines make their names with
-secrets of their own. Here a block has one name, a hash under this process's random seed, whichever
-engines hold it. If two prefixes had the same name, a request might go to an engine without its
-prefix, which that engine would compute.
+As in an engine (`BlockManager`), a block's name depends on its tokens and the name of the block
+before it. The first block's name depends on its tokens and the cache salt. Each engine makes names
+with a secret of its own. Here a block has one name, a hash under this process's random seed,
+whichever engines hold it. If two prefixes shared a name, a request might go to an engine without
+its prefix, and that engine would compute the prefix.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class PrefixIndex:
         self._bytes_per_block = 4 * block_size
         self._holders: dict[Name, int] = {}  # bit n: engine n holds the block
         self._promised: dict[Name, Counter[int]] = {}
-        # By engine: names here by those there.
+        # By engine: names here by the engine's names.
         self._names: dict[int, dict[bytes, Name]] = {}
         # By engine; no request finds these blocks until their parent is back.
         self._orphans: defaultdict[int, _Orphans] = defaultdict(_Orphans)
 
     async def apply(self, engine: int, message: pb.BlockEvents) -> None:
-        """Applies an engine's next message, of which none may be left out. Yields to the event loop
-        between parts of long work."""
+        """Applies an engine's next message. Pass every message, in order. Long work gives the event
+        loop turns in between."""
         if message.HasField("snapshot") and message.snapshot.index == 0:
             self.forget(engine)
         for event in message.events:
@@ -74,14 +74,14 @@ class PrefixIndex:
                 self.forget(engine)
 
     def forget(self, engine: int) -> None:
-        """Removes an engine's blocks: it is gone, or will send all that it holds again."""
+        """Removes an engine's blocks, because it is gone or will send all its blocks again."""
         for name in self._names.pop(engine, {}).values():
             self._release(name, engine)
         self._orphans.pop(engine, None)
 
     def names_of(self, token_ids: array[int], cache_salt: str) -> list[Name]:
-        """The names of a prompt's full blocks. The last token is always computed, and so never
-        part of one."""
+        """The names of a prompt's full blocks. The last token is always computed, so it is never
+        part of a block."""
         data = token_ids[:-1].tobytes()
         size, name, names = self._bytes_per_block, _root(cache_salt), []
         for end in range(size, len(data) + 1, size):
@@ -90,7 +90,7 @@ class PrefixIndex:
         return names
 
     def matches(self, names: Iterable[Name], engines: Iterable[int]) -> dict[int, int]:
-        """The number of leading blocks that each of `engines` holds, or was promised."""
+        """The number of leading blocks that each of `engines` holds or has been promised."""
         found = dict.fromkeys(engines, 0)
         left, depth = sum(1 << engine for engine in found), 0
         for name in names:
@@ -98,7 +98,7 @@ class PrefixIndex:
             if name in self._promised:
                 for engine in self._promised[name]:
                     holders |= 1 << engine
-            if left & ~holders:  # these end here
+            if left & ~holders:  # the matches of these engines end here
                 found.update((e, depth) for e in found if left & ~holders & 1 << e)
                 left &= holders
                 if not left:
@@ -109,7 +109,7 @@ class PrefixIndex:
 
     def promise(self, engine: int, names: Iterable[Name]) -> None:
         """Counts blocks that an engine is about to compute as held by it, until `withdraw`.
-        Requests that follow at once with the same prompt then go to the same engine."""
+        Requests that follow at once with this prompt then go to this engine."""
         for name in names:
             self._promised.setdefault(name, Counter())[engine] += 1
 

@@ -1,5 +1,4 @@
-"""Endpoints of engines' schedulers: given as addresses, resolved from a DNS name, or read from a
-file, again and again."""
+"""Endpoints of engines' schedulers, given as addresses, or polled from a DNS name or a file."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _RESOLVE_S = 2.0  # between DNS queries
 
 
 class Endpoint(NamedTuple):
-    """Where a scheduler listens. Its certificate must have `name`, or the host's name if empty."""
+    """A scheduler's address. Its certificate must have `name`, or the host's name if empty."""
 
     address: str
     name: str = ""
@@ -30,13 +29,13 @@ class _Source:
     def __init__(self, text: str) -> None:
         self._kind, _, self._rest = text.partition(":")
         self.endpoints: list[Endpoint] = []
-        self._poll_at = 0.0  # next, in the event loop's time
+        self._poll_at = 0.0  # the next time, by the event loop's clock
         self._failed = False
         if self._kind not in ("dns", "file"):
             self.endpoints = [Endpoint(text)]
 
     async def poll(self, now: float) -> None:
-        """Brings `endpoints` up to date. They stay as they are while they cannot be found out."""
+        """Updates `endpoints`. They stay as they are while the look-up fails."""
         if self._kind not in ("dns", "file") or now < self._poll_at:
             return
         try:
@@ -68,11 +67,11 @@ class _Source:
 async def watch_endpoints(
     sources: Iterable[str], refuse: Callable[[str], object]
 ) -> AsyncIterator[Sequence[Endpoint]]:
-    """Yields the endpoints of all schedulers: at once, then whenever they have changed.
+    """Yields the endpoints of all schedulers, at once and then after each change.
 
     Args:
         sources: `host:port` or `unix:path`; `dns:host:port`, for all addresses of a name;
-            `file:path`, for those on a file's lines.
+            `file:path`, for the addresses on a file's lines.
         refuse: raises ValueError for an address that must not be called.
     """
     found = [_Source(text) for text in sources]

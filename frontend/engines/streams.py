@@ -1,5 +1,5 @@
-"""Makes the streams of a frontend's requests, whichever engines they go to, and bounds what they
-hold unread."""
+"""Makes the streams of a frontend's requests for all engines, and bounds the log-probabilities that
+the streams hold unread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shared.rpc.turns import Turns
 # Log-probabilities of completions that clients have not read yet; some 70 bytes each.
 MAX_UNREAD_LOGPROBS = 1 << 22
 _RETRY_AFTER_S = 0.5
-# A step of the engine has a token for every open request. If all their chunks were written at once
-# and the engine were faster than that, its steps would pile up unread and latency would grow
-# without bound. With a few chunks at a time, of some tens of microseconds each, steps are read as
-# they arrive, and a request that waits long for its turn gets the tokens of several in one chunk.
+# A step of the engine has a token for every open request. If all chunks were written at once and
+# the engine were faster than that, its steps would pile up unread and latency would grow without
+# bound. A few chunks at a time take some tens of microseconds each, so steps are read as they
+# arrive. A request that waits long for its turn gets the tokens of several steps in one chunk.
 _WRITES_AT_ONCE = 8
 
 
@@ -31,7 +31,7 @@ class Streams:
         self._next_number = 1
         self._writes = Turns(_WRITES_AT_ONCE)
         self._scored: WeakSet[TokenStream] = WeakSet()  # until their calls end
-        self._num_unread = 0  # log-probabilities that have come since they were last counted
+        self._num_unread = 0  # log-probabilities; those read since the last count are included
 
     def open(self, request: Request) -> list[TokenStream]:
         """The streams of a new request's completions."""
@@ -55,14 +55,14 @@ class Streams:
         return streams
 
     def number(self, streams: Sequence[TokenStream]) -> None:
-        """Gives streams new numbers, one after the other: no engine gets the same number twice."""
+        """Gives streams new, consecutive numbers, so that no engine gets a number twice."""
         for stream in streams:
             stream.number = self._next_number
             self._next_number += 1
 
     def count_unread(self, num_logprobs: int) -> None:
-        """Takes note of log-probabilities that have come. If too many are unread, the completions
-        that have most of them end."""
+        """Counts log-probabilities that have arrived. If too many are unread, the completions with
+        the most unread ones fail."""
         self._num_unread += num_logprobs
         if self._num_unread <= MAX_UNREAD_LOGPROBS:
             return

@@ -25,23 +25,23 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Sent by the scheduler with a request's first token; `queue_s` is in seconds."""
+    """The scheduler's report with a request's first token. `queue_s` is in seconds."""
 
     cached_prompt_tokens: int
     queue_s: float
 
 
 class Waiter:
-    """Lets the one call that reads a request's streams sleep while none of them has news."""
+    """Lets the call that reads a request's streams sleep until one of them has news."""
 
     def __init__(self, turns: Turns, caller: str = "") -> None:
-        """`turns`: at writing, shared by all calls; `caller`: the one that this is for."""
+        """`turns`: for writing, shared by all calls; `caller`: of the call that waits."""
         self._turns = turns
         self._caller = caller
         self._permit: asyncio.Future[None] | None = None  # not requested yet
 
     async def wait(self, ready: bool) -> None:
-        """Returns once the call may write; it asks to when it is `ready`, or else when woken."""
+        """Returns once the call may write. It asks for a turn now if `ready`, else when woken."""
         permit = self._permit = asyncio.get_running_loop().create_future()
         if ready:
             self.wake()
@@ -59,7 +59,7 @@ class Waiter:
 
 
 class Holder(Protocol):
-    """Where a completion is open."""
+    """The engine on which a completion is open."""
 
     def close(self, stream: TokenStream) -> None:
         """Drops the completion unless it has ended."""
@@ -86,9 +86,9 @@ class TokenStream:
         self.group = [self]  # the request's completions
         self.holder: Holder | None = None  # the engine where it is
         self.record = Record()  # of schedulers that died with it
-        self.move_goal = 0  # tokens that are progress since it left a lost engine
+        self.move_goal = 0  # with this many tokens, it made progress since a lost engine
         self.refused_by: set[Holder] = set()  # engines that had no room for it
-        self.model_fingerprint = ""  # of the model that its tokens are of, once it has left that
+        self.model_fingerprint = ""  # of the model that computed its tokens, once it left an engine
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs
         self.logprobs: CompletionLogprobs | None = None
@@ -116,18 +116,18 @@ class TokenStream:
 
     @property
     def stands_for_itself(self) -> bool:
-        """Whether it is submitted on its own. Beams end together, so that all of them are open: the
-        first stands for all."""
+        """Whether it is submitted on its own. Beams end together, so all of them are open, and the
+        first is submitted for all."""
         return not self.request.sampling.beam_width or self.index == 0
 
     def close(self) -> None:
-        """Has the engine where it is drop it, unless it has ended."""
+        """Has its engine drop it, unless it has ended."""
         if self.holder is not None:
             self.holder.close(self)
         self._unlink()
 
     def _unlink(self) -> None:
-        """Drops the references in a circle, for which memory would wait for the collector."""
+        """Drops circular references, which would hold memory until the garbage collector runs."""
         self.holder = None
         self.group = []
 

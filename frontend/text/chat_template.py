@@ -1,4 +1,4 @@
-"""Renders conversations with a model's own chat template, and refuses what it would ignore."""
+"""Renders conversations with a model's own chat template, and rejects parts it would ignore."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jinja2 import meta, nodes
 from frontend.text.conversation import Conversation
 from shared.errors import InvalidArgumentError
 
-# Every template takes these, or says why not.
+# Every template renders these roles, or fails with a reason.
 _PLAIN_ROLES = ("system", "user", "assistant")
 _OTHER_ROLES = ("developer", "tool")
 _PROBE = "a probe's content"
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer, rendered by it, in its sandbox."""
+    """The chat template of a transformers tokenizer, which renders it in a sandbox."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Variables that a request has fields for, or that are none of a client's business.
+        # Variables that a request sets with its own fields, or that no client may set.
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *arguments, *tokenizer.special_tokens_map}
         self._understood: dict[str, _Understood] = {}  # by template: a model may have several
@@ -31,7 +31,7 @@ class ChatTemplate:
         """Renders a conversation, up to where the assistant's answer begins.
 
         Raises:
-            InvalidArgumentError: the template refuses it, or would ignore a part of it.
+            InvalidArgumentError: the template rejects it, or would ignore a part of it.
         """
         if not self._tokenizer.chat_template:
             raise InvalidArgumentError("chat", "this model has no chat template")
@@ -57,7 +57,7 @@ class ChatTemplate:
                     "chat.continue_final_message",
                     "the model's template does not render the last message's content as it is",
                 ) from error
-            # A reason spelled out in the template is safe to repeat; one made from the chat is not.
+            # A reason spelled out in the template is safe to repeat. One made from the chat is not.
             spelled_out = str(error) and str(error) in template
             reason = f": {error}" if spelled_out else ""
             raise InvalidArgumentError("chat", f"the model's template fails{reason}") from error
@@ -85,14 +85,14 @@ class ChatTemplate:
             text = self._tokenizer.apply_chat_template(
                 probe, chat_template=template, tokenize=False
             )
-        except Exception:  # whatever a template raises
+        except Exception:  # a template may raise anything
             return False
         return _PROBE in text
 
 
 @dataclass(frozen=True, slots=True)
 class _Understood:
-    """The inputs that a template takes beside messages with a role and a content."""
+    """The inputs that a template takes besides messages with a role and a content."""
 
     roles: tuple[str, ...]
     takes_tools: bool
@@ -101,7 +101,7 @@ class _Understood:
 
 
 def _check(conversation: Conversation, understood: _Understood) -> None:
-    """Refuses what the template would leave out of the prompt without a word."""
+    """Rejects parts that the template would silently leave out of the prompt."""
     if conversation.tools and not understood.takes_tools:
         raise InvalidArgumentError("chat.tools", "the model's template takes none")
     if not conversation.template_kwargs.keys() <= understood.kwargs:

@@ -28,17 +28,17 @@ class Delta:
 
 
 class CompletionBuilder:
-    """Turns tokens into deltas; the text is the same however the tokens are grouped.
+    """Turns tokens into deltas. The text does not depend on how the tokens are grouped.
 
-    A token that ends the completion by itself (end of sequence, a stop token) appears in the token
-    ids but not in the text, nor does a stop string, unless the request asks for both. Stop strings
-    count only after the first `min_tokens` tokens, as in vLLM.
+    A token that ends the completion by itself (end of sequence, a stop token) is always in the
+    token ids. Neither this token nor a stop string is in the text, unless the request asks for
+    both. Stop strings count only after the first `min_tokens` tokens, as in vLLM.
     """
 
     def __init__(
         self, table: Mapping[int, bytes], sampling: Sampling, *, with_text: bool = True
     ) -> None:
-        """`table`: the bytes of each token; `with_text`: whether anybody reads the deltas' text."""
+        """`table`: the bytes of each token; `with_text`: whether the caller reads deltas' text."""
         self._with_text = with_text or bool(sampling.stop)
         self._detokenizer = IncrementalDetokenizer(table)
         self._matcher = (
@@ -52,7 +52,7 @@ class CompletionBuilder:
         self._silent = frozenset(ending)
         self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
-        self.stop_string: str | None = None  # the one found; the completion has ended then
+        self.stop_string: str | None = None  # the one found, which ends the completion
 
     def feed(self, token_ids: Sequence[int]) -> Delta:
         """Adds the next tokens, up to the one that completes a stop string."""

@@ -1,4 +1,4 @@
-"""Reads a chat into what chat templates take, field by field. Messages never quote it."""
+"""Reads a chat into the form that chat templates take. Error messages never quote the chat."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from frontend.text.json_text import parse_json
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 
-# Of one JSON text: for so many, parsing holds the interpreter's lock for 2 ms.
+# Of one JSON text. Parsing this many bytes holds the interpreter's lock for 2 ms.
 MAX_JSON_BYTES = 64 << 10
 # Of a chat's tools and arguments together, which templates may write with indentation.
 MAX_CHAT_JSON_BYTES = 512 << 10
-# Less, because a template may repeat them for each message.
+# Fewer bytes, because a template may repeat the arguments for each message.
 MAX_KWARGS_BYTES = 4 << 10
 MAX_JSON_DEPTH = 32
 
@@ -29,7 +29,7 @@ class Conversation:
 
 
 def read_conversation(chat: pb.Chat) -> Conversation:
-    """Checks all of a chat but what depends on the template.
+    """Reads a chat, and checks everything in it that does not depend on the template.
 
     Raises:
         InvalidArgumentError: there are no messages, a JSON text is malformed or too large, or
@@ -72,7 +72,7 @@ def _tool(field: str, text: str) -> dict[str, Any]:
 
 
 def _message(field: str, message: pb.ChatMessage) -> dict[str, Any]:
-    """A message without the keys that are unset: templates ask whether one is defined."""
+    """A message without its unset keys, because templates test whether a key is defined."""
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         found["name"] = message.name
@@ -99,7 +99,7 @@ def _check_role(field: str, message: pb.ChatMessage, name: str, role: str) -> No
 def _tool_call(field: str, call: pb.ToolCall) -> dict[str, Any]:
     if not call.function.name:
         raise InvalidArgumentError(f"{field}.function.name", "empty; give the tool's name")
-    # An object, as transformers documents: many templates write a text as a JSON string.
+    # An object, as transformers documents. Many templates would write a text as a JSON string.
     arguments = _json_object(f"{field}.function.arguments", call.function.arguments or "{}")
     found = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return {"id": call.id, **found} if call.id else found
@@ -125,8 +125,8 @@ def _json_object(field: str, text: str, max_bytes: int = MAX_JSON_BYTES) -> dict
 
 
 def _check_value(field: str, value: Any, levels: int) -> None:
-    """Refuses what nests deeper than `levels`, and half of a surrogate pair, which JSON can write
-    but no tokenizer read."""
+    """Rejects a value that nests deeper than `levels`, and half of a surrogate pair. JSON can hold
+    half of a pair, but no tokenizer can read it."""
     if isinstance(value, str) and not value.isprintable():
         try:
             value.encode()

@@ -44,8 +44,8 @@ def token_bytes(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
 class IncrementalDetokenizer:
     """Decodes one completion as its tokens arrive.
 
-    What `feed` and `flush` return, joined, equals decoding all tokens at once, with U+FFFD for
-    bytes that are not UTF-8.
+    The joined results of `feed` and `flush` equal the text of all tokens decoded at once, with
+    U+FFFD for bytes that are not UTF-8.
     """
 
     def __init__(self, table: Mapping[int, bytes]) -> None:

@@ -12,7 +12,7 @@ def parse_json(field: str, text: str) -> Any:
     """Parses `text`, which is the request's `field`.
 
     Raises:
-        InvalidArgumentError: it is not JSON, or nothing that Python can hold.
+        InvalidArgumentError: the text is not JSON, or Python cannot hold its value.
     """
 
     def refuse_constant(name: str) -> None:

@@ -39,7 +39,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
     """Reads config.json and, if there is one, generation_config.json.
 
     Args:
-        name: what clients call the model; if empty, its directory's name.
+        name: the name of the model for clients; if empty, its directory's name.
 
     Raises:
         ModelFilesError: a file is missing or unreadable, or a value in it is impossible.
@@ -65,11 +65,11 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Checks what transformers would read without asking: the sizes of the tokenizer's files, and
-    that tokenizer_config.json names only files beside it.
+    """Checks the sizes of the tokenizer's files, and that tokenizer_config.json names only files
+    beside it. transformers would read them without these checks.
 
     Raises:
-        ModelFilesError: the message names the file, and the entry in it.
+        ModelFilesError: a check fails. The message names the file, and the entry in it.
     """
     path = directory / "tokenizer_config.json"
     others = _read_json(path).get("fast_tokenizer_files") if path.exists() else None
@@ -113,12 +113,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_id(value: object) -> int:
-    """A token that a model may be without; 0 then."""
+    """The id of a token that a model need not have; 0 if it has none."""
     return value if isinstance(value, int) and 0 <= value < 1 << 31 else 0
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Normalizes what Hugging Face writes: one id, a list of them, or null."""
+    """Normalizes a Hugging Face value, which is one id, a list of ids or null."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

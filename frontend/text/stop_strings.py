@@ -16,18 +16,19 @@ class Match:
 
 
 class StopStringMatcher:
-    """Passes text through until a stop string is complete, holding back what may begin one.
+    """Passes text through until a stop string is complete, holding back text that may begin one.
 
-    It finds the stop string that ends first, and of several that end there the longest, so the
-    result does not depend on how the text is cut into pieces.
+    It finds the stop string that ends first, and the longest if several end there. The result
+    therefore does not depend on how the text is cut into pieces.
 
-    The search is in UTF-8, where each comparison is a memcmp: one call tells whether any of them
-    ends at a byte, and a binary search, done once per byte, whether one begins there. So no text is
-    slow with any stop strings: the worst of 16 with 1,024 characters took 2 µs a character.
+    The search is in UTF-8, where each comparison is a memcmp. One call tells whether any stop
+    string ends at a byte. A binary search, done once per byte, tells whether one begins there. No
+    text is therefore slow with any stop strings. With 16 of 1,024 characters, the worst case took
+    2 µs a character.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`stops`: the strings to find, none empty; `include`: the one found is text, too."""
+        """`stops`: the strings to find, none empty; `include`: the text includes the one found."""
         self._sorted = sorted({stop.encode() for stop in stops})
         self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
         self._first_bytes = frozenset(stop[0] for stop in self._sorted)
@@ -40,8 +41,8 @@ class StopStringMatcher:
         """Takes the next piece. With `ignore`, stop strings completed in it are ordinary text.
 
         Returns:
-            The text that is free to go, and the stop string if one is complete: then the text ends
-            before it, or with it if included, and nothing more may be fed.
+            The text that can be released, and the stop string if one is complete. The text then
+            ends before it, or with it if included, and nothing more may be fed.
         """
         piece = text.encode()
         if not piece or (not self._begun and self._first_bytes.isdisjoint(piece)):
@@ -58,7 +59,7 @@ class StopStringMatcher:
         return unsettled[: len(unsettled) - len(self._begun)].decode(), None
 
     def flush(self) -> str:
-        """Returns the text still held back. Call it once no more will come."""
+        """Returns the text still held back. Call it after the last piece."""
         held, self._begun = self._begun, b""
         return "" if self._include else held.decode()
 

@@ -1,4 +1,4 @@
-"""Checks what a completion must match, as far as that is possible without a grammar compiler.
+"""Checks a completion's constraint, as far as that is possible without a grammar compiler.
 
 Only the scheduler can tell whether a schema, a regular expression or a grammar compiles.
 """

@@ -1,4 +1,4 @@
-"""Threads that callers share fairly, and how their work leaves the event loop its turns."""
+"""Threads that callers share fairly, and pieces of work that leave turns to the event loop."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class _Job:
 
 
 class FairThreads:
-    """Runs functions on `threads` threads, callers round robin (Nagle, RFC 970): one with a
-    thousand jobs delays another's by at most one job per thread. Use it on the event loop."""
+    """Runs functions on `threads` threads, with callers in round robin (Nagle, RFC 970). A caller
+    with a thousand jobs delays another caller's job by at most one job per thread. Use it on the
+    event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -34,8 +35,8 @@ class FairThreads:
         self._waiting: RoundRobin[str, _Job] = RoundRobin()
 
     def run(self, caller: str, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Runs `work` when it is its caller's turn. If the future is cancelled before, `work` never
-        runs and is dropped at once: it may hold a long text."""
+        """Runs `work` at its caller's turn. If the future is cancelled before, `work` never runs
+        and is dropped at once, because it may hold a long text."""
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         job = _Job(work, result)
         self._waiting.add(caller, job)
@@ -73,8 +74,9 @@ class FairThreads:
 def in_pieces(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """Yields `items`, `size` at a time, for a thread that works on them in Python.
 
-    Sleeps in between, so that the event loop, which needs the interpreter's lock, waits for one
-    piece at most rather than until the lock is taken from this thread (`sys.getswitchinterval`).
+    It sleeps in between, so that the event loop, which needs the interpreter's lock, waits for one
+    piece at most. Otherwise the loop would wait until the interpreter takes the lock from this
+    thread (`sys.getswitchinterval`).
     """
     for start in range(0, len(items), size):
         yield items[start : start + size]

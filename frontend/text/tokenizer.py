@@ -26,15 +26,15 @@ Result = TypeVar("Result")
 class Tokenizer:
     """A model's own fast tokenizer and chat template, and the bytes of its tokens.
 
-    Special tokens spelled out in a text or in a chat's content are read as such, as transformers
-    does.
+    Special tokens that are spelled out in a text or in a chat's content are read as special tokens,
+    as in transformers.
     """
 
     def __init__(self, directory: Path, threads: int) -> None:
         """Loads the tokenizer in `directory`.
 
         Raises:
-            ModelFilesError: there is none, or it is not byte-level BPE.
+            ModelFilesError: there is no tokenizer, or it is not byte-level BPE.
         """
         self._hf = _load(directory)
         self._backend = self._hf.backend_tokenizer
@@ -50,10 +50,10 @@ class Tokenizer:
         self._max_bytes_per_token = longest * _shrink_bound(self._backend.normalizer)
 
     async def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Encodes a plain text, including whatever special tokens the tokenizer itself adds.
+        """Encodes a plain text, including the special tokens that the tokenizer itself adds.
 
         Args:
-            max_tokens: a text that is certain to have more is refused without counting them.
+            max_tokens: a text that is certain to have more is rejected without counting them.
 
         Raises:
             InvalidArgumentError: the text has more than `max_tokens`.
@@ -70,7 +70,7 @@ class Tokenizer:
             max_tokens: as for `encode_text`.
 
         Raises:
-            InvalidArgumentError: a field is wrong, the chat template refuses it, or it is too long.
+            InvalidArgumentError: a field is wrong, the template rejects it, or it is too long.
         """
 
         def encode() -> list[int]:
@@ -81,7 +81,7 @@ class Tokenizer:
             return await self.on_thread(encode)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes `token_ids` as a completion's text is, leaving out special tokens."""
+        """Decodes `token_ids` like a completion's text, without special tokens."""
 
         def decode() -> str:
             detokenizer = IncrementalDetokenizer(self.table)
@@ -90,8 +90,8 @@ class Tokenizer:
         return await self.on_thread(decode)
 
     def on_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Runs `work` on a thread, because it would block the event loop, when it is the turn of
-        the call's client."""
+        """Runs `work`, which would block the event loop, on a thread at the turn of the call's
+        client."""
         call = CALL.get()
         return self._threads.run(call.caller if call else "", work)
 
@@ -108,10 +108,10 @@ class Tokenizer:
                     field,
                     f"{size} bytes are at least {min_tokens} tokens; the limit is {max_tokens}",
                 )
-        # The tokenizer's only call that releases the interpreter's lock all the while.
+        # The tokenizer's only call that releases the interpreter's lock from beginning to end.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         if max_tokens is not None and len(encoding) > max_tokens:
-            # Millions of ids are not even turned into Python's.
+            # Checked before the ids, which may be millions, become Python integers.
             raise InvalidArgumentError(field, f"{len(encoding)} tokens; the limit is {max_tokens}")
         ids: list[int] = encoding.ids
         return ids
@@ -126,7 +126,7 @@ def _shrink_bound(normalizer: Any) -> float:
 
 
 def import_auto_tokenizer() -> Any:
-    """Imports AutoTokenizer late: it takes seconds, and `python -m frontend` first hides torch."""
+    """Imports AutoTokenizer late. It takes seconds, and `python -m frontend` hides torch first."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer
@@ -139,7 +139,7 @@ def _load(directory: Path) -> Any:
         tokenizer = import_auto_tokenizer().from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever kind of exception a broken file happens to cause
+    except Exception as error:  # a broken file may cause any kind of exception
         raise ModelFilesError(f"{directory}: no tokenizer can be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ModelFilesError(f"{directory}: {type(tokenizer).__name__} is not a fast tokenizer")

@@ -1,4 +1,4 @@
-"""Translates a scheduler's events of its prefix cache into the batches of `common.proto`."""
+"""Translates the events of a scheduler's prefix cache into batches of `common.proto`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DEVICE = common.KV_CACHE_TIER_DEVICE
 
 
 class KvEventStream:
-    """The batches of one subscriber: a snapshot, then what happens, numbered from 1.
+    """Builds the batches of one subscriber: a snapshot, then the changes.
 
-    A batch with nothing but the load repeats the number of the previous batch.
+    Batches are numbered from 1. A batch with only the load repeats the previous batch's number.
     """
 
     def __init__(self, info: scheduler_pb2.EngineInfo) -> None:
@@ -26,7 +26,7 @@ class KvEventStream:
         self._num_events = self._num_loads = 0
 
     def batch(self, message: scheduler_pb2.BlockEvents) -> common.KvEventBatch:
-        """The batch for a scheduler's next message, of which none may be left out."""
+        """The batch for a scheduler's next message. Pass every message, in order."""
         of_snapshot = message.HasField("snapshot")
         load_only = not (message.events or of_snapshot)
         self._number += not load_only
@@ -51,7 +51,7 @@ class KvEventStream:
         return batch
 
     def _events(self, events: Iterable[scheduler_pb2.BlockEvent]) -> list[common.KvCacheEvent]:
-        """One event per run of blocks that follow each other, or that are removed together."""
+        """One event per run of blocks that follow each other or are removed together."""
         found: list[common.KvCacheEvent] = []
         last = b""  # the name of the block that was stored last
         for event in events:
@@ -101,7 +101,7 @@ class KvEventStream:
 
 
 def _stored(first: scheduler_pb2.StoredBlock) -> common.KvCacheEvent:
-    """An event for a run of blocks that begins with this one, without any."""
+    """An event for a run of blocks that begins with `first`. The caller adds the blocks."""
     stored = common.KvBlocksStored(tier=_DEVICE, locality=common.KV_CACHE_LOCALITY_LOCAL)
     if first.parent:
         stored.parent_block_hash = _hash(first.parent)
@@ -111,5 +111,5 @@ def _stored(first: scheduler_pb2.StoredBlock) -> common.KvCacheEvent:
 
 
 def _hash(name: bytes) -> int:
-    """A block's name in the protocol's 64 bits, which two blocks are unlikely to share."""
+    """A block's name, cut to the protocol's 64 bits. Two blocks are unlikely to share them."""
     return int.from_bytes(name[:8], "little", signed=True)

@@ -1,6 +1,6 @@
-"""Translates `vllm_engine.proto`'s requests into those of protos/frontend.proto, which are then
-checked like any other, and of protos/scheduler.proto. Its fields for other kinds of models, and for
-engines that share a request, are refused where they ask for something."""
+"""Translates requests of `vllm_engine.proto` into requests of protos/frontend.proto, which are then
+checked like any other, and of protos/scheduler.proto. Fields for other kinds of models, and for
+engines that share a request, are rejected if they ask for something."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from shared.pb import scheduler_pb2
 
 _OTHER_MODELS = ("mm_inputs", "extra_mm_inputs", "media_refs")
 _SHARED_REQUESTS = ("kv_transfer_params", "kv_transfer_params_json")
-# For these, zero is how the protocol leaves a field unset.
+# For these fields, zero means that the field is unset.
 _UNSET_IS_ZERO = ("top_p", "repetition_penalty", "n")
-# For these, zero is a value, and what an unset field means.
+# For these fields, zero is a value, and an unset field means zero.
 _ALWAYS_SET = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
 _OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")
 
 
 def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """The same request as a client of the public service would make it.
+    """The request that a client of the public service would send instead of `message`.
 
     Raises:
-        InvalidArgumentError: it asks for what a text model's only engine does not do.
+        InvalidArgumentError: `message` asks for something that no single engine of a text model
+            does.
     """
     _check_for_others(message)
     request = pb.GenerateRequest(request_id=message.request_id)
@@ -37,7 +38,7 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
 
 
 def truncation(message: vllm.GenerateRequest) -> int | None:
-    """The number of the prompt's last tokens to keep, None for all; -1: as many as fit."""
+    """The number of the prompt's last tokens to keep. None keeps all, -1 as many as fit."""
     sampling = message.sampling_params
     if sampling.HasField("truncate_prompt_tokens"):
         return sampling.truncate_prompt_tokens
@@ -45,10 +46,10 @@ def truncation(message: vllm.GenerateRequest) -> int | None:
 
 
 def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartProfileRequest:
-    """The scheduler's request for the same profile.
+    """The scheduler's request for the profile that `message` asks for.
 
     Raises:
-        InvalidArgumentError: it asks for more than the next steps, or says where traces go.
+        InvalidArgumentError: `message` chooses a first step, a profile by stage or a directory.
     """
     if message.output_dir:
         raise InvalidArgumentError("output_dir", "not supported: the workers' settings say where")
@@ -88,12 +89,12 @@ def _set_sampling(given: vllm.SamplingParams, sampling: pb.SamplingParams) -> No
     for name in _ALWAYS_SET:
         setattr(sampling, name, _in_int32(name, getattr(given, name)))
     if given.HasField("seed"):
-        sampling.seed = given.seed % (1 << 64)  # a negative one is as good as any other
+        sampling.seed = given.seed % (1 << 64)  # the protocol allows negative seeds, ours does not
     sampling.stop.extend(given.stop)
     sampling.stop_token_ids.extend(given.stop_token_ids)
     sampling.ignore_eos = given.ignore_eos
     sampling.include_stop_in_output = given.include_stop_str_in_output
-    # Stop strings are found in the text as its reader will see it.
+    # The setting also changes the text that is searched for stop strings.
     sampling.skip_special_tokens = given.skip_special_tokens
     for token_id, bias in given.logit_bias.items():
         if token_id < 0:
@@ -115,7 +116,7 @@ def _set_constraint(given: vllm.SamplingParams, sampling: pb.SamplingParams) -> 
 
 
 def _in_int32(name: str, value: float) -> float:
-    """`value`, which may be of a wider type than our field has."""
+    """Returns `value`, whose type may be wider than our field's, if it fits in an int32."""
     if value >= 1 << 31:
         raise InvalidArgumentError(f"sampling.{name}", f"{value} is too large")
     return value

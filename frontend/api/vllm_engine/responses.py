@@ -1,7 +1,7 @@
 """Translates the domain's types into serialized messages of `vllm_engine.proto`.
 
-Messages of many log-probabilities are serialized in pieces, which are joined: to a parser, a field
-that comes again in a message adds to what it had.
+Messages with many log-probabilities are serialized in pieces, whose bytes are joined. A protobuf
+parser merges the occurrences of a field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 32
 def chunk(
     generation: Generation, completion: CompletionReader, delta: Delta, cached_tokens: int
 ) -> bytes:
-    """The tokens of one delta."""
+    """Serializes the tokens of one delta."""
     message = vllm.GenerateStreamChunk(
         token_ids=delta.token_ids,
         prompt_tokens=len(generation.request.prompt_ids),
@@ -37,8 +37,8 @@ def chunk(
 
 
 class Complete:
-    """The last message of a completion. It repeats all tokens; where there were no chunks, it also
-    has their log-probabilities."""
+    """Builds the last message of a completion, which repeats all tokens. If there were no chunks,
+    the message also has the tokens' log-probabilities."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -53,7 +53,7 @@ class Complete:
     def end(
         self, generation: Generation, completion: CompletionReader, cached_tokens: int
     ) -> bytes:
-        """Returns the message, once the completion has ended."""
+        """Returns the serialized message. The completion must have ended."""
         ending = completion.ending
         assert ending is not None
         message = vllm.GenerateComplete(
@@ -75,13 +75,13 @@ class Complete:
 def input_logprobs(
     rows: Sequence[LogprobRow], prompt_ids: Sequence[int], *, streamed: bool
 ) -> bytes:
-    """The prompt's log-probabilities, to be joined to the first chunk, or to the first completion's
-    last message. Run it on a thread: a long prompt takes a second."""
+    """Serializes the prompt's log-probabilities, to append to the first chunk or to the first
+    completion's last message. Run it on a thread, because a long prompt takes a second."""
     pieces = []
     for piece in in_pieces(range(len(rows)), _ROWS_AT_ONCE):
         part = vllm.InputLogProbs(token_ids=[prompt_ids[i] for i in piece])
         for token_ids, values in (rows[i] for i in piece):
-            # A prompt's first token follows nothing.
+            # A prompt's first token follows nothing, so it has no log-probability.
             part.token_logprobs.add(value=values[0] if values else None)
             part.top_logprobs.add(token_ids=token_ids[1:], values=values[1:])
         message = vllm.GenerateResponse()
@@ -91,7 +91,7 @@ def input_logprobs(
 
 
 def _output_logprobs(rows: Sequence[LogprobRow]) -> vllm.OutputLogProbs:
-    """One entry per token: itself, then the likeliest, which may include it again."""
+    """One entry per token: the token itself, then the likeliest tokens, which may include it."""
     return vllm.OutputLogProbs(
         token_logprobs=[values[0] for _, values in rows],
         token_ids=[token_ids[0] for token_ids, _ in rows],
@@ -112,7 +112,7 @@ class CacheUse(NamedTuple):
 
 
 def cache_use(load: scheduler_pb2.GetLoadResponse, block_size: int) -> CacheUse:
-    """Reads a scheduler's load; `block_size` in tokens."""
+    """Computes the cache's use from a scheduler's load. `block_size` is in tokens."""
     return CacheUse(
         load.blocks_used * block_size,
         load.blocks * block_size,
@@ -124,7 +124,7 @@ def cache_use(load: scheduler_pb2.GetLoadResponse, block_size: int) -> CacheUse:
 def engine_load(
     rank: int, load: scheduler_pb2.GetLoadResponse, info: scheduler_pb2.EngineInfo
 ) -> vllm.SchedulerLoad:
-    """An engine's load; `rank` is its number among several."""
+    """Translates an engine's load. `rank` is the engine's number among several."""
     cache = cache_use(load, info.block_size)
     return vllm.SchedulerLoad(
         dp_rank=rank,

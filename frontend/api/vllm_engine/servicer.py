@@ -1,4 +1,4 @@
-"""vLLM's engine protocol, which HTTP gateways speak: `vllm.grpc.engine.VllmEngine`."""
+"""Serves vLLM's engine protocol, `vllm.grpc.engine.VllmEngine`, which HTTP gateways speak."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Context = aio.ServicerContext[Any, Any]
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-# Not for every client: these slow all clients, or show what others ask.
+# Not for every client, because these methods slow all clients or reveal other clients' prompts.
 EVENTS_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
 OPERATORS_METHODS = (
     EVENTS_METHOD,
@@ -48,7 +48,7 @@ OPERATORS_METHODS = (
 )
 _ARCHIVE_BYTES_AT_ONCE = 64 << 10
 _MAX_FLUSH_S = 600
-_MAX_ABORTED = 4096  # requests of a call
+_MAX_ABORTED = 4096  # requests per call
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -57,7 +57,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self, generations: Generations, directory: Path, *, report_cached_tokens: bool = False
     ) -> None:
-        """`directory`: the model's; `report_cached_tokens`: whether callers learn how much of a
+        """`directory`: of the model; `report_cached_tokens`: whether callers learn how much of a
         prompt was cached."""
         self._report_cached_tokens = report_cached_tokens
         self._generations = generations
@@ -66,7 +66,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._began_at = time.monotonic()
         self._received_at = datetime.now(UTC)
         self._event_turns = Turns(1)  # a snapshot has hundreds of blocks per message
-        # By caller and the id that it chose: no caller aborts another caller's requests.
+        # By caller and request id, so that no caller aborts another caller's requests.
         self._open: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
@@ -81,7 +81,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             try:
                 await self._write(generation, context, streamed)
             except InternalError as error:
-                # The engine fails at this request. Gateways would try it again and again.
+                # The engine fails at this request. Gateways would retry it again and again.
                 raise FailedPreconditionError(str(error)) from error
 
     async def _write(self, generation: Generation, context: Context, streamed: bool) -> None:
@@ -116,7 +116,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     @contextmanager
     def _listed(self, generation: Generation) -> Iterator[None]:
-        """Lets its caller abort a generation by its request's id meanwhile."""
+        """Lets the caller abort a generation by its request id until the context ends."""
         key = _call().caller, generation.request.request_id
         self._open[key].append(generation)
         try:

@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer as one archive, for gateways, which tokenize themselves."""
+"""An archive of a model's tokenizer files, for gateways, which tokenize prompts themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nano_vllm_grpc.tls import Stamp, stamp_of
 
-Archive = tuple[bytes, str]  # and its SHA-256 in hexadecimal digits
-# As vLLM's own server of this protocol has them (smg-grpc-servicer).
+Archive = tuple[bytes, str]  # the archive and its SHA-256 in hexadecimal digits
+# The files that vLLM's own server of this protocol sends (smg-grpc-servicer).
 _NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -24,15 +24,15 @@ _NAMES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-_MADE_AT = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
+_MADE_AT = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal files make equal archives
 
 
 class TokenizerArchive:
-    """A ZIP archive of the tokenizer's files in `directory`, made at the first request
-    and when the files have changed. However many calls ask for it, one makes it.
+    """A ZIP archive of the tokenizer's files in `directory`. It is made at the first request, and
+    again when the files have changed. Calls that ask for it at one time share the work.
 
     Args:
-        on_thread: runs what would block the event loop.
+        on_thread: runs a function that would block the event loop.
     """
 
     def __init__(
