@@ -1,4 +1,4 @@
-"""Encodes whatever a step asks for beyond a token per row, and decodes the answers."""
+"""Encodes the parts of a step beyond a token per row, and decodes their answers."""
 
 from __future__ import annotations
 
