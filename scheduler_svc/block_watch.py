@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-# Unread events of one watch: as many as a large cache that is filled twice sends.
+# Maximum of unread events of a watch: those of a large cache that is filled twice.
 MAX_UNREAD = 1 << 18
-# Watches of one cache. Its watchers are frontends that choose among engines, and operators.
+# Maximum of watches of a cache. Watchers are frontends that choose among engines, and operators.
 MAX_WATCHES = 16
 _MAX_CHAIN = 512  # blocks that are visited to yield one block
 

@@ -69,7 +69,7 @@ class Engine:
     `emit` receives the outputs of each step. With `sync`, a step is planned only once the answer to
     the previous step has been applied; the tokens do not change. Without `grammars`, requests for
     structured output are rejected. `on_serving` is called with False when requests start to wait
-    for lost workers or for the trial of suspects, and with True when they no longer wait.
+    for lost workers or for the trial of suspects. It is called with True when they stop waiting.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Engine:
 
     async def _is_answered(self, wait_s: float) -> bool:
         """Waits for the answer to the oldest step, and returns True. If another step may be sent,
-        returns False once new work arrives or `wait_s` seconds pass (0: no limit)."""
+        returns False when new work arrives first or `wait_s` seconds pass (0: no limit)."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._executor.receive())
         if len(self._in_flight) == self._max_in_flight:

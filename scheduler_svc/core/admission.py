@@ -190,7 +190,7 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
         return "sampling.logit_bias: a token id occurs twice"
     for name, ids in (
         ("logit_bias", params.bias_ids),
-        # Sent to the worker only to be banned before min_tokens.
+        # The workers receive these only to ban them before min_tokens.
         ("eos_token_ids", params.eos_token_ids if params.min_tokens else ()),
         ("stop_token_ids", params.stop_token_ids if params.min_tokens else ()),
     ):

@@ -9,10 +9,10 @@ A block is in one of three places:
                               name is forgotten
 
 Prefix caching follows vLLM's automatic prefix caching. A full block's name is a hash of its tokens
-chained with the name of the block before it, so that a name stands for the whole prefix. The first
-block is chained with the sequence's cache salt, so that only requests with that salt share its
-prefixes. Names with a salt are BLAKE2b hashes (RFC 7693) with a random key, which nobody can forge.
-For XXH3, input pairs are known that collide under any seed (issue 1127 of Cyan4973/xxHash).
+chained with the name of the block before it. A name therefore stands for the whole prefix. The
+first block is chained with the sequence's cache salt, so that only requests with that salt share
+its prefixes. Names with a salt are BLAKE2b hashes (RFC 7693) with a random key, which nobody can
+forge. For XXH3, input pairs are known that collide under any seed (issue 1127 of Cyan4973/xxHash).
 
 A fork shares the full blocks of the tokens that it has in common with its parent. The next step
 copies a partly filled block (copy on write) before it writes anything. Steps run in order, so that

@@ -1,11 +1,12 @@
-"""Each client's use of the engine, for fair queueing of requests whose cost shows only as they run
-(virtual token counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with
-weights).
+"""Each client's use of the engine, for fair queueing of requests whose cost shows only as they run.
+The method is virtual token counters, with weights (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024).
 
 The client with the smallest counter goes next. A prompt's tokens count when it is admitted, less
-the tokens found in the cache. A generated token counts twice, when it is sampled. A client whose
-long requests hold all slots therefore gets no further slot while others wait. A client that comes
-back starts at the smallest counter of the waiting clients: time without requests earns nothing.
+the tokens found in the cache. A generated token counts twice as much, when it is sampled. A
+client whose long requests hold all slots therefore gets no further slot while others wait. When a
+client comes back, its counter is raised to the smallest counter of the waiting clients, so that
+time without requests earns nothing.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 A prompt token takes longer with more tokens before it, and a step takes longer with more decodes.
 How long depends on the model and the machine, so steps are timed. Shorter times count for more,
 because the machine may do other work meanwhile. While several clients have requests, prompts get
-half of the time that a step's decodes take, or a minimum. Decodes take turns if a step takes long,
-and longer than twice the time of the client with the fewest alone. That client's decodes are in
-every step. For a single client only numbers of tokens are limited, which computes more per second.
+half of the time that a step's decodes take, or a minimum.
+
+Decodes take turns if a step with all of them takes long. It must also take more than twice as long
+as the decodes of the client with the fewest, which are in every step. The steps of a single client
+are limited only in their number of tokens, which computes more per second.
 """
 
 from __future__ import annotations

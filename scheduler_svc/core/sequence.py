@@ -61,8 +61,8 @@ _PLAIN = Request()
 
 
 class Rank(NamedTuple):
-    """The place of a sequence in the waiting queue. The lowest rank is admitted first and preempted
-    last."""
+    """The place of a sequence among waiting sequences, or among those that may be preempted. Lower
+    goes first, and is preempted last."""
 
     level: int  # its request's priority, or a level of the waiting queue that precedes them all
     arrival: int  # the number of its arrival

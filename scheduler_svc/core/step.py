@@ -54,9 +54,10 @@ class Logprobs:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The answer to a step: one sampled id per row, meaningless for rows that sample nothing, and
-    log-probabilities by index of the row that asked for them. `logprobs` are those of the sampled
-    token. `prompt_logprobs` are those of the successors of the row's tokens in the prompt."""
+    """The answer to a step: one sampled id per row, and log-probabilities by index of the row that
+    asked for them. The id of a row that samples nothing is meaningless. `logprobs` are those of the
+    sampled token. `prompt_logprobs` are those of the successors of the row's tokens in the prompt.
+    """
 
     token_ids: Seq[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)

@@ -9,10 +9,12 @@ Nothing starves, because every `OLDEST_EVERY`-th admission disregards priorities
 at these admissions, so that a flood by one client does not take them from others. All anonymous
 requests are one client here. If a client's oldest sequence is anonymous, the turn admits it.
 Otherwise the turn admits the next sequence of the oldest one's priority, so that no client gets
-more than its share among equals. An anonymous sequence is admitted after at most
-`OLDEST_EVERY * c * (n + 1)` admissions, where c clients wait and n anonymous sequences in the queue
-arrived before it. Short prompts do not count: they may overtake where they delay no other sequence.
-A sequence admitted in this way gets the best rank, so that it is preempted last.
+more than its share among equals. A sequence admitted in this way gets the best rank, so that it is
+preempted last.
+
+An anonymous sequence is admitted after at most `OLDEST_EVERY * c * (n + 1)` admissions if c clients
+wait and n older anonymous sequences are in the queue. Short prompts do not count: they may overtake
+where they delay no other sequence.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ class WaitingQueue:
         self.usages = ClientUsages()
         self._max_short_tokens = max_short_tokens
         self._sequences: dict[Sequence, ClientUsage] = {}  # the usage by which each is ordered
-        # The usage of sequences that have run already, which go ahead of all others.
+        # The usage of sequences that count as preempted, which go ahead of all others.
         self._preempted = ClientUsage(-1, ANONYMOUS)
         self._preempted.num_tokens = -1.0
         self._arrivals = itertools.count()

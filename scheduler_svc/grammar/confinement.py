@@ -62,8 +62,8 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # with EPERM
 # These numbers are the same on all architectures.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
 _LANDLOCK_VERSION = 1
-# Numbers of bits for rights, by the first ABI that knows them: rights to files, to TCP (bind,
-# connect), and to abstract Unix sockets and signals of other processes.
+# Numbers of bits for rights, by the first ABI that knows them. The rights are to files, to TCP
+# (bind, connect), and to abstract Unix sockets and signals of other processes.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16, 9: 17}
 _TCP_RIGHTS = {4: 2}
 _SCOPES = {6: 2}

@@ -184,7 +184,7 @@ class Constraints:
             elif isinstance(outcome, bytes):  # workers would fail at it, for all sequences
                 log.error("a mask of another size, or of nothing", bytes=len(outcome))
                 self._end(seq, FinishCause.INTERNAL, "internal error")
-            else:  # the model has no end tokens, or it was resubmitted with all its tokens
+            else:  # the model has no end tokens, or all tokens were resubmitted
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
         return masks
 

@@ -175,7 +175,7 @@ class GrammarUse:
 
 class RemoteMatcher:
     """The matcher of a completion, which is in its grammar's process. The completion is
-    tokens[start:], to which the sequence appends. `_num_told` counts those that the process knows.
+    tokens[start:], to which the sequence appends. The process knows the first `_num_told` tokens.
     """
 
     __slots__ = ("__weakref__", "_num_told", "_number", "_process", "_start", "_tokens", "_use")

@@ -29,7 +29,7 @@ Outcome = bytes | None | GrammarError
 class GrammarProcess:
     """A process, from its fork to its end. Make one request at a time: nothing tells two apart.
 
-    `is_usable` becomes false when the process has died, or was killed because it failed to answer.
+    `is_usable` becomes false when the process has died or was killed.
     """
 
     def __init__(self, forked: Forked, pidfd: int) -> None:

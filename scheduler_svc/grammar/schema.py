@@ -1,9 +1,9 @@
 """Finds the parts of a JSON schema that a grammar would not enforce.
 
-xgrammar silently ignores keywords that it does not know. It also ignores all keywords beside
-`$ref`, `enum`, `anyOf` and similar ones. A completion that does not match its schema is worse than
-an error, so such schemas are rejected. Schemas for which xgrammar would allow text that is not JSON
-are rejected, too.
+xgrammar silently ignores keywords that it does not know. It also ignores every keyword beside
+`$ref`, `enum`, `anyOf` or a similar keyword. A completion that does not match its schema is worse
+than an error, so such schemas are rejected. Schemas for which xgrammar would allow text that is not
+JSON are rejected, too.
 
 xgrammar reads some schemas more strictly than JSON Schema does, which is accepted. It leaves out
 properties and items that a schema does not name beside others. Properties come in the schema's

@@ -12,7 +12,7 @@ from scheduler_svc.core.step import Output
 from scheduler_svc.rpc.frontend_messages import step_output
 from shared.pb import scheduler_pb2
 
-# Unread outputs of one frontend: about five seconds of a busy engine, or 50 MB.
+# Maximum of unread outputs of a frontend: about five seconds of a busy engine, or 50 MB.
 _MAX_UNREAD = 1 << 18
 _OUTPUTS_AT_ONCE = 4096  # in one turn of the event loop
 

@@ -35,7 +35,7 @@ from shared.rpc.turns import Turns
 log = structlog.get_logger(__name__)
 
 _ABORTS_AT_ONCE = 64  # in one turn of the event loop
-# Watchers of the cache receive a message at least this often, with the load if with nothing else.
+# Watchers of the cache receive a message at least this often, without events if there are none.
 _LOAD_EVERY_S = 0.5
 _FLUSH_POLL_S, _MAX_FLUSH_S = 0.02, 600.0
 
@@ -71,7 +71,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         await self._trials.run()
 
     def fail(self) -> None:
-        """Makes streams end as if the process had died, which ends because its engine failed."""
+        """Makes streams end as if the process had died. It does end, because its engine failed."""
         self._failed = True
 
     def set_serving(self, serving: bool) -> None:

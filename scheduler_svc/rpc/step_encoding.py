@@ -18,7 +18,7 @@ __all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
 
 
 def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
-    """Encodes a step of T tokens of S sequences, which are the shapes in `worker.proto`."""
+    """Encodes a step of T tokens of S sequences, with T and S as in `worker.proto`."""
     rows, seqs = step.rows, [row.seq for row in step.rows]
     starts = np.array([row.start for row in rows], np.int32)
     query_lens = np.array([row.num_tokens for row in rows], np.int32)

@@ -11,7 +11,7 @@ the scheduler then dies, no other request can be the cause.
 A suspect passes with its next few tokens. They may take long, because beams end together and
 prompts are long. A trial of suspects with n losses therefore lasts at most 2 ** n seconds, and at
 most about a minute. It is short while the suspects are likely to be innocent, and long enough for
-guilty ones later.
+guilty suspects later.
 """
 
 from __future__ import annotations

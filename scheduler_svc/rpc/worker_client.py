@@ -43,8 +43,8 @@ _INFO_TIMEOUT_S = 10.0
 _REOPEN_S = 10.0
 # Workers that fail at every step are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
-# A silent rank is found within `hang_timeout_s`. These are shares of it: the time between polls,
-# and the time for the answer to a call once two polls in a row have seen no progress.
+# Shares of `hang_timeout_s`, within which a silent rank is found. The first is the time between
+# polls. Once two polls in a row have seen no progress, the second is the time to answer a call.
 _POLL_SHARE, _ANSWER_SHARE = 0.12, 0.7
 
 
