@@ -39,8 +39,8 @@ async def serve(
     """Serves until a signal arrives.
 
     Args:
-        link: to the grammar host, which runs beside this.
-        metrics: where the engine counts.
+        link: the link to the grammar host, which runs in a process beside this one.
+        metrics: the metrics that the engine updates.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.
@@ -57,7 +57,7 @@ async def serve(
         _run_engine(settings, server, servicer, link, metrics or EngineMetrics())
     )
 
-    def on_failed(_: object) -> None:  # it only ends by failing
+    def on_failed(_: object) -> None:  # the engine only ends by failing
         servicer.fail()
         server.stop()
 

@@ -1,4 +1,4 @@
-"""The prefix cache's contents as told to those who watch it."""
+"""Events that tell watchers which blocks the prefix cache stores and removes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-# Events that may wait to be read: a large cache that is filled twice.
+# Maximum of unread events of a watch: those of a large cache that is filled twice.
 MAX_UNREAD = 1 << 18
-# Of one cache: frontends that choose among engines, or operators.
+# Maximum of watches of a cache. Watchers are frontends that choose among engines, and operators.
 MAX_WATCHES = 16
-_MAX_CHAIN = 512  # blocks that are looked at for the sake of one
+_MAX_CHAIN = 512  # blocks that are visited to yield one block
 
 
 class StoredBlock(NamedTuple):
@@ -35,8 +35,8 @@ BlockEvent = StoredBlock | Removed | Cleared
 
 
 class Snapshot:
-    """The stored blocks at one time. Iterating consumes them, a bounded amount of work per block:
-    whatever is stored or removed meanwhile changes nothing."""
+    """The blocks stored at one time. Blocks stored or removed later do not change the snapshot.
+    Iterating consumes it, with a bounded amount of work per block."""
 
     def __init__(self, contents: dict[bytes, StoredBlock]) -> None:
         self._left = contents.copy()
@@ -45,8 +45,8 @@ class Snapshot:
         return len(self._left)
 
     def __iter__(self) -> Iterator[StoredBlock]:
-        """Each block comes after its parent, if that is stored. The exception are longer chains
-        than `_MAX_CHAIN` of which each block was stored before its parent."""
+        """Yields each block after its parent, if the parent is stored. The exception is a chain
+        longer than `_MAX_CHAIN` in which each block was stored before its parent."""
         for first in list(self._left):
             name: bytes | None = first
             chain: list[StoredBlock] = []
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 class BlockWatch:
-    """Events that one watcher has yet to be told. They follow on the snapshot."""
+    """A snapshot for one watcher, and the later events that the watcher has not read."""
 
     def __init__(self, contents: dict[bytes, StoredBlock]) -> None:
         self.snapshot = Snapshot(contents)
@@ -75,13 +75,13 @@ class BlockWatch:
         self._news.set()
 
     def take(self) -> list[BlockEvent]:
-        """Returns what has happened since the last call."""
+        """Returns the events since the last call."""
         self._news.clear()
         events, self._events = self._events, []
         return events
 
     async def read(self, timeout_s: float) -> list[BlockEvent]:
-        """Waits for something to happen, up to `timeout_s`, and returns it."""
+        """Waits up to `timeout_s` seconds for an event, and returns all unread events."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()

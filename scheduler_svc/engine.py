@@ -1,7 +1,7 @@
-"""The engine loop: schedule a step, have it run, apply its answer, tell the frontends.
+"""The engine loop: schedules a step, has it run, applies its answer and informs the frontends.
 
-One step ahead: while the workers run step N, step N + 1 is already with them, so that they never
-wait for what happens here."""
+The loop runs one step ahead. While the workers run step N, they already hold step N + 1, so that
+they never wait for the scheduler."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from scheduler_svc.suspects import Suspects
 
 log = structlog.get_logger(__name__)
 
-_SHARE_FOR_MASKS = 0.5  # of a step's time; the rest is for planning and sending the next one
+_SHARE_FOR_MASKS = 0.5  # of a step's time; the rest is for planning and sending the next step
 
 
 class WorkersLostError(Exception):
-    """A worker is gone and has taken the cache with it."""
+    """A worker is lost, and with it the cache."""
 
 
 class Executor(Protocol):
@@ -40,23 +40,23 @@ class Executor(Protocol):
         """Queues `step` behind those sent before it.
 
         Raises:
-            WorkersLostError: it will never be answered.
+            WorkersLostError: the step will never be answered.
         """
 
     async def receive(self) -> Answer:
-        """The answer to the oldest step that `receive` has not been called for.
+        """Returns the answer to the oldest step that `receive` has not been called for.
 
         Raises:
             WorkersLostError: the answer will never come.
         """
 
     async def watch(self) -> str:
-        """Returns the reason once the workers are lost; `receive` then raises if steps are in
-        flight."""
+        """Waits until the workers are lost, and returns the reason. `receive` then raises if steps
+        are in flight."""
 
     async def recover(self) -> None:
-        """Returns once steps can run again, on an empty cache of the same size; steps sent earlier
-        are forgotten. Waits for workers that cannot run any step."""
+        """Waits until the workers can run steps again, on an empty cache of unchanged size. Steps
+        sent earlier are forgotten. While workers cannot run any step, this waits for them."""
 
 
 async def _tell_nobody(_: bool) -> None:
@@ -66,10 +66,10 @@ async def _tell_nobody(_: bool) -> None:
 class Engine:
     """Owns the scheduler. Call its methods only from the event loop that runs `run`.
 
-    `emit` receives the news after each step. With `sync` a step is planned only once the answer to
-    the previous one has been applied; the tokens are the same. Without `grammars`, requests for
-    structured output are refused. `on_serving` is called with False when requests start to wait,
-    for lost workers or while suspects are tried, and with True when they stop.
+    `emit` receives the outputs of each step. With `sync`, a step is planned only once the answer to
+    the previous step has been applied; the tokens do not change. Without `grammars`, requests for
+    structured output are rejected. `on_serving` is called with False when requests start to wait
+    for lost workers or for the trial of suspects. It is called with True when they stop waiting.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Engine:
         self._serving = True
         self._steps_ahead = 0 if sync else 1
         self._max_in_flight = 1 + self._steps_ahead
-        self._in_flight: deque[tuple[Step, float]] = deque()  # and when it was sent; oldest first
+        self._in_flight: deque[tuple[Step, float]] = deque()  # and its send time; oldest first
         self._free_since = clock()  # when the workers could have begun the next step
-        self._answer: asyncio.Future[Answer] | None = None  # to the oldest of them
+        self._answer: asyncio.Future[Answer] | None = None  # to the oldest step in flight
         self._wake = asyncio.Event()
         self._at_rest = asyncio.Event()
         self._suspects: Suspects[Sequence] = Suspects()
@@ -114,8 +114,8 @@ class Engine:
         self._constraints = Constraints(grammars, self) if grammars else None
 
     def submit(self, seq: Sequence, n: int = 1) -> None:
-        """Takes in a sequence and the other n - 1 completions of its prompt. A refusal is emitted
-        once for all of them."""
+        """Accepts or rejects a sequence and the other n - 1 completions of its prompt. A rejection
+        is emitted once for all of them."""
         if seq.params.grammar is None:
             self.queue(seq, n)
         elif self._constraints:
@@ -125,7 +125,7 @@ class Engine:
             self.refuse(seq, End(FinishCause.INVALID, message))
 
     def queue(self, seq: Sequence, n: int) -> None:
-        """Takes in a sequence that may be scheduled right away."""
+        """Queues a sequence that may be scheduled at once, or emits its rejection."""
         if end := self.scheduler.add(seq, n):
             self.refuse(seq, end)
         else:
@@ -140,18 +140,18 @@ class Engine:
         self.emit([Output(seq, end=end)])
 
     def wake(self) -> None:
-        """Has the loop look for something to schedule."""
+        """Makes the loop look for work to schedule."""
         self._wake.set()
 
     def abort(self, key: SequenceKey) -> None:
         if self._constraints:
             self._constraints.abort(key)
         self.scheduler.abort(key)
-        self.wake()  # others may have waited for it alone
+        self.wake()  # other sequences may have waited for this one only
 
     def abort_connection(self, connection: int, limit: int | None = None) -> bool:
-        """Ends all sequences that came from one frontend's stream, or up to `limit` of them.
-        Returns whether there may be others."""
+        """Aborts all sequences that came from one frontend's stream, or up to `limit` of them.
+        Returns whether there may be more."""
         constraints = self._constraints
         more = constraints is not None and constraints.abort_connection(connection, limit)
         keys = [key for key in self.scheduler.open_sequences() if key.connection == connection]
@@ -161,7 +161,7 @@ class Engine:
         return more or (limit is not None and len(keys) > limit)
 
     async def rest(self) -> None:
-        """Returns once there is nothing to do and no step is in flight."""
+        """Waits until there is nothing to do and no step is in flight."""
         await self._at_rest.wait()
 
     async def run(self) -> None:
@@ -180,7 +180,7 @@ class Engine:
                 self._constraints.close()
 
     async def _iterate(self) -> None:
-        """Sends what steps it can, then waits for an answer or for something new to send."""
+        """Sends the steps that may be sent, then waits for an answer or for new work."""
         self._wake.clear()
         if self._watching and self._watching.done():
             raise WorkersLostError(self._watching.result())
@@ -198,8 +198,8 @@ class Engine:
             self._apply_answer()
 
     async def _send_steps(self) -> float:
-        """Sends as many steps as may be in flight. Returns the seconds that the next one is to wait
-        for masks; 0 if it need not, or if there is none."""
+        """Sends as many steps as may be in flight. Returns the seconds that the next step must wait
+        for masks; 0 if it need not wait, or if there is no next step."""
         while len(self._in_flight) < self._max_in_flight:
             if wait_s := self._masks_wait_s():
                 return wait_s
@@ -207,12 +207,12 @@ class Engine:
             if step is None:
                 break
             self._traces.begin(step)
-            self._in_flight.append((step, self.clock()))  # first: if it cannot be sent, it failed
+            self._in_flight.append((step, self.clock()))  # first: a step that cannot be sent fails
             await self._executor.send(step)
         return 0.0
 
     def _apply_answer(self) -> None:
-        """Applies the answer to the oldest step, and tells everybody."""
+        """Applies the answer to the oldest step, and informs frontends and observers."""
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         step, sent_at = self._in_flight.popleft()
@@ -230,8 +230,8 @@ class Engine:
             observer.step_answered(step, timing)
 
     async def _is_answered(self, wait_s: float) -> bool:
-        """Waits for the answer to the oldest step. Returns False if another step may be sent and
-        something new turns up first, or `wait_s` seconds pass; 0: any number."""
+        """Waits for the answer to the oldest step, and returns True. If another step may be sent,
+        returns False when new work arrives first or `wait_s` seconds pass (0: no limit)."""
         if self._answer is None:
             self._answer = asyncio.ensure_future(self._executor.receive())
         if len(self._in_flight) == self._max_in_flight:
@@ -246,8 +246,8 @@ class Engine:
         return answer.done()
 
     def _masks_wait_s(self) -> float:
-        """The seconds for which the next step waits for masks, so that their sequences are in it:
-        the workers are busy with the one before for longer."""
+        """The seconds that the next step waits for masks, so that it includes their sequences. The
+        workers are busy with the previous step for longer than that."""
         if not self._in_flight or not self._constraints or not self._constraints.are_due:
             return 0.0
         step, _ = self._in_flight[-1]

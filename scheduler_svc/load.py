@@ -1,4 +1,4 @@
-"""Measures how busy the engine is, over the last few seconds."""
+"""Measures how busy the engine has been over the last few seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _UNKNOWN_RETRY_S = 1.0
 
 
 class Rate:
-    """Events per second over roughly the last `window_s` seconds, the most recent weighing most: it
-    decays exponentially. Times are seconds of one clock, never decreasing."""
+    """Events per second over roughly the last `window_s` seconds. The weight of an event decays
+    exponentially with its age. Times are seconds of one clock and never decrease."""
 
     def __init__(self, now: float, window_s: float = 10.0) -> None:
         self._window_s = window_s
@@ -26,7 +26,7 @@ class Rate:
         self._last = now
 
     def per_second(self, now: float) -> float:
-        # The window is not full at the start. A second at least, lest one event be a high rate.
+        # The window is not full at the start. A minimum of 1 s keeps one event from a high rate.
         seconds = self._window_s * -math.expm1(-max(now - self._start, 1.0) / self._window_s)
         return self._decayed(now) / seconds
 
@@ -35,7 +35,7 @@ class Rate:
 
 
 class Load:
-    """Watches a scheduler. `step_time_s` is averaged as the rates are."""
+    """The load of a scheduler. `step_time_s` is averaged with the weights of the rates."""
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
@@ -44,7 +44,7 @@ class Load:
         self._counted = (0, 0)
 
     def step_answered(self, _: Step, timing: StepTiming) -> None:
-        """Counts a step, and what has happened since the one before."""
+        """Counts a step, and the tokens and admissions since the previous step."""
         stats, now = self._scheduler.stats, timing.answered_at
         tokens, admissions = self._counted
         self._counted = (stats.sampled_tokens, stats.admissions)
@@ -61,15 +61,15 @@ class Load:
         return self._step_seconds.per_second(now) / steps if steps else 0.0
 
     def prompt_token_s(self) -> float:
-        """Seconds that a prompt's token takes, with its share of the decodes in its step; 0 if that
-        is not known."""
+        """Seconds that a prompt token takes, including its share of the decodes in its step; 0 if
+        unknown."""
         scheduler = self._scheduler
         token_s = scheduler.pace.prompt_token_s
         decodes_s = scheduler.pace.decodes_s(scheduler.num_running)
         return token_s and token_s + decodes_s / scheduler.limits.max_num_prefill_tokens
 
     def queue_s(self, now: float) -> float:
-        """The seconds until a sequence that came now would be admitted, for want of room."""
+        """The seconds that a sequence arriving now would wait for room."""
         if not self._is_full:
             return 0.0
         rate = self._admissions.per_second(now)
@@ -78,8 +78,8 @@ class Load:
         return min((self._scheduler.num_waiting + 1) / rate, _MAX_RETRY_S)
 
     def retry_after_s(self, now: float) -> float:
-        """The seconds that a refused request should wait: until a tenth of the queue has been
-        admitted at the current rate, so that requests refused together find room."""
+        """The seconds that a rejected request should wait. By then, at the current rate, a tenth of
+        the queue has been admitted, so that requests rejected together find room."""
         rate = self._admissions.per_second(now)
         if not rate:
             return _UNKNOWN_RETRY_S
@@ -87,7 +87,7 @@ class Load:
 
     @property
     def _is_full(self) -> bool:
-        """Whether a sequence that came now would wait for another to end."""
+        """Whether a sequence arriving now would wait for another sequence to end."""
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         is_short = scheduler.num_waiting > 0 and blocks.num_free_blocks < blocks.num_blocks // 16
         return scheduler.num_running >= scheduler.limits.max_num_seqs or is_short

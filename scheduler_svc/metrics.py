@@ -15,11 +15,11 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineMetrics(ServiceMetrics):
-    """The engine counts here, once per step; the rest is read from its scheduler."""
+    """Metrics that the engine updates once per step, and others read from its scheduler."""
 
     def __init__(self, model: str = "") -> None:
         super().__init__(model)
-        self.scheduler: Scheduler | None = None  # once the workers have been there
+        self.scheduler: Scheduler | None = None  # set once the workers have connected
         self.serving = False
         self.epochs = 0
         self.recovery = Histogram(RECOVERY_SECONDS)

@@ -21,9 +21,9 @@ class SchedulerSettings(ServiceSettings):
 
     program: ClassVar[str] = "python -m scheduler_svc"
 
-    # Prompts arrive as ids, already checked: room for the longest one that any model takes.
+    # Prompts arrive as token ids, already checked. The longest prompt of any model must fit.
     max_message_bytes: int = Field(64 << 20, gt=0)
-    # Frontends hold the streams and resubmit their requests: there is nothing to wait for.
+    # The drain need not wait: frontends hold the streams and resubmit their requests.
     drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
     engine_name: EngineName = Field("0", description="what this engine is called among several")

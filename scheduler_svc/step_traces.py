@@ -1,8 +1,8 @@
-"""The engine's spans in the traces of requests: their wait, some of their steps, and losses.
+"""The engine's spans in the traces of requests: time in the queue, some steps, and recoveries.
 
-A step serves many requests, so it has a span in the trace of each that is traced; and below that
-one, one for each rank that ran it. Of a request's steps the first few have spans, also after a
-loss, then one in many.
+A step serves many requests, so it has a span in the trace of each traced request. Below that span
+is one span for each rank that ran the step. A request's first steps have spans, and so do its
+first steps after a loss of workers. After these, one step in `_EVERY` has a span.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MAX_SPANS = 16  # of a step
 
 
 class StepTraces:
-    """Traces the sequences that are added; none without `tracing`."""
+    """Traces the sequences that are added. Without `tracing`, nothing is traced."""
 
     def __init__(self, tracing: Tracing | None) -> None:
         self._tracing = tracing
-        # Of each traced sequence, its steps since the last loss.
+        # The number of steps of each traced sequence since the last loss.
         self._num_steps: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
-        self._waiting: WeakSet[Sequence] = WeakSet()  # those of them that have had none at all
+        self._waiting: WeakSet[Sequence] = WeakSet()  # traced, but never in a step
         self._spans: dict[Step, list[Span]] = {}  # of steps in flight
 
     def add(self, seq: Sequence) -> None:
@@ -39,7 +39,7 @@ class StepTraces:
             self._waiting.add(seq)
 
     def begin(self, step: Step) -> None:
-        """Begins the spans of a step that is about to be sent, which the ranks continue."""
+        """Begins the spans of a step that is about to be sent. The ranks add spans below them."""
         if not self._num_steps or not self._tracing:
             return
         spans = [span for row in step.rows if (span := self._begin_row(step, row))][:_MAX_SPANS]
@@ -83,7 +83,7 @@ class StepTraces:
         self._spans.clear()
 
     def recovered(self, lost_at: float) -> None:
-        """Adds the time since the loss to the traces of those that it kept waiting."""
+        """Adds the time since the loss to the trace of each sequence that has not ended."""
         if self._tracing:
             for seq in self._num_steps:
                 if seq.status is not Status.FINISHED:

@@ -1,7 +1,7 @@
 """Sequences that may make the workers fail, computed again in the groups of `shared.suspects`.
 
-The engine makes sure before each attempt that the workers run a step of its own: workers that fail
-at everything convict no sequence.
+Before each attempt, the engine makes sure that the workers can run a step of the engine's own.
+Workers that fail at every step therefore convict no sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 class Suspects(Generic[Candidate]):
-    """Sequences that were in flight when workers were lost, and have not got past that since."""
+    """Sequences that were in flight when workers were lost, and have not been computed further."""
 
     def __init__(self) -> None:
         self._records: dict[Candidate, Record] = {}
-        self._groups: list[list[Candidate]] = []  # the first is on trial; never an empty one
+        self._groups: list[list[Candidate]] = []  # the first is on trial; none is empty
 
     def __len__(self) -> int:
         return len(self._records)
@@ -36,11 +36,11 @@ class Suspects(Generic[Candidate]):
         """Counts a loss of the workers.
 
         Args:
-            in_flight: the sequences being computed, each with the number of tokens that it would
-                have had computed.
+            in_flight: the sequences in flight, each with the number of its tokens that would have
+                been computed.
 
         Returns:
-            The culprit, if it is now known, which is then forgotten.
+            The culprit, if it is now known. It is no longer a suspect.
         """
         for each, end in in_flight.items():
             record = self._records.setdefault(each, Record())
@@ -52,7 +52,7 @@ class Suspects(Generic[Candidate]):
         return culprit
 
     def passed(self, each: Candidate, num_tokens: int) -> None:
-        """Takes note that `num_tokens` of a sequence, suspect or not, are computed."""
+        """Notes that `num_tokens` tokens of a sequence, suspect or not, are computed."""
         record = self._records.get(each)
         if record is not None and num_tokens >= record.goal:
             self.forget(each)

@@ -1,4 +1,4 @@
-"""Decides which sequences are refused on arrival."""
+"""Decides which sequences are rejected on arrival."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shared.sampling_params import BOUNDS, NUMBERS, Range
 
 _MAX_REQUEST = (1 << 64) - 1
 _RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}
-# Tokens of all beams of a request, which come out in the step that ends the search.
+# Limit on the tokens of all beams of a request. The step that ends the search outputs them all.
 MAX_BEAM_TOKENS = 1 << 17
 _MAX_LOGPROBS = BOUNDS["logprobs"].engine.high
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on a step (`max_num_seqs`, `max_num_batched_tokens`, and `max_num_prefill_tokens` for
-    prompts that share it with decodes), on a sequence and on the queue."""
+    """Limits on a step, on a sequence and on the queue. `max_num_prefill_tokens` limits the prompt
+    tokens of a step that also has decodes."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -42,16 +42,16 @@ def refusal(
     *,
     shares: bool,
 ) -> End | None:
-    """The reason to refuse a sequence and the other n - 1 completions of its prompt, or None. They
-    count as one in the queue, where only the first of them waits.
+    """The end of a sequence and the other n - 1 completions of its prompt if they must be rejected,
+    else None. They count as one in the queue, where only the first completion waits.
 
     Args:
-        shares: whether its client must leave room in the queue for others.
+        shares: whether the sequence's client must leave room in the queue for others.
     """
     if problem := _problem(seq, n, limits):
         return End(FinishCause.INVALID, problem)
     if seq.request.resubmitted:
-        return None  # it was in the queue, or beyond it, when the connection was lost
+        return None  # it was waiting or running when the connection was lost
     if spent := budgets.refusal(seq.request.client, seq.request.arrival):
         message, retry_after_s = spent
         return End(FinishCause.QUEUE_FULL, message, retry_after_s)
@@ -73,9 +73,10 @@ def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
 
 
 def _full_for_client(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
-    """A client may have as much waiting as there is room left, so that however many flood the
-    queue, there is room for another (dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length
-    Thresholds for Shared-Memory Packet Switches", 1998). Callers without a name are one client."""
+    """Names the share of the queue that a client would exceed; empty if none. A share equals the
+    room that is left, so that there is room for another client however many flood the queue.
+    (Dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory
+    Packet Switches", 1998.) Callers without a name count as one client."""
     length, num_tokens = waiting.waiting_of(seq.request.client)
     if not length:
         return ""
@@ -132,7 +133,7 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
-    """Names a sampling parameter that no worker could run and its range; empty if none."""
+    """Names a sampling parameter that no worker can run, and its range; empty if none."""
     if params.beam_width and (params.num_logprobs or 0) > vocab_size:
         return (
             f"sampling.beam_width: {params.beam_width}; needs {params.num_logprobs} candidates, "
@@ -154,7 +155,7 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
 
 
 def _beam_problem(params: SamplingParams) -> str:
-    """Names what of a beam search would take too long within one step."""
+    """Names a reason why a beam search would take too long within one step; empty if none."""
     if params.beam_width and (params.num_logprobs or 0) > _MAX_LOGPROBS:
         return (
             f"sampling.beam_width: {params.beam_width} beams with "
@@ -189,7 +190,7 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
         return "sampling.logit_bias: a token id occurs twice"
     for name, ids in (
         ("logit_bias", params.bias_ids),
-        # Sent to the worker only to be banned before min_tokens.
+        # The workers receive these only to ban them before min_tokens.
         ("eos_token_ids", params.eos_token_ids if params.min_tokens else ()),
         ("stop_token_ids", params.stop_token_ids if params.min_tokens else ()),
     ):

@@ -1,23 +1,23 @@
-"""Paged KV cache bookkeeping: who holds which block, and which free blocks still hold a prefix.
+"""Paged KV cache bookkeeping: which sequences hold a block, and which free blocks hold a prefix.
 
 A block is in one of three places:
 
     free ───allocate───▶ in use (reference count > 0) ──last release──▶ free, if it has no name
                             ▲                                      └──▶ cached, if published
     cached ──match_prefix───┤
-    cached ──allocate───────┘ the least recently released first, when no free one is left; its
+    cached ──allocate───────┘ the least recently released first, when no free block is left; its
                               name is forgotten
 
-Prefix caching after vLLM's automatic prefix caching: a full block is named by a hash of its tokens
-chained with the name of the block before it, so that a name stands for the whole prefix. The
-first is chained with the sequence's cache salt: only those who know a salt share its prefixes.
-Where there is one, names are BLAKE2b's (RFC 7693) with a random key, which nobody can forge: of
-XXH3 pairs of inputs are known that collide under any seed (issue 1127 of Cyan4973/xxHash).
+Prefix caching follows vLLM's automatic prefix caching. A full block's name is a hash of its tokens
+chained with the name of the block before it. A name therefore stands for the whole prefix. The
+first block is chained with the sequence's cache salt, so that only requests with that salt share
+its prefixes. Names with a salt are BLAKE2b hashes (RFC 7693) with a random key, which nobody can
+forge. For XXH3, input pairs are known that collide under any seed (issue 1127 of Cyan4973/xxHash).
 
-A fork shares the full blocks of what it has in common with its parent. What it has of a partly
-filled one is copied (copy on write) by the next step, before that writes anything; steps run in
-order, so that what a copy reads may be written by a step in flight, and may be handed out as soon
-as the copy is part of a step. Until then its source stays in use, also when nobody else holds it.
+A fork shares the full blocks of the tokens that it has in common with its parent. The next step
+copies a partly filled block (copy on write) before it writes anything. Steps run in order, so that
+a step in flight may write what a copy reads. The source of a copy stays in use, even if no sequence
+holds it, until the copy is part of a step. Then it may be handed out.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_evictions = 0  # of cached blocks, for the sake of new content
+        self.num_evictions = 0  # of cached blocks, to make room for new content
         self._seed = secrets.randbits(64)
-        # Copied rather than made anew, which takes half as long again.
+        # Copied for each hash: making a new object takes half as long again.
         self._keyed = hashlib.blake2b(key=secrets.token_bytes(32), digest_size=_NAME_BYTES)
         self._watches: list[BlockWatch] = []
         self.reset()
 
     def reset(self) -> None:
-        """Empties every block and forgets who held it: the cache has been lost."""
+        """Empties every block and forgets its holders. Call it when the cache has been lost."""
         self._ref_counts = array("i", bytes(4 * self.num_blocks))
         self._free = deque(range(self.num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -61,13 +61,13 @@ class BlockManager:
         self._name_of: dict[int, bytes] = {}
         self._contents: dict[bytes, StoredBlock] = {}  # by name
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
-        # Of waiting sequences that found too few, the free blocks that they needed.
+        # The free blocks needed by each waiting sequence that found too few.
         self._needed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         for watch in self._watches:
             watch.add(Cleared())
 
     def flush(self) -> bool:
-        """Empties every block; False, with nothing changed, while any is in use."""
+        """Empties every block. Returns False and changes nothing while any block is in use."""
         if self.num_free_blocks < self.num_blocks:
             return False
         self.reset()
@@ -75,7 +75,7 @@ class BlockManager:
 
     @contextmanager
     def watched(self) -> Iterator[BlockWatch]:
-        """Has a watch told what is published and what of it is evicted, as long as it is open."""
+        """Opens a watch, which receives the blocks that are published and evicted meanwhile."""
         watch = BlockWatch(self._contents)
         self._watches.append(watch)
         try:
@@ -89,7 +89,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out: empty ones and those that only cache a prefix."""
+        """Blocks that can be handed out: empty blocks, and blocks that only cache a prefix."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -101,11 +101,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate_prompt(self, seq: Sequence) -> bool:
-        """Gives a waiting sequence blocks for all its tokens, the longest published prefix shared.
+        """Gives a waiting sequence blocks for all its tokens, and shares the longest published
+        prefix.
 
-        At least one token is left to compute: the logits of the last one are needed. False, with
-        nothing changed, when there are too few blocks; asking again takes constant time until
-        there may be enough.
+        At least one token is left to compute, because the logits of the last token are needed.
+        Returns False and changes nothing when there are too few blocks. Another call then takes
+        constant time until there may be enough blocks.
         """
         if self._needed.get(seq, 0) > self.num_free_blocks:
             return False
@@ -127,9 +128,9 @@ class BlockManager:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Gives a sequence that holds no blocks as many as its tokens need. All but its last token
-        are its parent's: what of them the parent has computed need not be computed again. False,
-        with nothing changed, when there are too few blocks."""
+        """Gives a child, which holds no blocks, as many blocks as its tokens need. All its tokens
+        but the last are its parent's, and those that the parent has computed are shared. Returns
+        False and changes nothing when there are too few blocks."""
         shared = min(child.num_tokens - 1, parent.num_computed_tokens)
         full, partial = divmod(shared, self.block_size)
         missing = self.blocks_for(child.num_tokens) - full
@@ -141,7 +142,7 @@ class BlockManager:
         child.block_table.extend(self._take() for _ in range(missing))
         if partial:
             source = parent.block_table[full]
-            source = self._copies.get(source, source)  # if it is itself still to be copied
+            source = self._copies.get(source, source)  # if it is a copy that is not made yet
             self._ref_counts[source] += 1
             self._copies[child.block_table[full]] = source
         child.block_hashes = parent.block_hashes[:full]
@@ -150,8 +151,8 @@ class BlockManager:
         return True
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """The block copies, (from, to), that the step being planned must make; each is handed out
-        once."""
+        """Returns the block copies, (from, to), that the step being planned must make. Each copy is
+        returned once."""
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         for source, _ in copies:
@@ -159,7 +160,7 @@ class BlockManager:
         return copies
 
     def append_slot(self, seq: Sequence) -> bool:
-        """Makes room for the next token of a running sequence; False when no block is left."""
+        """Makes room for a running sequence's next token. Returns False when no block is left."""
         if seq.num_scheduled_tokens == len(seq.block_table) * self.block_size:
             if not self.num_free_blocks:
                 return False
@@ -182,7 +183,7 @@ class BlockManager:
         seq.num_published_blocks = full
 
     def free(self, seq: Sequence) -> None:
-        """Takes back a sequence's blocks. What they hold stays findable until they are needed."""
+        """Takes back a sequence's blocks. Their contents can be found until they are needed."""
         # Last block first: a prefix is evicted from its end.
         for block in reversed(seq.block_table):
             self._release(block)
@@ -233,7 +234,7 @@ class BlockManager:
                 self._release(self._copies.pop(block))
 
     def _store(self, seq: Sequence, i: int) -> None:
-        """Notes what the sequence's block number `i`, which is being published, holds."""
+        """Records the contents of the sequence's block number `i`, which is being published."""
         tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
         parent = seq.block_hashes[i - 1] if i else None
         stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.request.cache_salt)
@@ -253,8 +254,8 @@ class BlockManager:
         return blocks
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        """Names the leading blocks. At 128 bits no collision is to be expected in the life of a
-        cluster, so tokens are not compared."""
+        """Names the first `num_blocks` blocks. Tokens are not compared, because at 128 bits no
+        collision is expected in the life of a cluster."""
         name_of = self._keyed_hash if seq.request.cache_salt else self._hash
         for i in range(len(seq.block_hashes), num_blocks):
             tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()

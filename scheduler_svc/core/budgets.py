@@ -1,9 +1,9 @@
-"""Token budgets of clients: a bucket of a minute's worth of tokens each, refilled continuously
+"""Token budgets of clients: buckets that hold a minute's tokens and are refilled continuously
 (the token bucket of ITU-T I.371 and RFC 2697, with debt).
 
-What is in progress is never cut off, so a bucket may be overdrawn; until it is paid off, new
-requests are refused. The buckets are this process's: a scheduler that is replaced begins with full
-ones. The module knows no clock.
+A request in progress is never cut off, so a bucket may be overdrawn. New requests are rejected
+until the debt is paid off. The buckets belong to this process, so a replaced scheduler begins with
+full buckets. The module reads no clock.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ _MIN_RETRY_S = 0.01
 
 @dataclass(slots=True)
 class _Bucket:
-    """`balance` tokens at the time `at`; `per_minute` is also the most that it holds."""
+    """A bucket with `balance` tokens at the time `at`. `per_minute` is also its capacity."""
 
     per_minute: int
     balance: float
     at: float  # seconds
 
     def refill(self, per_minute: int, now: float) -> None:
-        """Brings the balance up to date; from now on the bucket refills at `per_minute`."""
+        """Updates the balance. From now on the bucket refills at `per_minute`."""
         self.balance += max(now - self.at, 0.0) * self.per_minute / 60
         self.balance = min(self.balance, self.per_minute, per_minute)
         self.per_minute, self.at = per_minute, max(now, self.at)
 
     def wait_s(self) -> float:
-        """The seconds until the balance is positive, 0 if it is."""
+        """The seconds until the balance is positive; 0 if it is positive now."""
         return max(-self.balance * 60 / self.per_minute, _MIN_RETRY_S) if self.balance <= 0 else 0.0
 
 
 class Budgets:
-    """The buckets of all clients that have a limit, which frontends read from files: they are as
-    many as those name. Times are in seconds, of one clock."""
+    """The buckets of all clients that have a limit. Frontends read the limits from files, which
+    bound the number of buckets. Times are in seconds of one clock."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, str], _Bucket] = {}  # by client's name and limit's
+        self._buckets: dict[tuple[str, str], _Bucket] = {}  # by client name and limit name
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
 
     def refusal(self, client: Client, now: float) -> tuple[str, float] | None:
-        """The reason that a client may not begin another request, and the seconds until it may."""
+        """The reason why a client may not begin a request now and the seconds until it may, or
+        None."""
         waits = []
         for limit, per_minute in (
             ("input_tokens_per_minute", client.input_tokens_per_minute),

@@ -8,7 +8,7 @@ from math import isfinite
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client's name, share of the machine and token budgets, where 0 is without limit."""
+    """A client's name, share of the machine, and token budgets. A budget of 0 means no limit."""
 
     name: str = ""  # empty: anonymous
     weight: float = 1.0
@@ -16,7 +16,7 @@ class Client:
     output_tokens_per_minute: int = 0
 
     def problem(self) -> str:
-        """Names a value that cannot be; empty if none."""
+        """Names an invalid value; empty if none."""
         if not (isfinite(self.weight) and self.weight > 0):
             return f"client.weight: {self.weight}; must be finite and above 0"
         return ""

@@ -1,11 +1,12 @@
-"""Each client's use of the engine: the virtual token counters of fair queueing among requests whose
-cost shows only as they run (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024),
-with weights.
+"""Each client's use of the engine, for fair queueing of requests whose cost shows only as they run.
+The method is virtual token counters, with weights (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024).
 
 The client with the smallest counter goes next. A prompt's tokens count when it is admitted, less
-those found in the cache; a generated token counts when it is sampled, twice as much. So a client
-whose requests run on, in all slots, gets no further one while others wait. A client that comes back
-is level with the one that has had least of those that wait: time without requests earns nothing.
+the tokens found in the cache. A generated token counts twice as much, when it is sampled. A
+client whose long requests hold all slots therefore gets no further slot while others wait. When a
+client comes back, its counter is raised to the smallest counter of the waiting clients, so that
+time without requests earns nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _OUTPUT_COST = 2  # prompt tokens per generated token, as in the paper
 
 
 class ClientUsage:
-    """What one client has had; for anonymous requests, what one connection has had.
+    """The usage of one client, or of one connection's anonymous requests.
 
     `num_tokens` is in prompt tokens, divided by the client's weight.
     """
@@ -31,7 +32,7 @@ class ClientUsage:
         self.client = client
         self.num_tokens = 0.0
         self.num_open = 0  # sequences that have not ended
-        self.num_waiting = 0  # those of them that wait and have never run
+        self.num_waiting = 0  # open sequences that wait and have never run
 
     def add_input(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens / self.client.weight
@@ -41,23 +42,24 @@ class ClientUsage:
 
 
 class ClientUsages:
-    """The usage of all clients that matter: a name's is kept until no sequence at all is open."""
+    """The usages of clients. A named client's usage is kept until no sequence of any client is
+    open."""
 
     def __init__(self) -> None:
         self._usages: dict[str | int, ClientUsage] = {}  # by name, or by connection if anonymous
-        self._num_open: Counter[str] = Counter()  # sequences, by client's name
-        self._last_tokens = 0.0  # what the client had had that waited last
+        self._num_open: Counter[str] = Counter()  # open sequences, by client name
+        self._last_tokens = 0.0  # the usage of the client that waited last
 
     def __len__(self) -> int:
         return len(self._usages)
 
     @property
     def num_clients(self) -> int:
-        """Clients with open sequences; anonymous ones are one."""
+        """The number of clients with open sequences. Anonymous clients count as one."""
         return len(self._num_open)
 
     def of(self, client: Client, connection: int) -> ClientUsage:
-        """The usage that a new sequence from `client` on that connection adds to."""
+        """The usage that a new sequence from `client` on `connection` adds to."""
         key = client.name or connection
         usage = self._usages.get(key)
         if usage is None:
@@ -71,7 +73,7 @@ class ClientUsages:
         self._num_open[usage.client.name] += 1
 
     def close(self, usage: ClientUsage) -> None:
-        """Notes that a sequence has ended, and forgets usage that then no longer matters."""
+        """Notes that a sequence has ended, and forgets usages that no longer matter."""
         name = usage.client.name
         usage.num_open -= 1
         self._num_open[name] -= 1
@@ -83,14 +85,14 @@ class ClientUsages:
             del self._usages[usage.key]
 
     def join(self, usage: ClientUsage) -> None:
-        """Notes that another of a client's sequences waits for the first time."""
+        """Notes that a sequence of a client waits for the first time."""
         if not usage.num_waiting:
             waiting = (each.num_tokens for each in self._usages.values() if each.num_waiting)
             usage.num_tokens = max(usage.num_tokens, min(waiting, default=self._last_tokens))
         usage.num_waiting += 1
 
     def leave(self, usage: ClientUsage) -> None:
-        """Notes that a sequence that waited for the first time does so no longer."""
+        """Notes that a sequence that waited for the first time no longer waits."""
         usage.num_waiting -= 1
         if not usage.num_waiting:
             self._last_tokens = usage.num_tokens

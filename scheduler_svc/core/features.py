@@ -9,14 +9,14 @@ from scheduler_svc.core.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Features:
-    """Kept for the few sequences that have any. Rows that start before position `end` may need
-    columns of their own; later rows need none."""
+    """The features of one sequence; few sequences have any. Rows that start before position `end`
+    may need columns of their own. Later rows need none."""
 
     always: bool  # every token's row has columns
     end: int
     num_to_score: int  # leading tokens whose successor in the prompt gets log-probabilities
-    num_scored: int = 0  # of these, how many have been delivered
-    mask: bytes | None = None  # uint32[ceil(vocab / 32)]: what the next token may be
+    num_scored: int = 0  # how many of these have been delivered
+    mask: bytes | None = None  # uint32[ceil(vocab / 32)]: the tokens that may come next
 
     @property
     def prompt_is_scored(self) -> bool:

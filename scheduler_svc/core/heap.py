@@ -1,6 +1,6 @@
 """A heap from which any item can be removed, in logarithmic time amortized over the calls of `put`.
 
-An entry that no longer counts stays until it reaches the front or the heap is rebuilt.
+An outdated entry stays until it reaches the front or the heap is rebuilt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _MIN_ENTRIES = 64  # below which the heap is not rebuilt
 
 
 class Heap(Generic[Key, Item]):
-    """Items by key, each at most once. Of items with equal keys the first put goes first."""
+    """Items in order of their keys, each at most once. Items with equal keys are in order of
+    `put`."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Key, int, Item]] = []
@@ -27,7 +28,7 @@ class Heap(Generic[Key, Item]):
 
     @property
     def num_entries(self) -> int:
-        """Includes those that no longer count."""
+        """The number of entries, including outdated ones."""
         return len(self._entries)
 
     def put(self, item: Item, key: Key) -> None:

@@ -1,11 +1,11 @@
-"""The sequences that have not ended, and their ways from one state to another.
+"""The sequences that have not ended, and the transitions between their states.
 
     add ──▶ waiting ──admit──▶ running ──close──▶ finished
      │         ▲                 ▲ │
      │         └──── preempted ──│─┘
      └─▶ following, until the prompt that it shares is computed ──fork──▶ running or waiting
 
-Sequences that share a prompt, and the beams of a search, are looked after in `forks/`.
+`forks/` handles sequences that share a prompt, and the beams of a search.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Stats:
 
 
 class OpenSequences:
-    """Each is in exactly one place: in `waiting`, in `running`, or known to `forks` alone."""
+    """The open sequences. Each is in exactly one place: `waiting`, `running` or only `forks`."""
 
     def __init__(self, blocks: BlockManager, waiting: WaitingQueue, max_num_seqs: int) -> None:
         self.waiting = waiting
         self.running: dict[Sequence, None] = {}  # in order of admission
-        self.num_featured = 0  # of the running, those whose rows may need feature columns
+        self.num_featured = 0  # running sequences whose rows may need feature columns
         self.forks = Forks()
         self.stats = Stats()
         self.by_key: dict[SequenceKey, Sequence] = {}
@@ -58,11 +58,11 @@ class OpenSequences:
         self._fenced: dict[int, list[Sequence]] = {}
 
     def is_in_use(self, key: SequenceKey) -> bool:
-        """Whether a key belongs to a sequence, or may come to."""
+        """Whether a sequence has this key or may get it."""
         return key in self.by_key or self.forks.may_claim(key)
 
     def expired(self, now: float) -> Sequence | None:
-        """A sequence whose deadline has passed at `now`."""
+        """A sequence whose deadline has passed at `now`, or None."""
         first = self._deadlines.peek()
         return first[1] if first and first[0] <= now else None
 
@@ -78,7 +78,8 @@ class OpenSequences:
             self._open(follower)
 
     def admit(self, seq: Sequence, now: float) -> bool:
-        """Lets a waiting sequence run if there are blocks for it."""
+        """Lets a waiting sequence run if there are a slot and blocks for it. Returns whether it
+        runs."""
         if len(self.running) >= self._max_num_seqs or not self._blocks.allocate_prompt(seq):
             return False
         self.waiting.admit(seq)
@@ -87,8 +88,9 @@ class OpenSequences:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets a sequence run on what its parent has computed. If it finds no slot or no blocks, it
-        waits as preempted ones do, and later finds the prompt in the prefix cache."""
+        """Lets a child run on the tokens that its parent has computed. If there is no slot or too
+        few blocks, it waits like a preempted sequence. It later finds the prompt in the prefix
+        cache."""
         may_run = parent.status is Status.RUNNING and len(self.running) < self._max_num_seqs
         if may_run and self._blocks.fork(parent, child):
             assert parent.started is not None
@@ -97,8 +99,8 @@ class OpenSequences:
             self._queue_again(child)
 
     def advance_beams(self, advance: Advance) -> None:
-        """Makes the live beams what their search has chosen."""
-        for seq in advance.dropped:  # first: the others' children take over their numbers
+        """Ends, forks and continues live beams as their search has chosen."""
+        for seq in advance.dropped:  # first: other beams' children take over their numbers
             self.close(seq)
         for parent, child in advance.forks:
             self._open(child)
@@ -123,8 +125,8 @@ class OpenSequences:
         return seq
 
     def preempt_idle_beam(self) -> bool:
-        """Resolves a deadlock, in which idle beams hold the blocks that others need, by preempting
-        one of them. False if there is none."""
+        """Preempts an idle beam, to resolve a deadlock in which idle beams hold the blocks that
+        other sequences need. Returns False if there is nothing to preempt."""
         if self.last_answered < self.last_step or not self.waiting:
             return False
         idle = [seq for seq in self.running if self.forks.is_idle(seq)]
@@ -134,15 +136,15 @@ class OpenSequences:
         return True
 
     def restrict(self, only: Seq[Sequence] | None) -> None:
-        """Lets only these sequences run from now on, or all again if None. Preempts any others, so
-        no step may be in flight."""
+        """Lets only the sequences in `only` run from now on; None lets all run. Preempts all
+        others, so no step may be in flight."""
         self.waiting.only = only
         if only is not None:
             for seq in [seq for seq in self.running if seq not in only]:
                 self.preempt(seq)
 
     def requeue_all(self) -> None:
-        """Has all that run wait: the cache is lost, and the steps in flight."""
+        """Queues all running sequences again, after the cache and the steps in flight were lost."""
         for seq in self.running:
             self._queue_again(seq)
         self.stats.preemptions += len(self.running)
@@ -153,7 +155,7 @@ class OpenSequences:
         self._blocks.reset()
 
     def close(self, seq: Sequence) -> None:
-        """Takes a sequence out. Its blocks are freed once no step in flight still writes them."""
+        """Ends a sequence. Its blocks are freed once no step in flight still writes them."""
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
         elif seq.status is Status.RUNNING:
@@ -170,12 +172,12 @@ class OpenSequences:
             self._queue_again(leader)
 
     def close_all_of(self, seq: Sequence) -> None:
-        """Takes a sequence out, or all beams of its search."""
+        """Ends a sequence, or all beams of its search."""
         for each in self.forks.all_of(seq):
             self.close(each)
 
     def free_fenced(self, step: int) -> None:
-        """Frees the blocks of ended sequences that nothing writes once this step is answered."""
+        """Frees the blocks of ended sequences that this answered step was the last to write."""
         for seq in self._fenced.pop(step, ()):
             self._blocks.free(seq)
 

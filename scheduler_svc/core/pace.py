@@ -1,11 +1,13 @@
-"""Keeps one client's streams at their pace, whatever another has computed.
+"""Keeps one client's streams at their pace, whatever other clients compute.
 
-A prompt's token takes the longer the more come before it, and a step the longer the more decode in
-it; how long depends on the model and the machine. So steps are timed; shorter times count for more,
-since the machine may do other things meanwhile. While several clients have requests, prompts get
-half as long of a step as the decodes take, or a little. And where so many decode that a step takes
-long, and longer than twice what the client with the fewest would need alone, the others' decodes
-take turns. A single client's are limited in number only, which computes more.
+A prompt token takes longer with more tokens before it, and a step takes longer with more decodes.
+How long depends on the model and the machine, so steps are timed. Shorter times count for more,
+because the machine may do other work meanwhile. While several clients have requests, prompts get
+half of the time that a step's decodes take, or a minimum.
+
+Decodes take turns if a step with all of them takes long. It must also take more than twice as long
+as the decodes of the client with the fewest, which are in every step. The steps of a single client
+are limited only in their number of tokens, which computes more per second.
 """
 
 from __future__ import annotations
@@ -16,34 +18,35 @@ from math import inf
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Step, StepTiming
 
-_SHARED_S = 10.0  # after which a client is alone that others no longer send anything beside
+_SHARED_S = 10.0  # without sequences of other clients, until a client counts as alone
 _SHARE = 0.5  # of the time that decodes take, for prompts
-_MIN_S = 0.005  # for prompts at least
-_LONG_S = 0.05  # for decodes, or for prompts alone
-_MAX_COST = 1.25  # in time per token, of turns
-_DECAY = 0.9999  # of a time that keeps decodes out, per step, so that it is measured again
-_MIN_TOKENS = 16  # of the first prompt in a step, so that it gets on
-_MEASURE_EVERY = 16  # steps: one of decodes alone, to know what they take
-_FALL = 0.25  # weight of a new measurement if it is shorter than what was known
-_RISE = 0.1  # its weight if it is longer: that may be what else the machine does
-_MAX_FACTOR = 4.0  # between what was known and one measurement: machines pause
-_LEAST_S = 1e-7  # of a token or a step
+_MIN_S = 0.005  # the minimum for prompts
+_LONG_S = 0.05  # a long time for decodes, and the limit for prompts in a step without decodes
+_MAX_COST = 1.25  # limit on the growth of the time per token by turns
+_DECAY = 0.9999  # per step, of a time that excludes decodes, so that it is measured again
+_MIN_TOKENS = 16  # of the first prompt in a step, so that it makes progress
+_MEASURE_EVERY = 16  # steps, of which one has only decodes, to measure their time
+_FALL = 0.25  # weight of a new measurement if it is shorter than the known time
+_RISE = 0.1  # its weight if it is longer, perhaps because of the machine's other work
+_MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
+_LEAST_S = 1e-7  # the minimum time of a token or a step
 _USUAL_CONTEXT = 512  # tokens
 
 
 class Pace:
-    """Times that steps took. Decodes and contexts are told apart by the power of two below."""
+    """The times of steps, and the limits that follow from them. Numbers of decodes and lengths of
+    contexts are grouped by the power of two below."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, float] = {}  # seconds of steps of decodes only, by their number
-        self._tokens: dict[int, float] = {}  # seconds of a prompt's token, by its context
+        self._steps: dict[int, float] = {}  # seconds of a step of decodes, by their number
+        self._tokens: dict[int, float] = {}  # seconds of a prompt token, by its context
         self._is_shared = False
         self._shared_until = 0.0
         self._turn = 0
         self._since_measure = 0  # steps
 
     def step_answered(self, step: Step, timing: StepTiming) -> None:
-        """Takes in the time that a step took."""
+        """Learns from the time that a step took."""
         seconds, decodes, tokens = timing.took_s, step.num_decodes.bit_length(), _tokens_of(step)
         if not tokens:
             _learn(self._steps, decodes, seconds)
@@ -57,13 +60,13 @@ class Pace:
             _learn(self._tokens, size, value)
 
     def begin_step(self, num_clients: int, now: float) -> None:
-        """Takes note of the clients that have sequences, or had a moment ago and may soon again."""
+        """Notes whether several clients have sequences, or had a moment ago and may soon again."""
         if num_clients > 1:
             self._shared_until = now + _SHARED_S
         self._is_shared = now < self._shared_until
 
     def decodes(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Those of a step's possible decodes that have their turn, in the same order."""
+        """Returns the decodes whose turn it is, in unchanged order."""
         if not self._is_shared:
             return decodes
         counts = Counter(seq.request.client.name for seq in decodes)
@@ -77,14 +80,15 @@ class Pace:
             room -= min(share, count)
             if count > share:
                 its = [seq for seq in decodes if seq.request.client.name == name]
-                first = self._turn * share % count  # of those that had their last turn together
+                first = self._turn * share % count  # of those whose last turn was in one step
                 its = its[first:] + its[:first]
                 out.update(sorted(its, key=lambda seq: seq.last_step)[share:])
         return [seq for seq in decodes if seq not in out]
 
     def _max_decodes(self, counts: Counter[str]) -> int:
-        """The decodes that a step has room for, at least as many of each client as of the one with
-        the fewest; all of them if fewer would not be as many per second."""
+        """The number of decodes that a step has room for. It is enough for each client to have as
+        many as the client with the fewest. It is the number of all decodes if a smaller step would
+        compute too few per second."""
         num_decodes, fewest = counts.total(), min(counts.values())
         size = num_decodes.bit_length()
         least, most = (_nearest(self._steps, n) or 0.0 for n in (fewest.bit_length(), size))
@@ -109,16 +113,16 @@ class Pace:
         return seconds
 
     def decodes_s(self, num_decodes: int) -> float:
-        """The seconds that so many decodes take, 0 if that is not known."""
+        """The seconds that `num_decodes` decodes take; 0 if unknown."""
         return (num_decodes and _nearest(self._steps, num_decodes.bit_length())) or 0.0
 
     @property
     def prompt_token_s(self) -> float:
-        """The seconds that a prompt's token usually takes, 0 if that is not known."""
+        """The seconds that a prompt token usually takes; 0 if unknown."""
         return _nearest(self._tokens, _USUAL_CONTEXT.bit_length()) or 0.0
 
     def prompt_budget(self, num_decodes: int, max_tokens: int) -> PromptBudget:
-        """What prompts may take of the step being planned, beside so many decodes."""
+        """The budget of prompts in the step being planned, beside `num_decodes` decodes."""
         if not self._is_shared:
             return PromptBudget(self, max_tokens)
         if not num_decodes:
@@ -127,18 +131,18 @@ class Pace:
         self._since_measure += 1
         if seconds is None or self._since_measure > _MEASURE_EVERY:
             self._since_measure = 0
-            return PromptBudget(self, 0)  # the decodes are to be measured alone
+            return PromptBudget(self, 0)  # this step measures the decodes alone
         return PromptBudget(self, max_tokens, max(_SHARE * seconds, _MIN_S))
 
     def seconds_per_token(self, context: int) -> float:
-        """The seconds that a prompt's token takes with `context` tokens before it."""
+        """The seconds that a prompt token takes with `context` tokens before it."""
         size = context.bit_length()
         seconds = _nearest(self._tokens, size) or 0.0
-        return seconds if size in self._tokens else 2 * seconds  # as for twice the context, at most
+        return seconds if size in self._tokens else 2 * seconds  # a bound: as for twice the context
 
 
 class PromptBudget:
-    """The tokens, and the seconds, that prompts have in a step."""
+    """The tokens and the seconds that prompts may take in a step."""
 
     def __init__(self, pace: Pace, tokens: int, seconds: float = inf) -> None:
         self._pace = pace
@@ -154,7 +158,7 @@ class PromptBudget:
         return self._room(seq) > 0 or self.fits(seq)
 
     def take(self, seq: Sequence) -> int:
-        """Spends the room that there is for a sequence, and returns it in tokens."""
+        """Spends the room that is left for a sequence, and returns it in tokens."""
         room = self._room(seq)
         self._spent_tokens += room
         self._spent_s += room * self._cost(seq, room)
@@ -190,7 +194,7 @@ def _learn(times: dict[int, float], size: int, seconds: float) -> None:
 
 
 def _nearest(times: dict[int, float], size: int) -> float | None:
-    """The time for a size, or what is known of the next smaller one, else of the next larger."""
+    """The time for a size, else for the next smaller known size, else for the next larger one."""
     if size in times or not times:
         return times.get(size)
     below = [each for each in times if each < size]

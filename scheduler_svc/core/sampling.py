@@ -1,4 +1,4 @@
-"""A request's sampling parameters, as far as the scheduler and the workers need them."""
+"""The sampling parameters of a request that the scheduler and the workers need."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class SamplingParams(SamplingNumbers):
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0  # until then neither kind of token above can be sampled
+    min_tokens: int = 0  # before that, no EOS or stop token can be sampled
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
     logprobs: int | None = None  # how many besides the sampled token's
-    prompt_logprobs: int | None = None  # likewise, for each prompt token but the first
+    prompt_logprobs: int | None = None  # how many besides each prompt token's but the first's
     beam_width: int = 0  # 0: sample
     length_penalty: float = 1.0
     grammar: Grammar | None = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number to ask the workers for. Beam search needs those that it keeps, plus one for
-        each end token, which may be banned."""
+        """The number of log-probabilities to request from the workers. Beam search needs those that
+        it keeps, plus one for each end token, which may be banned."""
         if not self.beam_width:
             return self.logprobs
         num_ends = len(self.end_token_ids)
@@ -73,6 +73,6 @@ class SamplingParams(SamplingNumbers):
 
 
 def num_continuations(beam_width: int, num_end_tokens: int) -> int:
-    """The number of best continuations that a beam search keeps at each step: `beam_width` of
-    them live on even if every end token of every beam is among them."""
+    """The number of best continuations that a beam search keeps at each step. `beam_width` of them
+    continue even if every end token of every beam is among them."""
     return max(2, 1 + num_end_tokens) * beam_width

@@ -1,8 +1,8 @@
-"""Continuous batching: which sequences, and how many tokens of each, make the next step.
+"""Continuous batching: chooses the sequences of the next step, and how many tokens of each.
 
-Decisions are plain data (`Step`), applied when the answer comes: `schedule → run → apply`. A step
-may be scheduled while the one before is in flight: of the tokens that it will sample it knows the
-rows, not the ids. The scheduler knows no clock, no network and no tensor.
+Decisions are plain data (`Step`), applied when the answer arrives: `schedule → run → apply`. A step
+may be scheduled while the previous step is in flight. Of the tokens that the previous step will
+sample, only the rows are known then. The scheduler knows no clock, no network and no tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Stat
 from scheduler_svc.core.step import Answer, End, Output, Step, take_prompt_logprobs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
-_SHORT_PART = 0.5  # of the prompts' budget in a step, for those that fit into it whole
+_SHORT_PART = 0.5  # of the prompts' budget in a step, for prompts that fit into this part
 
 _usage_of = attrgetter("seq.usage")
 
@@ -35,7 +35,7 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self.pace = Pace()
-        self.clients_have_names = False  # those of some frontend that has been connected
+        self.clients_have_names = False  # set by a frontend that names its clients
         self._waiting = WaitingQueue(int(_SHORT_PART * _prefill_budget(limits, num_decodes=1)))
         self._open = OpenSequences(blocks, self._waiting, limits.max_num_seqs)
         self._sequences = self._open.by_key
@@ -58,7 +58,7 @@ class Scheduler:
 
     @property
     def num_uncached_tokens(self) -> int:
-        """Tokens of prompts that are expected to be computed, of sequences waiting and running."""
+        """Prompt tokens of waiting and running sequences that are expected to be computed."""
         running = (seq.num_unscheduled_tokens for seq in self._running)
         return self._waiting.num_uncached_tokens + sum(count for count in running if count > 1)
 
@@ -68,8 +68,8 @@ class Scheduler:
 
     def add(self, seq: Sequence, n: int = 1) -> End | None:
         """Queues a sequence, or returns its end if it cannot be accepted. The other n - 1
-        completions of its prompt, numbered and seeded from it onwards, are accepted or refused
-        with it."""
+        completions of its prompt are accepted or rejected with it. Their numbers and seeds follow
+        its own."""
         end = self.refusal(seq, n)
         if end is None and (cause := seq.finish_cause()):  # resubmitted with all its tokens
             end = End(cause)
@@ -83,7 +83,7 @@ class Scheduler:
         return None
 
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
-        """The reason that `add` would give for refusing a sequence now, or None."""
+        """The end with which `add` would reject a sequence now, or None."""
         connection, number = seq.key
         shares = self.shares_queue(seq.request.client)
         if end := refusal(seq, n, self.limits, self._waiting, self._budgets, shares=shares):
@@ -94,12 +94,12 @@ class Scheduler:
         return None
 
     def shares_queue(self, client: Client) -> bool:
-        """Whether a client must leave room in the queue for others. Callers without a name need not
-        where nobody has one."""
+        """Whether a client must leave room in the queue for others. Clients without a name need not
+        if no client has a name."""
         return bool(client.name) or self.clients_have_names
 
     def followers(self, seq: Sequence) -> list[Sequence]:
-        """The other completions of a sequence's prompt that are still waiting for it."""
+        """The other completions of a sequence's prompt that still wait for it."""
         return self._forks.followers_of(seq)
 
     def abort(self, key: SequenceKey) -> None:
@@ -122,13 +122,13 @@ class Scheduler:
         return outputs
 
     def schedule(self, now: float = 0.0) -> Step | None:
-        """Plans the next step, or returns None if there is nothing to do until an answer comes.
+        """Plans the next step, or returns None if there is nothing to do until an answer arrives.
 
-        Decodes come first, so that streams keep their pace; `_schedule_prompts` gives out what is
-        left of the token budget. When decodes find too few blocks, running sequences are
-        preempted, from the lowest priority and latest arrival on, and will be computed again; but
-        not before all steps in flight are answered: they still write those blocks, and may free
-        others.
+        Decodes come first, so that streams keep their pace. `_schedule_prompts` distributes the
+        rest of the token budget. When decodes find too few blocks, running sequences are preempted
+        and computed again later, those of the lowest priority and latest arrival first. Preemption
+        waits until all steps in flight are answered, because they still write those blocks and may
+        free others.
         """
         self._now = now
         sequences = self._open
@@ -142,7 +142,7 @@ class Scheduler:
                 decodes.append(seq)
         decodes = self.pace.decodes(decodes)
         size = self.blocks.block_size
-        # Those that need a block.
+        # Decodes that need a block.
         full = [seq for seq in decodes if seq.num_scheduled_tokens == len(seq.block_table) * size]
 
         crowded = len(full) > self.blocks.num_free_blocks
@@ -173,7 +173,7 @@ class Scheduler:
         return Step(number, rows, copies, has_features, len(decodes), num_tokens)
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:
-        """Applies the answer to the oldest step in flight, and returns the news."""
+        """Applies the answer to the oldest step in flight, and returns its outputs."""
         sequences = self._open
         sequences.last_answered = step.number
         block_size, finished = self.blocks.block_size, Status.FINISHED
@@ -181,7 +181,7 @@ class Scheduler:
         for row, child in self._forks.prompts_computed(step):
             row.seq.num_computed_tokens = row.start + row.num_tokens
             sequences.fork(row.seq, child)
-        beams = self._forks.beams or ()  # the usual case: nothing to hash a sequence for
+        beams = self._forks.beams or ()  # usually an empty tuple, which hashes no sequence
         outputs: list[Output] = []
         for row, token in zip(step.rows, answer.token_ids, strict=True):
             seq = row.seq
@@ -222,21 +222,21 @@ class Scheduler:
         return scored + outputs if scored else outputs
 
     def fail(self, seq: Sequence, message: str) -> list[Output]:
-        """Gives up on a sequence that no worker can run, and on its followers. Call `requeue_all`
-        next."""
+        """Ends a sequence that no worker can run, and its followers, with an error. Call
+        `requeue_all` next."""
         outputs: list[Output] = []
         for each in (*self.followers(seq), seq):
             outputs += self.end(each, FinishCause.INTERNAL, message)
         return outputs
 
     def restrict(self, only: Seq[Sequence] | None) -> None:
-        """Schedules only these sequences from now on, or all again if None. Preempts any others
-        that run, so no step may be in flight."""
+        """Schedules only the sequences in `only` from now on; None schedules all again. Preempts
+        all others that run, so no step may be in flight."""
         self._open.restrict(only)
 
     def requeue_all(self) -> None:
-        """Recovers from the loss of the cache and of the steps in flight: every running sequence is
-        computed again, ahead of those that wait with the same priority."""
+        """Recovers from the loss of the cache and of the steps in flight. Every running sequence is
+        computed again, ahead of waiting sequences of the same priority."""
         self._open.requeue_all()
 
     def check_integrity(self) -> None:
@@ -244,8 +244,8 @@ class Scheduler:
         self._open.check_integrity()
 
     def _charge(self, step: Step, outputs: list[Output]) -> None:
-        """Counts a step's tokens, and those sampled for beams, as their clients'. What one alone
-        has had need not be counted, unless it has a budget."""
+        """Charges clients for a step's sampled tokens, including those of beams. The tokens of a
+        client that is alone need not be counted unless it has a budget."""
         sampled = Counter(map(_usage_of, outputs))
         if beams := self._forks.beams:
             sampled.update(row.seq.usage for row in step.rows if row.samples and row.seq in beams)
@@ -256,10 +256,10 @@ class Scheduler:
     def _schedule_prompts(
         self, budget: PromptBudget, prompts: list[Sequence], now: float, *, may_admit: bool
     ) -> Iterator[tuple[Sequence, int]]:
-        """Admits waiting sequences and shares out `budget` to them and to `prompts`.
+        """Admits waiting sequences, and divides `budget` among them and `prompts`.
 
-        Short prompts come first, in half of the budget, so that they do not queue behind a long
-        one's chunks; then everything goes in order, one long prompt after another.
+        Short prompts come first, in half of the budget, so that they do not wait behind a long
+        prompt's chunks. Then all prompts follow in order, one long prompt after another.
         """
         rest = []
         for seq in prompts:
@@ -279,8 +279,8 @@ class Scheduler:
             yield waiting, budget.take(waiting)
 
     def _next_short(self, budget: PromptBudget) -> Sequence | None:
-        """A waiting sequence that fits into the part of `budget` for short ones and may go now: the
-        next in line, or one that takes nothing the next in line needs."""
+        """A waiting sequence that fits into the part of `budget` for short prompts and may run now,
+        or None. It is the next in line, or takes nothing that the next in line needs."""
         seq, first = self._waiting.peek_short(), self._waiting.peek()
         if seq is None or first is None or not budget.fits(seq, _SHORT_PART):
             return None
@@ -296,6 +296,6 @@ class Scheduler:
 
 
 def _prefill_budget(limits: Limits, num_decodes: int) -> int:
-    """The prompt tokens that fit a step with `num_decodes` decodes."""
+    """The prompt tokens that fit into a step with `num_decodes` decodes."""
     budget = limits.max_num_batched_tokens - num_decodes
     return min(budget, limits.max_num_prefill_tokens) if num_decodes else budget

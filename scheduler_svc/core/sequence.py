@@ -16,9 +16,9 @@ from scheduler_svc.core.sampling import SamplingParams
 
 class Status(Enum):
     WAITING = auto()
-    FOLLOWING = auto()  # another sequence, which computes the prompt of both
+    FOLLOWING = auto()  # waits for another sequence, which computes the prompt of both
     RUNNING = auto()
-    PARKED = auto()  # a beam that has given way while it waits for the others
+    PARKED = auto()  # a beam that was preempted while it waits for the other beams
     FINISHED = auto()
 
 
@@ -36,15 +36,15 @@ class FinishCause(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request, apart from its tokens and sampling parameters; its completions share it.
+    """A client's request, apart from its tokens and sampling parameters. Its completions share it.
 
     Args:
-        arrival: seconds, the engine's clock, as is `deadline`.
+        arrival, deadline: seconds of the engine's clock.
         priority: lower goes first.
-        cache_salt: prefixes are shared with requests of the same salt only.
-        resubmitted: it had been accepted before the connection was lost.
-        traceparent: of its spans' parent; empty: it is not traced.
-        num_expected_cached: tokens, as far as its frontend knew.
+        cache_salt: prefixes are shared only with requests of the same salt.
+        resubmitted: whether it was accepted before the connection was lost.
+        traceparent: the trace context of its spans' parent; empty if it is not traced.
+        num_expected_cached: the cached tokens that its frontend expected.
     """
 
     arrival: float = 0.0
@@ -61,37 +61,37 @@ _PLAIN = Request()
 
 
 class Rank(NamedTuple):
-    """The place of a sequence among those that wait, or of those that may be preempted. Lower goes
-    first."""
+    """The place of a sequence among waiting sequences, or among those that may be preempted. Lower
+    goes first, and is preempted last."""
 
-    level: int  # its request's priority, or one of the waiting queue's, better than any of these
-    arrival: int  # its number
+    level: int  # its request's priority, or a level of the waiting queue that precedes them all
+    arrival: int  # the number of its arrival
 
 
 _NOT_QUEUED = Rank(0, -1)
 
 
 class Started(NamedTuple):
-    """How a sequence began."""
+    """When a sequence began to run, and with which tokens."""
 
     at: float  # seconds, the engine's clock
     num_cached_tokens: int  # of its prompt
-    offset: int = 0  # index of the first token that it gets here: it came with those before
+    offset: int = 0  # of the first token generated here; earlier ones came with the request
 
 
 class SequenceKey(NamedTuple):
     """Identifies a completion within the engine."""
 
     connection: int  # the frontend's stream that it came on
-    number: int  # of its request there, plus its index among the request's completions
+    number: int  # of its request on that stream, plus its index in the request
 
 
-# Not frozen: that would make it several times as expensive, and a step makes one per sequence.
+# Not frozen: a frozen row would cost several times as much, and a step makes one per sequence.
 @dataclass(slots=True, eq=False)
 class Row:
-    """What a step computes of a sequence: `num_tokens` tokens from position `start` on. A row that
-    does not reach the sequence's last token is mid-prompt and samples nothing. If the token at
-    `start` is not known yet, it is the one that row `previous_row` of the step before samples."""
+    """The part of a sequence that a step computes: `num_tokens` tokens from position `start` on. A
+    row that does not reach the sequence's last token is mid-prompt and samples nothing. If the
+    token at `start` is not known yet, row `previous_row` of the previous step samples it."""
 
     seq: Sequence
     start: int
@@ -104,14 +104,14 @@ class Sequence:
     """The tokens int32[prompt + generated] of a completion. The first `num_computed_tokens` are in
     the cache, and the first `num_scheduled_tokens` will be once the steps in flight are answered.
 
-    `num_unscheduled_tokens` includes a token that a step in flight will sample, unless that is the
-    last one the sequence may have.
+    `num_unscheduled_tokens` includes a token that a step in flight will sample, unless it is the
+    last token that the sequence may have.
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
     A sequence whose parameters are `stepwise` is `paused` at the start, and again after each of its
-    tokens, until `unpause`. While it is paused, all but its last token may be computed, but nothing
-    is sampled.
+    tokens, until `unpause`. While it is paused, all its tokens but the last may be computed, and
+    nothing is sampled.
     """
 
     __slots__ = (
@@ -158,11 +158,11 @@ class Sequence:
         self.paused = params.stepwise
         # The last token that it may have is not computed: nothing is sampled after it.
         self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
-        # In the queue, and since.
-        self.rank = _NOT_QUEUED  # until the waiting queue gives it one, and a usage
-        self.usage: ClientUsage  # what its client has had, as far as it counts
+        # Its state in the queue and after it.
+        self.rank = _NOT_QUEUED  # until the waiting queue sets it and `usage`
+        self.usage: ClientUsage  # of its client, which its tokens add to
         self.started: Started | None = None
-        # In the cache; `reset` has the rest.
+        # Its state in the cache; `reset` sets the rest.
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
         self.features = features_of(params, self.num_prompt_tokens)
         self.reset()
@@ -178,7 +178,7 @@ class Sequence:
 
     @property
     def num_expected_uncached(self) -> int:
-        """The tokens that are expected to be computed once it is admitted."""
+        """The number of tokens that are expected to be computed once it is admitted."""
         return max(len(self.tokens) - self.request.num_expected_cached, 1)
 
     @property
@@ -187,13 +187,14 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """The tokens that may come from the prefix cache, because nobody needs their logits."""
+        """The number of leading tokens that may come from the prefix cache, because their logits
+        are not needed."""
         if self.features is None or self.features.prompt_is_scored:
             return len(self.tokens) - 1
         return self.features.num_scored
 
     def finish_cause(self) -> FinishCause | None:
-        """The reason that the last token ends the sequence, or None if it goes on."""
+        """The reason why the last token ends the sequence, or None if the sequence continues."""
         if self.num_generated_tokens == 0:
             return None
         token, params = self.tokens[-1], self.params
@@ -209,8 +210,8 @@ class Sequence:
         """Forgets the cache: every token has to be computed again."""
         self.status = Status.WAITING
         self.begin_at(0)
-        self.last_step = 0  # that had this sequence
-        self.last_row = -1  # in that step
+        self.last_step = 0  # the last step that had this sequence
+        self.last_row = -1  # its row in that step
         self.num_published_blocks = 0
         self.block_table = array("i")
 
@@ -227,7 +228,7 @@ class Sequence:
         self.last_step, self.last_row = step, index
         samples = False
         left = self.num_unscheduled_tokens - num_tokens
-        if not left:  # after the last one comes the one that it samples, if that may be computed
+        if not left:  # next comes the token that it samples, if that may be computed
             samples = not self.paused
             if end < self.max_scheduled_tokens and not (self.features and self.params.stepwise):
                 left = 1
@@ -235,12 +236,12 @@ class Sequence:
         return Row(self, start, num_tokens, samples, previous_row)
 
     def pause(self) -> None:
-        """Has it wait for `unpause` after the answer to a step that sampled for it."""
+        """Makes it wait for `unpause`, after the answer to a step that sampled for it."""
         self.paused = True
 
     def unpause(self, mask: bytes | None = None) -> None:
-        """Lets it sample its next token, one that `mask` allows: uint32[ceil(vocab / 32)], lowest
-        bit first. It may have ended in the meantime."""
+        """Lets it sample its next token, unless it has ended in the meantime. `mask` has a bit for
+        each token, set if the token is allowed: uint32[ceil(vocab / 32)], lowest bit first."""
         if self.status is not Status.FINISHED:
             assert self.paused, "is not paused"
             assert self.features is not None

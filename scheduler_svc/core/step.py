@@ -13,13 +13,13 @@ import numpy.typing as npt
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, Status
 
 
-# Not frozen: that would make it several times as expensive.
+# Not frozen: a frozen step would cost several times as much.
 @dataclass(slots=True, eq=False)
 class Step:
-    """`copies` are blocks (from, to), copied before anything is written. `has_features` is false
-    where no row can ask for more than a temperature and a seed. The first `num_decodes` rows are
-    decodes; the others are of prompts. `num_tokens` is the sum of the rows'.
-    `traceparents` are the trace contexts of those that are traced."""
+    """The work that the workers do at once. `copies` are blocks (from, to), copied before anything
+    is written. `has_features` is false if no row can ask for more than a temperature and a seed.
+    The first `num_decodes` rows are decodes; the others are of prompts. `num_tokens` is the sum of
+    the rows' tokens. `traceparents` are the trace contexts of the traced rows."""
 
     number: int  # 1, 2, 3, ...
     rows: list[Row]
@@ -33,13 +33,13 @@ class Step:
 class StepTiming(NamedTuple):
     """How long a step took, in seconds of the engine's clock."""
 
-    took_s: float  # from the answer before, or from when it was sent if that was later
-    gap_s: float  # that the workers might have begun it earlier
+    took_s: float  # from the previous answer, or from the sending of this step if that was later
+    gap_s: float  # that the workers waited for it
     answered_at: float
 
 
 class StepObserver(Protocol):
-    """Is told of each step once its answer has been applied."""
+    """Receives each step once its answer has been applied."""
 
     def step_answered(self, step: Step, timing: StepTiming, /) -> None: ...
 
@@ -54,9 +54,10 @@ class Logprobs:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The answer to a step: one sampled id per row, meaningless for rows that sample nothing, and
-    log-probabilities by index of the row that asked for them. `logprobs` are those of the one
-    sampled token, `prompt_logprobs` those of the successors of the row's tokens in the prompt."""
+    """The answer to a step: one sampled id per row, and log-probabilities by index of the row that
+    asked for them. The id of a row that samples nothing is meaningless. `logprobs` are those of the
+    sampled token. `prompt_logprobs` are those of the successors of the row's tokens in the prompt.
+    """
 
     token_ids: Seq[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a sequence ended, and what to tell its client."""
+    """The reason why a sequence ended, and the message to its client."""
 
     cause: FinishCause
     message: str = ""
@@ -75,8 +76,8 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """News of one sequence: a token and its index in the completion, its end, or both; or
-    log-probabilities of its prompt's tokens from index `offset` on."""
+    """An output of one sequence: a token and its index in the completion, its end, or both. Or it
+    holds log-probabilities of the prompt's tokens from index `offset` on."""
 
     seq: Sequence
     token: int | None = None
@@ -92,8 +93,8 @@ class Output:
 
 
 def take_prompt_logprobs(step: Step, answer: Answer) -> Iterator[Output]:
-    """The prompts' log-probabilities that an answer brings, less those that were delivered before
-    their tokens were computed again; counts them as delivered."""
+    """Yields an answer's log-probabilities of prompts, and counts them as delivered. Leaves out
+    those that were delivered before their tokens were computed again."""
     for place, logprobs in answer.prompt_logprobs.items():
         row, seq = step.rows[place], step.rows[place].seq
         if seq.status is not Status.FINISHED:

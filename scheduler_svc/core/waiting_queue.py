@@ -1,18 +1,20 @@
-"""The waiting queue, which decides what is admitted next.
+"""The waiting queue, which decides which sequence is admitted next.
 
-Lower priorities go first. Among equal ones the client that has had least of the engine goes next
-(`client_usage`), so that one that submits thousands, or the longest, does not make another's
-requests wait for all of them. Anonymous requests count as their frontend's. A client's requests go
-in order of arrival.
+Lower priorities go first. Among equal priorities, the client with the least usage goes next
+(`client_usage`). A client that submits thousands of requests, or the longest ones, therefore does
+not make another client's requests wait for all of them. Anonymous requests count as their
+frontend's. A client's requests go in order of arrival.
 
-Nothing starves: every `OLDEST_EVERY`-th admission disregards priorities. The clients take turns
-with these, so that a flood by one does not take them from others; all anonymous requests are one
-client here. It goes to the client's oldest sequence, if that is anonymous, else to whichever is
-next of those with the same priority as that one, so that a turn brings nobody more than its share
-among equals. With n anonymous sequences in the queue that arrived before it, and c clients that
-wait, an anonymous one is admitted after at most `OLDEST_EVERY * c * (n + 1)` admissions, not
-counting short prompts, which may overtake where they delay nobody. A sequence keeps what it got
-that way: from then on nothing has a better rank, so that it is preempted last.
+Nothing starves, because every `OLDEST_EVERY`-th admission disregards priorities. Clients take turns
+at these admissions, so that a flood by one client does not take them from others. All anonymous
+requests are one client here. If a client's oldest sequence is anonymous, the turn admits it.
+Otherwise the turn admits the next sequence of the oldest one's priority, so that no client gets
+more than its share among equals. A sequence admitted in this way gets the best rank, so that it is
+preempted last.
+
+An anonymous sequence is admitted after at most `OLDEST_EVERY * c * (n + 1)` admissions if c clients
+wait and n older anonymous sequences are in the queue. Short prompts do not count: they may overtake
+where they delay no other sequence.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ _FIRST_LEVEL = -(1 << 31) - 1  # below every int32
 
 
 class FairOrder:
-    """Sequences by priority, then by the tokens that their client has had, then by arrival. What
-    clients have had only grows, so a client's place is brought up to date when it comes to the
-    front: charging one costs nothing here."""
+    """Sequences by priority, then by their client's usage, then by arrival. Usage only grows, so a
+    client's place is updated when it reaches the front. Charging a client therefore costs nothing
+    here."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, ClientUsage], Heap[float, Sequence]] = {}  # by arrival
-        # By priority: clients, by the tokens that they have had, then by arrival.
+        # By priority: clients, by usage, then by arrival.
         self._levels: dict[int, Heap[tuple[float, float], ClientUsage]] = {}
         self._priorities: Heap[float, int] = Heap()
 
     def push(self, seq: Sequence, usage: ClientUsage) -> None:
-        """Adds a sequence, in the place of the client with this usage."""
+        """Adds a sequence at the place of the client with this usage."""
         level, arrival = seq.rank
         if level not in self._levels:
             self._levels[level] = Heap()
@@ -53,7 +55,7 @@ class FairOrder:
         self._levels[level].put(usage, place)
 
     def remove(self, seq: Sequence, usage: ClientUsage) -> None:
-        """Takes out a sequence that was pushed with this usage."""
+        """Removes a sequence that was pushed with this usage."""
         level = seq.rank.level
         queue, clients = self._queues[level, usage], self._levels[level]
         queue.discard(seq)
@@ -65,12 +67,12 @@ class FairOrder:
             self._priorities.discard(level)
 
     def peek(self) -> Sequence | None:
-        """The next sequence."""
+        """The next sequence, or None."""
         first = self._priorities.peek()
         return self.peek_at(first[1]) if first else None
 
     def peek_at(self, level: int) -> Sequence:
-        """The next sequence of those of one priority, of which there is one."""
+        """The next sequence of a priority that has sequences."""
         while first := self._levels[level].peek():
             key, usage = first
             head, place = self._place(level, usage)
@@ -103,21 +105,21 @@ class _Share:
 
 
 class WaitingQueue:
-    """Waiting sequences, of which those of up to `max_short_tokens` tokens can be found apart."""
+    """Waiting sequences. Those of up to `max_short_tokens` tokens can also be found separately."""
 
     def __init__(self, max_short_tokens: int) -> None:
         self.num_tokens = 0  # of all sequences in the queue
-        self.num_uncached_tokens = 0  # of those, the ones that are expected to be computed
-        self.only: Seq[Sequence] | None = None  # these may be admitted, in this order; None: all
+        self.num_uncached_tokens = 0  # how many of these are expected to be computed
+        self.only: Seq[Sequence] | None = None  # the ones that may be admitted, in order; None: all
         self.usages = ClientUsages()
         self._max_short_tokens = max_short_tokens
-        self._sequences: dict[Sequence, ClientUsage] = {}  # with which they are in order
-        # Of sequences that have had a turn already: they go ahead of all others.
+        self._sequences: dict[Sequence, ClientUsage] = {}  # the usage by which each is ordered
+        # The usage of sequences that count as preempted, which go ahead of all others.
         self._preempted = ClientUsage(-1, ANONYMOUS)
         self._preempted.num_tokens = -1.0
         self._arrivals = itertools.count()
         self._order, self._short_order = FairOrder(), FairOrder()
-        self._shares: OrderedDict[str, _Share] = OrderedDict()  # by name; whose turn is next first
+        self._shares: OrderedDict[str, _Share] = OrderedDict()  # by client name; next turn first
         self._num_admissions = 0
 
     def __len__(self) -> int:
@@ -127,13 +129,13 @@ class WaitingQueue:
         return seq in self._sequences
 
     def waiting_of(self, client: Client) -> tuple[int, int]:
-        """The number of a client's sequences in the queue, and of their tokens."""
+        """The number of a client's sequences in the queue, and the number of their tokens."""
         share = self._shares.get(client.name)
         return (len(share.sequences), share.num_tokens) if share else (0, 0)
 
     def arrive(self, seq: Sequence) -> None:
-        """Gives a new sequence its place among the others without queueing it. When it is queued
-        later, it counts as preempted."""
+        """Gives a new sequence a rank and a usage without queueing it. When it is queued later, it
+        counts as preempted."""
         request = seq.request
         seq.rank = Rank(request.priority, next(self._arrivals))
         seq.usage = self.usages.of(request.client, seq.key.connection)
@@ -155,19 +157,19 @@ class WaitingQueue:
         share.sequences.put(seq, seq.rank.arrival)
 
     def peek(self) -> Sequence | None:
-        """The next sequence to admit. It stays the same until admitted, until another comes, or
-        until its client has had more than another."""
+        """The next sequence to admit, or None. It stays the same until it is admitted, another
+        sequence arrives, or its client's usage exceeds another client's."""
         if self.only is not None:
             return next((seq for seq in self.only if seq in self), None)
         return self._next_of_turn() if self._is_turn else self._order.peek()
 
     def peek_short(self) -> Sequence | None:
-        """The next of the short sequences."""
+        """The next of the short sequences, or None."""
         return self._short_order.peek() if self.only is None else None
 
     def may_overtake(self, seq: Sequence, first: Sequence) -> bool:
-        """Whether a short sequence may go before the next in line without a head start for its
-        client that grows: beyond one short prompt's tokens it goes in order. Anonymous ones may."""
+        """Whether a short sequence may go before `first`, the next in line. Its client's head start
+        must not grow beyond one short prompt's tokens. Anonymous sequences always may."""
         usage, other = seq.usage, first.usage
         if not seq.request.client.name or usage is other:
             return True
@@ -176,7 +178,7 @@ class WaitingQueue:
         return usage.num_tokens <= other.num_tokens + self._max_short_tokens
 
     def admit(self, seq: Sequence) -> None:
-        """Takes out a sequence that `peek` or `peek_short` returned, and charges its client for the
+        """Removes a sequence that `peek` or `peek_short` returned, and charges its client for the
         tokens that are to be computed."""
         is_next = self.only is None and seq is self.peek()
         is_first = seq is self._order.peek()
@@ -190,7 +192,7 @@ class WaitingQueue:
             seq.rank = seq.rank._replace(level=_FIRST_LEVEL)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes out any sequence in the queue."""
+        """Removes any sequence in the queue."""
         usage = self._sequences.pop(seq)
         if usage is not self._preempted:
             self.usages.leave(usage)
@@ -221,11 +223,11 @@ class WaitingQueue:
 
     @property
     def _is_turn(self) -> bool:
-        """Whether a client's turn has come, whatever the priorities."""
+        """Whether the next admission is a client's turn, whatever the priorities."""
         return self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
 
     def _next_of_turn(self) -> Sequence | None:
-        """The sequence to admit for the client whose turn is next."""
+        """The sequence to admit for the client whose turn is next, or None."""
         for name, share in self._shares.items():
             oldest = share.sequences.peek()
             assert oldest is not None, "an empty share"

@@ -1,8 +1,8 @@
 """A grammar's own process: compiles one grammar, then computes the masks of all its matchers.
 
-It is a fork of the grammar host, with xgrammar and the vocabulary loaded, and holds nothing but a
-socket to the scheduler: whatever a grammar does to it, nobody else notices. When the scheduler
-closes the socket, or dies, it ends.
+The process is a fork of the grammar host, with xgrammar and the vocabulary loaded. It holds only a
+socket to the scheduler, so that a grammar that harms it affects no other process. It ends when the
+scheduler closes the socket or dies.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from scheduler_svc.grammar.wire import (
 )
 
 _MAX_DESCRIPTORS = 16
-# Past so much processor time for a mask, others go first, of this process and every other.
+# A process that takes more processor time for one mask lowers its priority by `_NICE`.
 _HEAVY_CPU_S = 0.01
 _NICE = 10
-# Answers are sent together, unless the first of them has waited this long for the others.
+# Answers are sent together, until the first has waited this long or they have this many bytes.
 _SEND_AFTER_S = 0.005
 _SEND_BYTES = 64 << 10
 
@@ -65,8 +65,8 @@ def serve(scheduler: socket.socket, compilers: Compilers) -> None:
 
 
 def _be_alone(descriptor: int) -> None:
-    """Closes everything of the host's but one descriptor. xgrammar's warnings, which a client can
-    have as many of as it likes, go nowhere."""
+    """Closes all of the host's descriptors but one. xgrammar's warnings are discarded, because a
+    client could cause any number of them."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
@@ -75,9 +75,9 @@ def _be_alone(descriptor: int) -> None:
 
 
 def _set_limits() -> None:
-    gc.disable()  # there are no circles to find, and it would touch, and copy, the host's memory
+    gc.disable()  # there are no cycles, and a collection would touch, and copy, the host's memory
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # the first to go when the machine runs out: it can be replaced
+        file.write("1000")  # the first to be killed when memory runs out: it can be replaced
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     _limit(resource.RLIMIT_AS, present + MEMORY_BYTES)
@@ -94,8 +94,8 @@ def _limit(what: int, value: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Has the kernel kill this process (SIGPROF) once it has used that much more processor time;
-    for 0, no more."""
+    """Makes the kernel kill this process (SIGPROF) once it has used `seconds` more of processor
+    time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -126,7 +126,7 @@ def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: Compil
         closed, rows = wire.read_batch_request(contents)
         for number in closed:
             matchers.pop(number, None)
-        masks: dict[bytes, int] = {}  # those of this batch, by the index of the first that has it
+        masks: dict[bytes, int] = {}  # of this batch, with the index of the first row of each
         answers, first_at, used_before = bytearray(), time.monotonic(), time.process_time()
         for index, row in enumerate(rows):
             _limit_cpu(MASK_CPU_S + TOKEN_CPU_S * len(row.tokens))
@@ -180,7 +180,7 @@ def _read(requests: BinaryIO) -> tuple[int, bytes]:
 
 
 def _private_bytes(sizes: int) -> int:
-    """The memory that no other process shares, by what /proc/self/smaps_rollup says now."""
+    """The bytes of memory that no other process shares, as /proc/self/smaps_rollup reports now."""
     lines = os.pread(sizes, 4096, 0).decode().splitlines()[1:]
     found = dict(line.split(":", 1) for line in lines)
     return sum(int(found[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) << 10

@@ -1,5 +1,5 @@
-"""Structured output: compiles grammars, and finds the tokens that may come next if a completion is
-to match one.
+"""Structured output: compiles grammars, and finds the tokens that may come next in a completion
+that matches a grammar.
 
 xgrammar does both. Only the grammar host and its forks import this.
 """
@@ -33,10 +33,10 @@ ANY_JSON = '{"type": ["object", "array"]}'
 
 @dataclass(frozen=True, slots=True)
 class Compilers:
-    """Over all tokens, and over those that may occur in JSON: xgrammar allows control characters in
-    strings of a bounded length, which JSON does not (mlc-ai/xgrammar#800).
+    """Compilers over all tokens, and over those that may occur in JSON. xgrammar allows control
+    characters in strings of a bounded length, which JSON does not (mlc-ai/xgrammar#800).
 
-    `max_whitespace`: characters in a row between the tokens of a JSON text; None for any.
+    `max_whitespace` limits the characters in a row between a JSON text's tokens; None: no limit.
     """
 
     any: GrammarCompiler
@@ -45,7 +45,8 @@ class Compilers:
 
 
 def make_compilers(vocabulary: list[bytes], max_whitespace: int | None) -> Compilers:
-    """
+    """Makes the compilers for a vocabulary.
+
     Args:
         vocabulary: the bytes of each token.
         max_whitespace: see `Compilers`.
@@ -73,7 +74,7 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """Tracks how far a completion has come in its grammar, which depends on its tokens alone.
+    """Tracks a completion's position in its grammar, which depends only on the completion's tokens.
 
     `finished` becomes true with an end token or, if there are no end tokens, once the grammar is
     complete and nothing more can follow. End tokens may come only once the grammar is complete,
@@ -88,7 +89,8 @@ class Matcher:
         end_token_ids: Iterable[int],
         generated_ids: Iterable[int] = (),
     ) -> None:
-        """
+        """Begins after `generated_ids`.
+
         Raises:
             GrammarError: the grammar does not allow `generated_ids`.
         """
@@ -105,7 +107,7 @@ class Matcher:
         """Advances by one token.
 
         Raises:
-            GrammarError: the grammar does not allow it here.
+            GrammarError: the grammar does not allow the token here.
         """
         if self.finished or not self._xgrammar.accept_token(token):
             raise GrammarError(
@@ -116,11 +118,11 @@ class Matcher:
         self.finished = self._is_finished()
 
     def mask(self) -> bytes:
-        """The tokens that may come next: uint32[ceil(vocab / 32)], lowest bit first. Not for a
-        finished matcher.
+        """The tokens that may come next: uint32[ceil(vocab / 32)], lowest bit first. Do not call it
+        on a finished matcher.
 
         Raises:
-            GrammarError: none may.
+            GrammarError: no token may come next.
         """
         mask = self._fill().tobytes()
         if mask == bytes(len(mask)):  # a tenth of the time that `any` takes
@@ -136,16 +138,17 @@ class Matcher:
     def _fill(self) -> npt.NDArray[np.int32]:
         row = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
         self._xgrammar.fill_next_token_bitmask(row)
-        if padding := -self._vocab_size % 32:  # xgrammar sets the bits there
+        if padding := -self._vocab_size % 32:  # xgrammar sets these bits
             row[0, -1] &= np.int32((1 << (32 - padding)) - 1)
         return row
 
 
 def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> CompiledGrammar:
-    """
+    """Compiles a grammar.
+
     Raises:
         GrammarError: the grammar cannot be used.
-        MemoryError: it needs more memory than there is.
+        MemoryError: the grammar needs more memory than there is.
     """
     if kind is GrammarKind.JSON:
         text = ANY_JSON
@@ -193,7 +196,7 @@ def _compile_tag(compilers: Compilers, text: str) -> XGrammar:
 
 
 def _triggered_tags(older: dict[str, Any]) -> dict[str, Any]:
-    """The structural tag that one of the older form means."""
+    """The structural tag that is equivalent to one of the older form."""
     try:
         tags = [
             {
@@ -218,18 +221,18 @@ def _schema_of(structure: dict[str, Any]) -> Any:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is what xgrammar makes of C++'s std::bad_alloc."""
+    """Whether xgrammar raised an error for C++'s std::bad_alloc."""
     return "bad_alloc" in str(error)
 
 
 def _check_pattern(pattern: str) -> None:
-    """Refuses a pattern in a JSON schema if xgrammar would write what it matches into a JSON string
-    as it is, instead of leaving out what JSON escapes, and that may come up. It does so where there
-    are characters beyond ASCII, or where nothing would be left.
+    """Rejects a pattern in a JSON schema if its matches may contain characters that JSON escapes,
+    and xgrammar would not leave these out. It copies matches unchanged into a JSON string if the
+    pattern has characters beyond ASCII, or if nothing would be left.
 
     Raises:
-        GrammarError: see above.
-        RuntimeError: it is no regular expression.
+        GrammarError: the pattern is rejected.
+        RuntimeError: the pattern is not a regular expression.
     """
     read = Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
     if "json_string=true" not in str(read) and not _PLAIN.fullmatch(pattern):
@@ -240,9 +243,9 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _reason(kind: GrammarKind, message: str) -> str:
-    """xgrammar's reason in a line, without its own source's lines and the whole of the text."""
+    """xgrammar's reason on one line, without its source locations and the full text."""
     message = re.sub(r"\[[\d:]+\] \S+?:\d+: |Check failed: \(.*?\) is false: ", "", message)
-    if kind is not GrammarKind.EBNF:  # of what it made of the text
+    if kind is not GrammarKind.EBNF:  # positions in xgrammar's translation
         message = re.sub(r"EBNF \w+ error at line \d+, column \d+: ", "", message)
     message = message.split("The JSON string is:")[0]
     return " ".join(message.split())[:200] or "cannot be compiled"

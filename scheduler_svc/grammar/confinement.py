@@ -1,10 +1,10 @@
-"""Confines a process to its memory and its open descriptors; nothing can undo it.
+"""Confines a process to its memory and its open descriptors. Nothing can undo this.
 
 A seccomp filter (Linux 3.5) allows the few system calls that computing needs. Landlock (Linux 5.13)
 denies files, and more in later kernels. A kernel that lacks one may have the other.
 
-The filter is a list of what is allowed, so that system calls of later kernels stay denied. It is
-short enough to survive new versions of glibc and xgrammar: strace shows ten of these in use.
+The filter lists the allowed system calls, so that system calls of later kernels stay denied. strace
+shows ten of them in use; the others leave room for new versions of glibc and xgrammar.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _PR_SET_NO_NEW_PRIVS = 38
 
-# include/uapi/linux/audit.h; and the column of its numbers below.
+# The architecture (include/uapi/linux/audit.h), and the column of its numbers below.
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _ALLOWED = {  # the most frequent first
     "recvfrom": (45, 207),
@@ -59,11 +59,11 @@ _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # with EPERM
 
-# The same numbers on all architectures.
+# These numbers are the same on all architectures.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
 _LANDLOCK_VERSION = 1
-# Rights by the first ABI that knows them, as numbers of bits: to files, to TCP (bind, connect), and
-# to abstract Unix sockets and signals of other processes.
+# Numbers of bits for rights, by the first ABI that knows them. The rights are to files, to TCP
+# (bind, connect), and to abstract Unix sockets and signals of other processes.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16, 9: 17}
 _TCP_RIGHTS = {4: 2}
 _SCOPES = {6: 2}
@@ -82,9 +82,10 @@ _WITHOUT = {
 
 
 def confine() -> Layer:
-    """Confines this process, which must have a single thread. Returns what the kernel lacks."""
+    """Confines this process, which must have a single thread. Returns the layers that the kernel
+    lacks."""
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # neither works without
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # neither layer works without it
     missing = Layer(0)
     if not _restrict_by_landlock(libc):
         missing |= Layer.LANDLOCK
@@ -94,7 +95,7 @@ def confine() -> Layer:
 
 
 def log_gaps() -> None:
-    """Has a fork of this process confine itself, and logs what the kernel lacks, if anything."""
+    """Confines a fork of this process, and logs a warning if the kernel lacks a layer."""
     pid = os.fork()
     if not pid:
         missing = Layer.LANDLOCK | Layer.SECCOMP
@@ -111,7 +112,8 @@ def log_gaps() -> None:
 
 
 def landlock_abi() -> int:
-    """Less than 1: not built, not enabled, or not allowed in this container."""
+    """The kernel's Landlock ABI. Less than 1: not built, not enabled, or not allowed in this
+    container."""
     query, none = _LANDLOCK_CREATE_RULESET, ctypes.c_size_t(0)
     return int(ctypes.CDLL(None).syscall(query, None, none, _LANDLOCK_VERSION))
 
@@ -144,8 +146,8 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def _program(architecture: int, column: int) -> bytes:
-    """The filter; jumps count the instructions that they skip."""
-    only = {  # arguments that must have a value
+    """The instructions of the filter. Jumps count the instructions that they skip."""
+    only = {  # arguments that must have these values
         "sendto": {4: 0},  # no address
         "getpriority": {0: 0, 1: 0},  # its own
         "setpriority": {0: 0, 1: 0},

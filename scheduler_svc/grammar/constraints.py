@@ -1,7 +1,7 @@
-"""Structured output: sequences whose every token waits for a mask.
+"""Structured output: supplies sequences with a mask for each of their tokens.
 
 A grammar is compiled before its sequence is queued. After each token the sequence is paused while
-the grammar's process computes the mask of the next one; steps go on without it.
+the grammar's process computes the mask of the next token. Steps continue without the sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scheduler_svc.metrics import EngineMetrics
 
 log = structlog.get_logger(__name__)
 
-# When all slots to compile are taken, or all grammars in use, for which nobody knows how long.
+# While all slots for compiling are taken or all grammars are in use, for an unknown time.
 _RETRY_AFTER_S = 5.0
 
 
@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Sends outputs to the frontends."""
 
     def wake(self) -> None:
-        """Has the engine look for something to schedule."""
+        """Makes the engine look for work to schedule."""
 
 
 class Constraints:
@@ -59,7 +59,7 @@ class Constraints:
         self._grammars = grammars
         self._engine = engine
         self._beginning: dict[SequenceKey, asyncio.Task[None]] = {}
-        self._beginning_of: Counter[str] = Counter()  # by client's name
+        self._beginning_of: Counter[str] = Counter()  # by client name
         self._masking: set[asyncio.Task[None]] = set()
         self._matchers: WeakKeyDictionary[Sequence, RemoteMatcher] = WeakKeyDictionary()
 
@@ -79,7 +79,7 @@ class Constraints:
             task.cancel()
 
     def abort_connection(self, connection: int, limit: int | None) -> bool:
-        """Drops up to `limit` of a connection's. Returns whether there may be others."""
+        """Drops up to `limit` such sequences of a connection. Returns whether there may be more."""
         tasks = [
             task
             for key, task in self._beginning.items()
@@ -90,8 +90,8 @@ class Constraints:
         return limit is not None and len(tasks) > limit
 
     def advance(self, outputs: Seq[Output]) -> None:
-        """Has the masks computed that follow a step's tokens. Each grammar's sequences go on as
-        soon as its own process has answered."""
+        """Starts computing the masks that follow a step's tokens. A grammar's sequences continue as
+        soon as the grammar's process has answered."""
         grown: dict[Grammar, list[Sequence]] = {}
         for output in outputs:
             seq = output.seq
@@ -113,7 +113,7 @@ class Constraints:
         self._grammars.close()
 
     def _refusal(self, seq: Sequence, n: int) -> End | None:
-        """The reason not to start on a sequence's grammar, or None."""
+        """The end of a sequence whose grammar must not be compiled, or None."""
         scheduler = self._engine.scheduler
         if end := scheduler.refusal(seq, n):
             return end
@@ -125,7 +125,7 @@ class Constraints:
         if room <= 0:
             message = f"{len(self._beginning)} requests wait for their grammars already"
             return End(FinishCause.QUEUE_FULL, message)
-        # As in the queue (`admission`): there is room for another client, however many one sends.
+        # As in the queue (`admission`), there is room for another client however many one sends.
         theirs = self._beginning_of[seq.request.client.name]
         if theirs >= room and scheduler.shares_queue(seq.request.client):
             message = f"{theirs} of this client's requests wait for their grammars already"
@@ -169,7 +169,7 @@ class Constraints:
             self._engine.wake()
 
     async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
-        """The next token's mask per sequence of one grammar; None if it has ended."""
+        """The next token's mask for each sequence of one grammar; None for an ended sequence."""
         matchers = [self._matchers[seq] for seq in seqs]
         outcomes = await matchers[0].grammar.masks(matchers)
         nothing = bytes(4 * -(-self._engine.scheduler.limits.vocab_size // 32))
@@ -181,15 +181,15 @@ class Constraints:
             masks.append(None)
             if isinstance(outcome, GrammarError):
                 self._end(seq, FinishCause.INVALID, str(outcome))
-            elif isinstance(outcome, bytes):  # workers would fail at it, and with it everybody's
+            elif isinstance(outcome, bytes):  # workers would fail at it, for all sequences
                 log.error("a mask of another size, or of nothing", bytes=len(outcome))
                 self._end(seq, FinishCause.INTERNAL, "internal error")
-            else:  # of a model without end tokens, or resubmitted with all its tokens
+            else:  # the model has no end tokens, or all tokens were resubmitted
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
         return masks
 
     async def _guarded(self, work: Callable[[], Awaitable[None]], seqs: list[Sequence]) -> None:
-        """Confines any failure to these sequences, which end with it."""
+        """Does `work`. A failure ends these sequences, and no others."""
         try:
             await work()
         except GrammarError as error:
@@ -213,7 +213,7 @@ class Constraints:
 
 
 def without_early_end(seq: Sequence, mask: bytes) -> bytes:
-    """Removes the end tokens from a mask before `min_tokens`, unless nothing else could follow."""
+    """Removes the end tokens from a mask before `min_tokens`, unless no other token can follow."""
     if seq.num_generated_tokens >= seq.params.min_tokens:
         return mask
     words = np.frombuffer(mask, np.uint32).copy()

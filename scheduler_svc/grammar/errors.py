@@ -1,4 +1,4 @@
-"""Errors of structured output. Those about a grammar carry messages for the client."""
+"""Errors of structured output. Errors about a grammar carry messages for the client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VocabularyError(Exception):
 
 
 class HostLostError(Exception):
-    """The grammar host died before it answered; another is on its way."""
+    """The grammar host died before it answered; another host is started."""
 
 
 class Death(Enum):
@@ -49,7 +49,7 @@ class Death(Enum):
 
     @property
     def can_be_its_fault(self) -> bool:
-        """Whether what the process was doing can be the reason."""
+        """Whether the grammar can be the cause."""
         return self in (Death.AT_LIMIT, Death.CRASHED)
 
 

@@ -1,8 +1,8 @@
-"""A grammar in use: its process, and another in its place when that dies.
+"""A grammar in use: its process, which is replaced when it dies.
 
-A matcher's state is a function of its completion's tokens, which are here: a new process is told
-all of them, and the completions go on as if nothing had happened. Whose fault it was shows at the
-next process, which sends each answer before it begins the next: it dies at the same place, or not.
+A matcher's state is a function of its completion's tokens, which are kept here. A new process
+receives all of them, and the completions continue as if nothing had happened. It sends each answer
+before it begins the next. If it dies at the same matcher, that matcher is at fault.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _MASK_LIMITS = (
     f"its mask needs more than {MASK_CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB of "
     "memory"
 )
-_COMPILE_TRIES = 2  # unless it exceeds a limit
-# A death that cannot be a matcher's fault counts half: machines that run out of memory kill, and so
-# do people.
+_COMPILE_TRIES = 2  # unless the grammar exceeds a limit
+# A death that cannot be a matcher's fault counts half, because processes are also killed by people
+# and when memory runs out.
 _WEIGHT_OF_KILLS = 0.5
-_REPLACEMENT_TRIES = 5  # that are killed
-_REPLACEMENT_S = 60.0  # for one to compile: many may be at it
+_REPLACEMENT_TRIES = 5  # that end with a killed process
+_REPLACEMENT_S = 60.0  # for one to compile, because many may compile at a time
 _RETRY_S = 0.2
 
 
 class Grammar:
-    """A grammar's process, and what is needed to replace it.
+    """A grammar's process, and the data needed to replace it.
 
-    `num_bytes` is its memory when it was compiled. `replacing` bounds the compilations that deaths
-    lead to, of all grammars together.
+    `num_bytes` is the memory of the process when it had compiled the grammar. `replacing` limits
+    the simultaneous compilations that replace processes, over all grammars.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Grammar:
         self._link = link
         self._replacing = replacing
         self._numbers = count()  # of matchers
-        self._dropped: list[int] = []  # which the process has not been told yet
+        self._dropped: list[int] = []  # dropped matchers that the process still has
         self._turn = asyncio.Lock()
 
     async def start(self, timeout_s: float) -> None:
@@ -100,21 +100,21 @@ class Grammar:
                 raise
 
     def number_of(self, matcher: RemoteMatcher) -> int:
-        """A number for a new matcher, which the process is to forget once nothing refers to it."""
+        """A number for a new matcher. The process drops the matcher once nothing refers to it."""
         number = next(self._numbers)
         finalize(matcher, self._dropped.append, number).atexit = False
         return number
 
     async def masks(self, matchers: Seq[RemoteMatcher]) -> list[Outcome]:
-        """Tells matchers of this grammar their completions' new tokens, and returns an outcome for
-        each. If the process dies, a new one takes over.
+        """Sends the matchers of this grammar their completions' new tokens, and returns an outcome
+        for each. If the process dies, a new one takes over.
 
         Raises:
             GrammarError: the grammar cannot be compiled any more.
-            GrammarsBusyError: every process for it is killed.
+            GrammarsBusyError: every new process was killed.
             VocabularyError: the model's tokenizer cannot be used any more.
         """
-        # A request cut short would leave the process with an answer that nobody reads.
+        # A cancelled request would leave an answer of the process unread.
         return await asyncio.shield(asyncio.ensure_future(self._masks(matchers)))
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Grammar:
                         suspect, losses_alone = len(outcomes), 0.0
                     if not error.death.can_be_its_fault:
                         losses_alone += _WEIGHT_OF_KILLS
-                    elif careful:  # else it may have been at another's, this one's not yet sent
+                    elif careful:  # else it may have died at a later row, with this answer unsent
                         losses_alone += 1
                     if losses_alone >= MIN_LOSSES_ALONE:
                         at_limit = error.death is Death.AT_LIMIT
@@ -154,7 +154,7 @@ class Grammar:
             async with self._replacing:
                 try:
                     await self.start(_REPLACEMENT_S)
-                except HostLostError:  # its successor is on its way
+                except HostLostError:  # another host is started
                     await asyncio.sleep(_RETRY_S)
                 except GrammarsBusyError:
                     killed += 1
@@ -164,7 +164,7 @@ class Grammar:
 
 
 class GrammarUse:
-    """A use of a grammar, which keeps its process as long as this or a matcher of it lives."""
+    """A use of a grammar. The grammar's process is kept while this or a matcher of it lives."""
 
     __slots__ = ("__weakref__", "end_token_ids", "grammar")
 
@@ -174,8 +174,9 @@ class GrammarUse:
 
 
 class RemoteMatcher:
-    """The matcher of a completion, which its grammar's process has: tokens[start:], which the
-    sequence appends to, and how many of them the process knows."""
+    """The matcher of a completion, which is in its grammar's process. The completion is
+    tokens[start:], to which the sequence appends. The process knows the first `_num_told` tokens.
+    """
 
     __slots__ = ("__weakref__", "_num_told", "_number", "_process", "_start", "_tokens", "_use")
 
@@ -184,7 +185,7 @@ class RemoteMatcher:
         self._tokens = tokens
         self._start = start
         self._number = use.grammar.number_of(self)
-        self._process: GrammarProcess | None = None  # that has the matcher
+        self._process: GrammarProcess | None = None  # the process that has the matcher
         self._num_told = 0
 
     @property
@@ -192,7 +193,7 @@ class RemoteMatcher:
         return self._use.grammar
 
     def row(self, process: GrammarProcess) -> Row:
-        """The request for the next mask, with the tokens that `process` has not been told yet."""
+        """The request for the next mask, with the tokens that `process` does not know yet."""
         is_open = process is self._process
         first = self._start + (self._num_told if is_open else 0)
         self._process, self._num_told = process, len(self._tokens) - self._start

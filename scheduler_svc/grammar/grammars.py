@@ -24,12 +24,12 @@ from scheduler_svc.grammar.grammar import Grammar, GrammarUse
 from scheduler_svc.grammar.host_link import HostLink
 from shared.round_robin import RoundRobin
 
-# How the numbers were found: docs/architecture.md, structured output.
+# docs/architecture.md, structured output, says how the numbers were found.
 MAX_TEXT_BYTES = 64 << 10
 _MAX_COMPILING = 2  # at a time; and as many more to replace processes that died
 _MAX_PROCESSES = 64
 _MAX_BYTES = 1 << 30  # of all grammars' private memory when they were compiled
-# A grammar that killed its process while it was compiled is refused for this long.
+# A grammar that killed its process while it was compiled is rejected for this long.
 _GUILTY_S = 300.0
 _MAX_GUILTY = 1024
 
@@ -42,7 +42,7 @@ class _Entry:
     def __init__(self, grammar: Grammar, client: Hashable) -> None:
         self.grammar = grammar
         self.client = client  # the first to ask for it
-        self.num_uses = 0  # with those that wait for it
+        self.num_uses = 0  # including requests that wait for it
         self.compilation: asyncio.Task[None]
 
     @property
@@ -51,12 +51,12 @@ class _Entry:
 
 
 class Slots:
-    """A number of slots. Clients take turns, each with its oldest request: however many one asks
-    for, another waits for one of them at a time.
+    """A number of slots. Clients take turns, each with its oldest request. However many slots one
+    client asks for, another client waits for only one of them at a time.
 
     Args:
-        count: how many may be taken at a time.
-        make_room: asked whether a client may have a slot; call `fill` once its answer may have
+        count: the number of slots.
+        make_room: returns whether a client may have a slot; call `fill` once the result may have
             changed.
     """
 
@@ -66,7 +66,7 @@ class Slots:
         self._waiting: RoundRobin[Hashable, asyncio.Future[None]] = RoundRobin()
 
     async def enter(self, client: Hashable) -> None:
-        """Returns with a slot, to be given back by `leave`."""
+        """Waits for a slot and takes it. Give it back with `leave`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(client, turn)
         self.fill()
@@ -83,7 +83,7 @@ class Slots:
         self.fill()
 
     def fill(self) -> None:
-        """Gives out what slots there are."""
+        """Gives out the free slots."""
         while self._num_free:
             heads = (each for each in self._waiting.heads() if self._make_room(each[0]))
             if (head := next(heads, None)) is None:
@@ -106,12 +106,12 @@ class Grammars:
         max_processes: int = _MAX_PROCESSES,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
-        """Asks the host for nothing yet.
+        """Makes no demand of the host yet.
 
         Args:
             timeout_s: for a compilation, and for the wait before it, but not for the host's start.
-            max_processes: at most so many grammars at a time.
-            max_bytes: the memory of compiled grammars beyond which none is compiled any more.
+            max_processes: the maximum number of grammars at a time.
+            max_bytes: the memory of compiled grammars beyond which no other grammar is compiled.
         """
         self._link = link
         self._timeout_s = timeout_s
@@ -119,7 +119,7 @@ class Grammars:
         self._max_bytes = max_bytes
         self._loading: asyncio.Task[None] | None = None
         self._entries: dict[Key, _Entry] = {}
-        # Those of them that have a process, or are about to; least recently used first.
+        # Entries that have a process, or are about to have one; least recently used first.
         self._started: OrderedDict[Key, _Entry] = OrderedDict()
         self._slots = Slots(_MAX_COMPILING, self._make_room)
         self._replacing = asyncio.Semaphore(_MAX_COMPILING)
@@ -128,11 +128,11 @@ class Grammars:
     async def compile(
         self, kind: GrammarKind, text: str, end_token_ids: Iterable[int], client: Hashable = None
     ) -> GrammarUse:
-        """Compiles the grammar in `text`, or waits for it if that is already under way.
+        """Compiles the grammar in `text`, or waits for it if it is already being compiled.
 
         Args:
-            client: those who ask for grammars take turns, and none may have more than half of
-                `max_processes` in use; None: no limit.
+            client: clients take turns, and no client may use more than half of `max_processes`;
+                None: no limit.
 
         Raises:
             GrammarError: it cannot be compiled, or not within the limits.
@@ -143,8 +143,8 @@ class Grammars:
             raise GrammarError(kind, f"is longer than {MAX_TEXT_BYTES} bytes")
         key = kind, "" if kind is GrammarKind.JSON else text
         self._refuse_guilty(key)
-        # Outside the time limit: a slow start is not the grammar's fault, and after a restart the
-        # first to wait is a request that was accepted long ago.
+        # Outside the time limit, because a slow start is not the grammar's fault. After a restart,
+        # the first request to wait was accepted long ago.
         await self._loaded()
         entry = self._entry(key, client)
         entry.num_uses += 1
@@ -211,7 +211,7 @@ class Grammars:
         entry.num_uses -= 1
         if entry.num_uses:
             return
-        if not entry.compilation.done():  # nobody wants it any more, and others may need the slot
+        if not entry.compilation.done():  # no request needs it now, and others may need the slot
             entry.compilation.cancel()
             self._forget(key, entry)
         self._slots.fill()
@@ -222,8 +222,9 @@ class Grammars:
                 del entries[key]
 
     def _make_room(self, client: Hashable) -> bool:
-        """Evicts what is idle until one more may be compiled for a client. False if it may not."""
-        started = self._started.values()  # few, whatever number waits
+        """Evicts idle grammars until one more may be compiled for a client. Returns False if none
+        may be compiled."""
+        started = self._started.values()  # few, however many wait
         if client is not None:
             theirs = sum(each.client == client and not each.is_evictable for each in started)
             if theirs >= max(self._max_processes // 2, 1):
@@ -254,5 +255,5 @@ class Grammars:
 
 
 def _digest(key: Key) -> bytes:
-    """Stands for a text of up to MAX_TEXT_BYTES."""
+    """A digest that stands for a kind and a text of up to MAX_TEXT_BYTES."""
     return hashlib.blake2b(bytes([key[0]]) + key[1].encode(), digest_size=16).digest()

@@ -1,8 +1,8 @@
 """The grammar host: forks a process for each grammar.
 
-It runs beside the scheduler and outlives it. At the first demand it imports xgrammar (and with it
-torch, which takes seconds) and reads the vocabulary; its forks share both. It has a single thread,
-and runs nothing that depends on what a client sent.
+The host runs beside the scheduler and outlives it. At the first demand it imports xgrammar (and
+torch with it, which takes seconds) and reads the vocabulary. Its forks share both. The host has a
+single thread, and runs no code that depends on a client's input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from scheduler_svc.grammar.host_link import (
 log = structlog.get_logger(__name__)
 
 _BEAT_S = 0.2
-_LOAD_S = 120.0  # some 4 s on an idle machine; beyond it the kernel kills the host (SIGALRM)
+_LOAD_S = 120.0  # about 4 s on an idle machine; after this the kernel kills the host (SIGALRM)
 # xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
@@ -52,7 +52,8 @@ def run_host(
     Args:
         model: the directory of tokenizer.json and config.json.
         beat: called several times a second once everything is loaded.
-        max_json_whitespace: characters in a row between a JSON text's tokens; None for any.
+        max_json_whitespace: limit on the characters in a row between a JSON text's tokens; None: no
+            limit.
     """
     _Host(link, model, beat, max_json_whitespace).run()
 
@@ -69,15 +70,15 @@ class _Host:
         self._model = model
         self._beat = beat
         self._max_json_whitespace = max_json_whitespace
-        self._serve: Callable[[socket.socket], None] | None = None  # a grammar, once loaded
-        self._reports: dict[int, socket.socket] = {}  # of the processes that live, by pid
+        self._serve: Callable[[socket.socket], None] | None = None  # set once all is loaded
+        self._reports: dict[int, socket.socket] = {}  # of living processes, by pid
 
     def run(self) -> None:
-        # A library that makes threads would not have them in its forks.
+        # Threads that a library makes would not exist in the forks.
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waking)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only those with a handler
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only signals with a handler
         while True:
             host = self._link.host.fileno()
             readable, _, _ = select.select([host, woken], [], [], _BEAT_S)
@@ -162,14 +163,14 @@ class _Host:
 
 
 def _tell(report: socket.socket, word: str, value: str) -> None:
-    with suppress(OSError):  # nobody wants to know any more
+    with suppress(OSError):  # the scheduler has closed the report
         line = f"{word} {' '.join(value.split())}\n".encode()
         report.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def main(args: list[str]) -> None:
     """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST` runs a host on a link whose
-    descriptors it inherits, and ends with its parent."""
+    descriptors it inherits, and ends with its parent process."""
     from shared.process.death_signal import end_with_parent
 
     end_with_parent()

@@ -1,6 +1,6 @@
 """The scheduler's link to the grammar host.
 
-Nothing listens: who did not inherit the link cannot reach the host.
+The host listens on no address. Only processes that inherited the link can reach it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from scheduler_svc.grammar.errors import HostLostError, VocabularyError
 
 # Demands, each with the descriptors named here.
 LOAD = b"load"  # [report]: import xgrammar and read the vocabulary, if that is not done yet
-FORK = b"fork"  # [report, scheduler]: and give a new process the second descriptor
+FORK = b"fork"  # [report, scheduler]: load, and give a new process the second descriptor
 
-# What comes back through `report`, in lines: a word and its value.
+# Lines that the host sends through `report`: a word and its value.
 LOADED = "loaded"
 STARTED = "started"  # pid
 VOCABULARY = "vocabulary"  # the text of a VocabularyError
@@ -28,7 +28,7 @@ _RETRY_S = 0.2
 
 @dataclass(frozen=True)
 class Forked:
-    """A new process: a connection to it, and the host's news of its end."""
+    """A new process, with a connection to it and the host's report of its end."""
 
     pid: int
     reader: asyncio.StreamReader
@@ -39,9 +39,9 @@ class Forked:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Both ends of a pair of sockets that preserve messages. It is made by the parent process of
-    scheduler and host, so that it outlives either. All three have both ends, so no end is ever seen
-    to be closed: a demand that a host dies without having taken waits for its successor.
+    """Both ends of a pair of sockets that preserve messages. The parent process of scheduler and
+    host makes the link, so that it outlives either. All three processes have both ends, so neither
+    end is ever closed. A demand that a host dies without taking waits for the next host.
 
     The scheduler calls `load` and `fork`, from one event loop only.
     """
@@ -60,8 +60,8 @@ class HostLink:
         self.host.close()
 
     async def load(self) -> None:
-        """Returns once the host has loaded xgrammar and the vocabulary, however long that takes and
-        however many hosts.
+        """Waits until the host has loaded xgrammar and the vocabulary, however long that takes and
+        however many hosts die meanwhile.
 
         Raises:
             VocabularyError: the model's tokenizer cannot be used.
@@ -74,10 +74,11 @@ class HostLink:
             await asyncio.sleep(_RETRY_S)
 
     async def fork(self) -> Forked:
-        """
+        """Makes the host fork a process for a grammar.
+
         Raises:
             VocabularyError: the model's tokenizer cannot be used.
-            HostLostError: the host could not do it, or died.
+            HostLostError: the host could not fork, or died.
         """
         reader, writer, theirs = await _stream_pair()
         try:
@@ -91,12 +92,12 @@ class HostLink:
     async def _demand(
         self, demand: bytes, sockets: list[socket.socket]
     ) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Returns the value that the host answers with, and the rest of its report."""
+        """Sends a demand, and returns the value of the host's answer and the rest of its report."""
         reader, writer, theirs = await _stream_pair()
         try:
             with theirs:
                 await self._send(demand, [theirs, *sockets])
-            for each in sockets:  # else nobody would see the host's process close it
+            for each in sockets:  # else the end of the host's process would not close it
                 each.close()
             line = b""
             with suppress(OSError):
@@ -117,7 +118,7 @@ class HostLink:
             try:
                 socket.send_fds(self.scheduler, [demand], [each.fileno() for each in sockets])
                 return
-            except BlockingIOError:  # there is no host, or it is behind
+            except BlockingIOError:  # there is no host, or it is slow
                 await asyncio.sleep(_RETRY_S)
 
 

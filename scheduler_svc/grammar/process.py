@@ -16,20 +16,20 @@ from scheduler_svc.grammar.errors import Death, GrammarError, ProcessDiedError
 from scheduler_svc.grammar.host_link import ENDED, Forked, HostLink
 from scheduler_svc.grammar.wire import Answer
 
-# A process that has not used up its processor time may be stopped, or get no processor.
+# A process that is within its limit of processor time may be stopped, or get no processor.
 ANSWER_S = 20.0
 _REPORT_S = 5.0
 _READ_BYTES = 1 << 20
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# A mask; None if the completion is complete and nothing can follow; or why the sequence must end.
+# A mask, None if the completion is complete and nothing can follow, or the sequence's error.
 Outcome = bytes | None | GrammarError
 
 
 class GrammarProcess:
-    """A process, from its fork to its end. One request at a time: nothing keeps two apart.
+    """A process, from its fork to its end. Make one request at a time: nothing tells two apart.
 
-    `is_usable` becomes false when it has died, or does not know any more what it was asked.
+    `is_usable` becomes false when the process has died or was killed.
     """
 
     def __init__(self, forked: Forked, pidfd: int) -> None:
@@ -41,29 +41,30 @@ class GrammarProcess:
         self._reporting = forked.reporting
         self._kind = GrammarKind.JSON
         self._received = b""
-        self._num_read = 0  # of these
+        self._num_read = 0  # bytes of these
 
     @classmethod
     async def start(cls, link: HostLink) -> GrammarProcess:
-        """
+        """Starts a process as a fork of the host.
+
         Raises:
             VocabularyError: the model's tokenizer cannot be used.
             HostLostError: the host could not fork, or died.
-            ProcessDiedError: the process is gone already.
+            ProcessDiedError: the process has ended already.
         """
         forked = await link.fork()
         try:
             return cls(forked, os.pidfd_open(forked.pid))
-        except OSError as error:  # gone, or no descriptors
+        except OSError as error:  # it has ended, or there are no descriptors
             forked.writer.transport.abort()
             forked.reporting.transport.abort()
             raise ProcessDiedError(Death.KILLED) from error
 
     async def compile(self, kind: GrammarKind, text: str, timeout_s: float) -> int:
-        """Compiles the grammar that the process is for. Returns its memory, bytes.
+        """Compiles the process's grammar. Returns the process's private memory in bytes.
 
         Raises:
-            GrammarError: it cannot be used.
+            GrammarError: the grammar cannot be used.
             ProcessDiedError: the process died, or did not answer for `timeout_s`.
         """
         self._kind = kind
@@ -81,11 +82,11 @@ class GrammarProcess:
     async def masks(
         self, rows: Seq[wire.Row], closed: Seq[int], *, careful: bool
     ) -> AsyncIterator[Outcome]:
-        """The outcome of each row, in order.
+        """Yields the outcome of each row, in order.
 
         Args:
-            closed: matchers to drop before.
-            careful: each is to be sent before the next is begun.
+            closed: matchers to drop first.
+            careful: whether the process must send each answer before it begins the next.
 
         Raises:
             ProcessDiedError: the process died, or did not answer for `ANSWER_S`.
@@ -113,12 +114,13 @@ class GrammarProcess:
             self._reporting.transport.abort()
 
     def _outcome(self, answer: int, contents: bytes, masks: Seq[bytes | None]) -> Outcome:
-        """
+        """Decodes the answer to a row.
+
         Args:
-            masks: those of the rows before.
+            masks: the masks of the previous rows.
 
         Raises:
-            IndexError, ValueError, struct.error: it is no answer.
+            IndexError, ValueError, struct.error: it is not a valid answer.
         """
         match Answer(answer):
             case Answer.ERROR:
@@ -132,7 +134,7 @@ class GrammarProcess:
         raise ValueError("not an answer to this")
 
     def _write(self, data: bytes) -> None:
-        """Sends a request whose answer is to be read next; nothing else is being written."""
+        """Sends a request. Its answer must be read before another request is sent."""
         self._writer.write(data)
 
     async def _read(self, timeout_s: float) -> tuple[int, bytes]:
@@ -141,7 +143,7 @@ class GrammarProcess:
             received, first = self._received, self._num_read + wire.HEADER.size
             if first <= len(received):
                 size, answer = wire.HEADER.unpack_from(received, self._num_read)
-                if size > _READ_BYTES:  # not even of a vocabulary of eight million
+                if size > _READ_BYTES:  # more than the mask of eight million tokens
                     self.close()
                     raise ProcessDiedError(Death.CRASHED)
                 if first + size <= len(received):
@@ -160,7 +162,7 @@ class GrammarProcess:
             raise ProcessDiedError(Death.SILENT) from None
         except OSError:
             pass
-        except BaseException:  # cancelled: the answer would be taken for the next one's
+        except BaseException:  # cancelled: the next request would read this answer
             self.close()
             raise
         death = await self._death()
@@ -168,7 +170,7 @@ class GrammarProcess:
         raise ProcessDiedError(death)
 
     async def _death(self) -> Death:
-        """How it died, by the host's report. There is none if the host died, too."""
+        """How the process died, by the host's report. There is no report if the host died, too."""
         line = b""
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(_REPORT_S):

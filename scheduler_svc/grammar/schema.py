@@ -1,11 +1,14 @@
-"""JSON schemas that a grammar would not enforce.
+"""Finds the parts of a JSON schema that a grammar would not enforce.
 
-xgrammar ignores without a word what it does not know, and where `$ref`, `enum`, `anyOf` and their
-like stand, all that stands beside them. A completion that does not match its schema is worse than
-an error, so such schemas are refused, as are those where it would allow what is not JSON. (What it
-reads more strictly than JSON Schema does is no fault: properties and items that a schema does not
-name beside others are left out, properties come in the schema's order, a `pattern` matches the
-whole string and, like the bounds of its length, leaves out what JSON escapes.)
+xgrammar silently ignores keywords that it does not know. It also ignores every keyword beside
+`$ref`, `enum`, `anyOf` or a similar keyword. A completion that does not match its schema is worse
+than an error, so such schemas are rejected. Schemas for which xgrammar would allow text that is not
+JSON are rejected, too.
+
+xgrammar reads some schemas more strictly than JSON Schema does, which is accepted. It leaves out
+properties and items that a schema does not name beside others. Properties come in the schema's
+order. A `pattern` matches the whole string. Patterns and bounds of the length leave out characters
+that JSON escapes.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-_LARGEST_EXACT = 2**53  # of the integers that xgrammar, which reads doubles, does not round
-MAX_DEPTH = 64  # of a schema in a schema; compilation takes time beyond all proportion
+_LARGEST_EXACT = 2**53  # the largest integer that xgrammar, which reads doubles, does not round
+MAX_DEPTH = 64  # of nested schemas; deeper ones take disproportionately long to compile
 
 _IGNORED = ("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies")
 _NOT_JSON = ("json-pointer", "relative-json-pointer")  # formats that allow a bare quotation mark
@@ -34,7 +37,7 @@ _OBJECT = (
     "unevaluatedProperties",
 )
 _ASSERTIONS = ("type", *_STRING, *_NUMBER, *_ARRAY, *_OBJECT)
-# The first of these that a schema has is all that is read of it. `oneOf` is read as `anyOf`.
+# xgrammar reads only the first of these that a schema has. It reads `oneOf` as `anyOf`.
 _HEADS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _IS_TYPE = {
     "string": lambda value: isinstance(value, str),
@@ -67,7 +70,7 @@ def json_formats(tag: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     """Yields the formats in a structural tag that have a `json_schema`.
 
     Raises:
-        ValueError: it is nested too deep.
+        ValueError: the tag is nested too deep.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"is nested more than {MAX_DEPTH} deep")
@@ -91,7 +94,7 @@ def _patterns(schema: Any) -> Iterator[str]:
 
 def _problems(schema: Any, depth: int) -> Iterator[str]:
     if not isinstance(schema, dict):
-        return  # true or false; for anything else the grammar's compiler has the right words
+        return  # true or false; the grammar's compiler rejects anything else
     if depth > MAX_DEPTH:
         yield f"is nested more than {MAX_DEPTH} deep"
         return
@@ -110,7 +113,7 @@ def _problems(schema: Any, depth: int) -> Iterator[str]:
     head = next((keyword for keyword in _HEADS if keyword in schema), None)
     yield from _head_problems(schema, head) if head else _type_problems(schema)
     if isinstance(names := schema.get("propertyNames"), dict) and "type" not in names:
-        schema = {**schema, "propertyNames": {"type": "string", **names}}  # what else
+        schema = {**schema, "propertyNames": {"type": "string", **names}}  # names are strings
     for subschema in _subschemas(schema):
         yield from _problems(subschema, depth + 1)
 
@@ -126,7 +129,7 @@ def _head_problems(schema: dict[str, Any], head: str) -> Iterator[str]:
 
 
 def _says_nothing_new(schema: dict[str, Any], keyword: str, head: str) -> bool:
-    """Whether a type stands beside values or schemas that all have it anyway."""
+    """Whether `keyword` is a type that all values or schemas of `head` have anyway."""
     if keyword != "type" or head == "$ref":
         return False
     values = [schema["const"]] if head == "const" else schema[head]
@@ -139,7 +142,7 @@ def _says_nothing_new(schema: dict[str, Any], keyword: str, head: str) -> bool:
 
 
 def _has_type(schema: Any, types: list[str]) -> bool:
-    """Whether what matches a schema is of one of `types`."""
+    """Whether every value that matches a schema is of one of `types`."""
     if not isinstance(schema, dict) or any(head in schema for head in _HEADS):
         return False
     own = _types(schema) if "type" in schema else []
@@ -169,7 +172,7 @@ def _type_problems(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_untyped(schema: dict[str, Any]) -> tuple[str, ...]:
-    """Accepts keywords whose missing type is clear from them."""
+    """The keywords that a schema may have without a type, because others make the type clear."""
     if "properties" in schema:
         return _OBJECT
     return _ARRAY if "items" in schema else ()

@@ -25,7 +25,7 @@ def read_vocabulary(model: Path) -> list[bytes]:
         raise VocabularyError(f"{config}: {error!r}") from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more exact
+    except Exception as error:  # tokenizers raises nothing more specific
         raise VocabularyError(f"{path}: {error}") from error
     added = tokenizer.get_added_tokens_decoder()
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():

@@ -4,8 +4,9 @@
     scheduler: a batch of matchers and tokens     process: an answer per matcher, in their order
                ...                                         ...
 
-Each is a frame: its length as uint32, its type as a byte, its contents; little-endian. And the
-limits of such a process; docs/architecture.md, structured output, says how they were found.
+Each message is a little-endian frame: the length of its contents as uint32, its type as a byte, and
+its contents. This module also has the limits of such a process. docs/architecture.md, structured
+output, says how they were found.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import numpy as np
 
 from scheduler_svc.core.sampling import GrammarKind
 
-# Of processor time, by the kernel's clock: the process is killed when it has used it up.
+# Limits of processor time, by the kernel's clock. The process is killed when it reaches one.
 COMPILE_CPU_S = 20.0
 MASK_CPU_S = 2.0  # for one mask, ...
 TOKEN_CPU_S = 0.001  # ... and for each token that its matcher is told
-# Of address space, beyond what the host has; allocations fail beyond it.
+# Limit of address space, in addition to the host's. Allocations fail beyond it.
 MEMORY_BYTES = 512 << 20
 
-OUT_OF_MEMORY = 3  # the exit status of a process that could not get any more
+OUT_OF_MEMORY = 3  # the exit status of a process that could not get more memory
 HEADER = struct.Struct("<IB")
 _SIZE = struct.Struct("<Q")
 _INDEX = struct.Struct("<I")
@@ -39,7 +40,7 @@ class Request(IntEnum):
 
     COMPILE = 1
     BATCH = 2
-    CAREFUL_BATCH = 3  # each answer is to be sent before the next is begun: the process may die
+    CAREFUL_BATCH = 3  # each answer must be sent before the next is begun: the process may die
 
 
 class Answer(IntEnum):
@@ -47,15 +48,15 @@ class Answer(IntEnum):
 
     COMPILED = 1  # with its private memory, bytes
     MASK = 2  # uint32[ceil(vocab / 32)], lowest bit first
-    SAME_MASK = 3  # as that of an earlier row of the batch, given its index
+    SAME_MASK = 3  # the mask of an earlier row of the batch, by its index
     COMPLETE = 4  # nothing more can follow
     ERROR = 5  # with a reason, UTF-8
 
 
 @dataclass(slots=True)
 class Row:
-    """A matcher that is told tokens, to answer with the mask of the next one. `end_token_ids` is
-    None unless the process is to open the matcher."""
+    """New tokens of a matcher, which the process answers with the mask of the next token.
+    `end_token_ids` is None unless the process must open the matcher."""
 
     matcher: int
     end_token_ids: Seq[int] | None
@@ -93,9 +94,10 @@ def read_index(contents: bytes) -> int:
 
 
 def batch_request(rows: Seq[Row], closed: Seq[int], *, careful: bool) -> bytes:
-    """Encodes a batch as int32 columns: the numbers of closed matchers and of rows; the closed
-    ones; per row its matcher, number of end tokens (-1: it is open already) and number of tokens;
-    the end tokens of all rows; the tokens of all rows."""
+    """Encodes a batch as int32 columns. The first holds the numbers of closed matchers and of rows,
+    the second the closed matchers. Three columns follow that hold, per row, its matcher, its number
+    of end tokens (-1: the matcher is open already) and its number of tokens. The last two columns
+    hold the end tokens of all rows and the tokens of all rows."""
     opened = [row.end_token_ids for row in rows if row.end_token_ids is not None]
     numbers = chain(
         (len(closed), len(rows)),

@@ -1,4 +1,4 @@
-"""Translates what happens in the prefix cache into messages."""
+"""Encodes events of the prefix cache as messages of `scheduler.proto`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import islice
 from scheduler_svc.block_watch import BlockEvent, Removed, Snapshot, StoredBlock
 from shared.pb import scheduler_pb2 as pb
 
-_EVENTS_AT_ONCE = 512  # of a message
+_EVENTS_AT_ONCE = 512  # in a message
 
 
 def snapshot_parts(snapshot: Snapshot) -> Iterator[pb.BlockEvents]:
-    """The messages, at least one, that tell what there is. Each is made when it is asked for."""
+    """Yields the messages, at least one, that hold a snapshot. Each is made when it is needed."""
     total, blocks = len(snapshot), iter(snapshot)
     count = max(-(-total // _EVENTS_AT_ONCE), 1)
     for index in range(count):
@@ -24,7 +24,7 @@ def snapshot_parts(snapshot: Snapshot) -> Iterator[pb.BlockEvents]:
 
 
 def event_messages(events: Seq[BlockEvent]) -> Iterator[pb.BlockEvents]:
-    """The messages, at least one, that tell what has happened."""
+    """Yields the messages, at least one, that hold the events."""
     for start in range(0, max(len(events), 1), _EVENTS_AT_ONCE):
         yield pb.BlockEvents(events=map(_message, events[start : start + _EVENTS_AT_ONCE]))
 

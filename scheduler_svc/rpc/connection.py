@@ -1,4 +1,4 @@
-"""A frontend's stream, as its scheduler sees it."""
+"""The scheduler's side of a frontend's stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_svc.core.step import Output
 from scheduler_svc.rpc.frontend_messages import step_output
 from shared.pb import scheduler_pb2
 
-# Outputs that may wait for a frontend to read: about five seconds of a busy engine, some 50 MB.
+# Maximum of unread outputs of a frontend: about five seconds of a busy engine, or 50 MB.
 _MAX_UNREAD = 1 << 18
 _OUTPUTS_AT_ONCE = 4096  # in one turn of the event loop
 
@@ -20,21 +20,21 @@ Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.Sched
 
 
 class State(NamedTuple):
-    """The engine's."""
+    """The state of the engine."""
 
     serving: bool = True
     draining: bool = False
 
 
 class Connection:
-    """Buffers the outputs that one frontend has not been sent yet. Those that arrive while a
-    message is being written join the next one. If the frontend falls too far behind, they are
-    dropped and it is cut off: `cut` is done, with the reason."""
+    """Buffers the outputs that have not been sent to one frontend yet. Outputs that arrive while a
+    message is being written join the next message. If the frontend falls too far behind, its
+    outputs are dropped and it is cut off: `cut` is done, with the reason."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # As the frontend said last: losses of its suspects by request, and whether it has withdrawn
-        # everything and submits nothing.
+        # The frontend's last report: losses of its suspects by request, and whether it has
+        # withdrawn everything and submits nothing.
         self.suspects: dict[int, int] = {}
         self.holding = False
         self._outputs: list[Output] = []
@@ -50,9 +50,9 @@ class Connection:
     def send_trial(
         self, requests: Iterable[int] = (), *, withdraw: bool = False, alone: bool = False
     ) -> None:
-        """Says which of its suspects the frontend is to submit, beside everything that is none.
-        With `withdraw` it withdraws everything, confirms that and submits nothing. With `alone` it
-        learns that all have, and submits nothing but these suspects."""
+        """Tells the frontend which of its suspects to submit, beside all requests that are not
+        suspects. With `withdraw`, it withdraws everything, confirms that and submits nothing. With
+        `alone`, it learns that all frontends have done so, and submits only these suspects."""
         trial = scheduler_pb2.Trial(requests=requests, withdraw=withdraw, alone=alone)
         self._trials.append(trial)
         self._news.set()
@@ -68,12 +68,12 @@ class Connection:
             self.cut_off(f"more than {_MAX_UNREAD} outputs were not read")
 
     def cut_off(self, reason: str) -> None:
-        """Has the stream end. Its frontend keeps what it has, and submits the rest again."""
+        """Ends the stream. Its frontend keeps the outputs that it has, and resubmits the rest."""
         if not self.cut.done():
             self.cut.set_result(reason)
 
     async def write_to(self, context: Context) -> None:
-        """Writes messages as there is news, for ever."""
+        """Writes states, trials and outputs as they arrive, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()

@@ -30,7 +30,8 @@ class ExecuteStream:
         self._call.cancel()
 
     async def write(self, request: worker_pb2.StepRequest) -> None:
-        """
+        """Sends a step.
+
         Raises:
             WorkersLostError: the stream has ended or was cancelled.
         """
@@ -42,7 +43,8 @@ class ExecuteStream:
             raise _lost_or_cancelled(error) from None
 
     async def read(self) -> worker_pb2.StepResponse:
-        """
+        """Receives the next answer.
+
         Raises:
             WorkersLostError: the stream has ended or was cancelled.
         """
@@ -57,12 +59,12 @@ class ExecuteStream:
         return response
 
     async def end_reason(self) -> str:
-        """The status with which the stream ended; waits until it has."""
+        """Waits until the stream has ended, and returns its status."""
         return f"{(await self._call.code()).name}: {await self._call.details()}"
 
 
 def _lost_or_cancelled(error: asyncio.CancelledError) -> BaseException:
-    """Tells a cancelled call from a cancelled task: grpc.aio raises the same error for both."""
+    """Tells a cancelled call from a cancelled task, because grpc.aio raises one error for both."""
     task = asyncio.current_task()
     if task is None or task.cancelling():
         return error

@@ -21,10 +21,10 @@ _Answer = worker_pb2.StartProfileResponse | worker_pb2.StopProfileResponse
 async def start_profile(
     stubs: Seq[WorkerServiceAsyncStub], request: worker_pb2.StartProfileRequest
 ) -> list[str]:
-    """Starts a profile on every rank or on none -> the paths of the traces to come, by rank.
+    """Starts a profile on every rank or on none. Returns the paths of the future traces, by rank.
 
     Raises:
-        ServiceError: a rank refuses, or is lost.
+        ServiceError: a rank rejects the call, or is lost.
     """
     answers = await _ask_all(stub.StartProfile(request) for stub in stubs)
     refusals = [answer for answer in answers if isinstance(answer, ServiceError)]
@@ -37,10 +37,10 @@ async def start_profile(
 
 
 async def stop_profile(stubs: Seq[WorkerServiceAsyncStub]) -> list[str]:
-    """Ends every rank's profile -> the traces of the ranks that have one, by rank.
+    """Stops every rank's profile. Returns the paths of the traces of ranks that have one, by rank.
 
     Raises:
-        ServiceError: none has.
+        ServiceError: no rank has a trace.
     """
     answers = await _ask_all(stub.StopProfile(worker_pb2.StopProfileRequest()) for stub in stubs)
     traces = _traces(answers)

@@ -1,4 +1,4 @@
-"""The scheduler's gRPC edge: frontends' streams in, engine outputs out."""
+"""The scheduler's gRPC interface: receives frontends' requests and sends the engine's outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shared.rpc.turns import Turns
 log = structlog.get_logger(__name__)
 
 _ABORTS_AT_ONCE = 64  # in one turn of the event loop
-# Between messages with nothing but the load to those that watch the cache.
+# Watchers of the cache receive a message at least this often, without events if there are none.
 _LOAD_EVERY_S = 0.5
 _FLUSH_POLL_S, _MAX_FLUSH_S = 0.02, 600.0
 
@@ -52,7 +52,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._ready = asyncio.Event()
         self._state = State()
         self._connections: dict[int, Connection] = {}
-        # A message about the cache has up to 512 events: one is made per turn of the loop.
+        # A message about the cache has up to 512 events, so each turn of the loop makes one.
         self._watch_turns = Turns(1)
         self._numbers = itertools.count()
 
@@ -62,7 +62,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         info: scheduler_pb2.EngineInfo,
         workers: WorkerClient | None = None,
     ) -> None:
-        """Answers frontends, whose streams wait until then, and tries their suspects. Runs until
+        """Answers frontends, whose streams wait for this call, and tries their suspects. Runs until
         cancelled. Without `workers`, nothing can be profiled."""
         self._engine, self._info = engine, info
         self._trials = Trials(engine, self._connections)
@@ -71,7 +71,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         await self._trials.run()
 
     def fail(self) -> None:
-        """Has streams end as if the process had died: it does, for want of an engine."""
+        """Makes streams end as if the process had died. It does end, because its engine failed."""
         self._failed = True
 
     def set_serving(self, serving: bool) -> None:
@@ -118,14 +118,14 @@ class SchedulerServicer(SchedulerServiceServicer):
                 raise InternalError("internal error") from None
             raise StreamEndedError("this scheduler is stopping") from None
         finally:
-            for task in tasks:  # first: nothing may be submitted behind what is aborted here
+            for task in tasks:  # first: nothing may be submitted after the aborts below
                 task.cancel()
             del self._connections[number]
             trials.wake()
             more = True
             while more:
                 more = engine.abort_connection(number, _ABORTS_AT_ONCE)
-                await asyncio.sleep(0)  # others' steps go on
+                await asyncio.sleep(0)  # steps of other requests continue
             log.info("frontend gone", connection=number)
             await asyncio.gather(*tasks, return_exceptions=True)
         if connection.cut.done():

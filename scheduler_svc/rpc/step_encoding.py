@@ -18,19 +18,19 @@ __all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
 
 
 def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
-    """Encodes a step of T tokens of S sequences."""
+    """Encodes a step of T tokens of S sequences, with T and S as in `worker.proto`."""
     rows, seqs = step.rows, [row.seq for row in step.rows]
     starts = np.array([row.start for row in rows], np.int32)
     query_lens = np.array([row.num_tokens for row in rows], np.int32)
     context_lens = starts + query_lens
     num_blocks = -(-context_lens // block_size)
     tables = [seq.block_table for seq in seqs]
-    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has its later chunks' blocks too
+    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has blocks for later chunks too
         tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
     block_table = b"".join(tables)
     table_offsets = _offsets(num_blocks)
 
-    # positions: start, start + 1, ... of each row, all rows in one go
+    # positions: start, start + 1, ... of each row, for all rows at once
     first_tokens = _offsets(query_lens)[:-1]
     positions = np.arange(query_lens.sum(), dtype=np.int32)
     positions += np.repeat(starts - first_tokens, query_lens)
@@ -64,7 +64,7 @@ def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepRespon
     """Decodes the answer to a step.
 
     Raises:
-        MalformedAnswerError: it does not fit the step.
+        MalformedAnswerError: the answer does not fit the step.
     """
     token_ids: list[int] = np.frombuffer(response.token_ids, "<i4").tolist()
     if len(token_ids) != len(request.samples):
@@ -82,7 +82,7 @@ def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def _input_ids(row: Row) -> Seq[int]:
-    """The row's tokens; one that the previous step has yet to sample is -1 - its row there."""
+    """The row's tokens. A token that the previous step is yet to sample is -1 - its row there."""
     if row.previous_row is not None:
         return (-1 - row.previous_row,)
     return row.seq.tokens[row.start : row.start + row.num_tokens]

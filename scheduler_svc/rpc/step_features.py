@@ -1,4 +1,4 @@
-"""Encodes whatever a step asks for beyond a token per row, and decodes the answers."""
+"""Encodes the parts of a step beyond a token per row, and decodes their answers."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures
 
 
 def _num_targets(row: Row) -> int:
-    """The number of the row's tokens whose successor in the prompt is to be scored; 0 if all of
-    those scores were delivered before a recomputation."""
+    """The number of the row's tokens whose successor in the prompt must be scored. It is 0 if all
+    of those scores were delivered before a recomputation."""
     features = row.seq.features
     assert features is not None
     if row.start >= features.num_to_score:

@@ -1,16 +1,17 @@
-"""Tries requests that may have killed schedulers before this one, in the groups of
-`shared.suspects`. Each scheduler does one part of it, and the frontends remember the result.
+"""Tries requests that may have killed earlier schedulers, in the groups of `shared.suspects`. Each
+scheduler does a part of the trials, and the frontends remember the results.
 
-Frontends count, per request, the schedulers that died with it before it made progress, and name
-suspects instead of submitting them. Other requests go on while a group is tried.
+Frontends count, for each request, the schedulers that died with it before it made progress. They
+name suspects instead of submitting them. Other requests continue while a group is tried.
 
-A suspect that is a group by itself is tried alone: only such deaths convict. Everything else
-is withdrawn for as long, and each frontend confirms that it will submit nothing, so that whatever
-the scheduler then dies of, it is no other request.
+A suspect that is a group by itself is tried alone, and only a death in such a trial convicts. All
+other requests are withdrawn meanwhile, and each frontend confirms that it will submit nothing. If
+the scheduler then dies, no other request can be the cause.
 
-A suspect passes with its next few tokens. They need not come soon: beams end together, prompts are
-long. So a trial of suspects with n losses lasts at most 2 ** n seconds, and a minute: short while
-they are likely to be innocent, then long enough for any that are not.
+A suspect passes with its next few tokens. They may take long, because beams end together and
+prompts are long. A trial of suspects with n losses therefore lasts at most 2 ** n seconds, and at
+most about a minute. It is short while the suspects are likely to be innocent, and long enough for
+guilty suspects later.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shared.suspects import next_groups
 log = structlog.get_logger(__name__)
 
 _MAX_LOG_SECONDS = 6
-# Frontends that have not confirmed by then are cut off: the others wait for them.
+# Frontends that have not confirmed by then are cut off, because the others wait for them.
 _CONFIRMATION_S = 3.0
 
 
@@ -38,20 +39,20 @@ class Trials:
     """Tries the suspects of all connected frontends. Use it only from the engine's event loop."""
 
     def __init__(self, engine: Engine, connections: Mapping[int, Connection]) -> None:
-        """`connections`: those that have been let in, by number."""
+        """`connections` are the accepted connections, by number."""
         self._engine = engine
         self._connections = connections
         self._news = asyncio.Event()
-        self._open = asyncio.Event()  # unless a suspect is tried alone
+        self._open = asyncio.Event()  # set unless a suspect is tried alone
         self._open.set()
 
     async def opened(self) -> None:
-        """Returns once no suspect is tried alone, so that another connection may be let in."""
+        """Waits until no suspect is tried alone, so that another connection may be accepted."""
         while not self._open.is_set():
             await self._open.wait()
 
     def wake(self) -> None:
-        """Takes into account that a connection is gone, with its suspects."""
+        """Notes that a connection has ended, and its suspects with it."""
         self._news.set()
 
     def receive(
@@ -62,8 +63,8 @@ class Trials:
         *,
         holding: bool = False,
     ) -> None:
-        """Takes in what a frontend says: losses of suspects by request, those that are none any
-        more, and whether it has withdrawn everything and submits nothing."""
+        """Receives a frontend's report: losses of suspects by request, requests that are no longer
+        suspects, and whether it has withdrawn everything and submits nothing."""
         connection.suspects.update(suspects)
         for request in cleared:
             connection.suspects.pop(request, None)
@@ -103,13 +104,13 @@ class Trials:
             for key in self._untried(group):
                 del self._connections[key.connection].suspects[key.number]
             if alone:
-                await self._isolate()  # so that its frontend knows that it is not alone any more
+                await self._isolate()  # tells its frontend that it is no longer alone
                 return
             for owner in owners & self._connections.keys():
                 self._connections[owner].send_trial()
 
     async def _isolate(self) -> None:
-        """Returns once all frontends have withdrawn everything and nothing is computed."""
+        """Waits until all frontends have withdrawn everything and nothing is computed."""
         self._open.clear()
         for connection in self._connections.values():
             connection.holding = False

@@ -38,13 +38,13 @@ Result = TypeVar("Result")
 
 _RETRY_S = 0.1
 _INFO_TIMEOUT_S = 10.0
-# A channel that cannot connect is replaced after this long: gRPC may wait two minutes before it
-# looks up a name again.
+# A channel that cannot connect is replaced after this long, because gRPC may wait two minutes
+# before it looks up a name again.
 _REOPEN_S = 10.0
-# Workers that fail at everything are tried again after this long, then twice as long, ...
+# Workers that fail at every step are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
-# Shares of `hang_timeout_s`, within which a silent rank is found: the time between polls, and the
-# time for the answer to a call once two polls in a row have seen no progress.
+# Shares of `hang_timeout_s`, within which a silent rank is found. The first is the time between
+# polls. Once two polls in a row have seen no progress, the second is the time to answer a call.
 _POLL_SHARE, _ANSWER_SHARE = 0.12, 0.7
 
 
@@ -53,14 +53,14 @@ class WorkerClient:
 
     Args:
         addresses: gRPC addresses in order of rank.
-        max_num_seqs: of a step, passed on to the workers.
-        max_num_batched_tokens: likewise; None for what the workers say.
+        max_num_seqs: of a step, sent to the workers.
+        max_num_batched_tokens: of a step, sent to the workers; None: as the workers report.
         hang_timeout_s: a rank that stays silent this long is lost.
-        dialer: how to connect.
-        metrics: where epochs are counted.
+        dialer: opens the channels.
+        metrics: the metrics that count epochs.
 
     Raises:
-        FileError: a file of certificates cannot be used.
+        FileError: a certificate file cannot be used.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class WorkerClient:
         self._step_id = 0
         self._num_answers = 0
         self._metrics = metrics or EngineMetrics()
-        self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered
+        self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered yet
 
     async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
-        """Waits for every rank, however long it loads, then configures them all for one epoch.
+        """Waits for every rank, however long it loads, then configures all ranks for one epoch.
 
         Args:
-            num_blocks: size of the cache; None for as much as fits.
+            num_blocks: size of the cache; None: as large as fits.
 
         Raises:
             WorkerMismatchError: the ranks contradict each other or the settings.
@@ -116,8 +116,8 @@ class WorkerClient:
                 return group
 
     async def recover(self) -> None:
-        """Starts a new epoch with a cache of the same size as before, and returns once all ranks
-        have run a step in it: one that can be blamed on no request."""
+        """Starts a new epoch with a cache of the same size as before, and waits until all ranks
+        have run a step in it. That step contains no request, so no request is blamed for it."""
         backoff = Backoff(_MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S)
         while True:
             self._hang_up()
@@ -131,8 +131,9 @@ class WorkerClient:
                 return
 
     async def watch(self) -> str:
-        """Returns the reason once a rank has ended its stream or stopped answering. A step may take
-        its time: a worker knows best how long one should, and ends itself if one hangs."""
+        """Waits until a rank has ended its stream or stopped answering, and returns the reason. A
+        step may take long: a worker knows how long one should take, and ends itself if one hangs.
+        """
         while True:
             before = self._num_answers
             await asyncio.sleep(_POLL_SHARE * self._hang_timeout_s)
@@ -172,8 +173,8 @@ class WorkerClient:
             await channel.close()
 
     async def _reopen_channels(self) -> None:
-        """Reopens all channels if the certificates have changed since they were opened, and now and
-        then those that cannot connect."""
+        """Reopens all channels if the certificates have changed since they were opened. Otherwise
+        reopens the channels that cannot connect, every `_REOPEN_S`."""
         stamp, replaced = self._dialer.stamp(), [*range(len(self._channels))]
         if stamp == self._stamp:
             if time.monotonic() - self._opened < _REOPEN_S:
@@ -181,7 +182,7 @@ class WorkerClient:
             replaced = [rank for rank in replaced if _cannot_connect(self._channels[rank])]
         try:
             channels = {rank: self._dialer.open(self._addresses[rank]) for rank in replaced}
-        except FileError as error:  # half of them may have been replaced: again at the next try
+        except FileError as error:  # perhaps only some are replaced yet; the next call retries
             log.warning("certificates not reloaded", reason=str(error))
             return
         self._stamp, self._opened = stamp, time.monotonic()
@@ -194,7 +195,7 @@ class WorkerClient:
             stream.cancel()
 
     async def _silent_rank(self) -> str | None:
-        """The rank that accepts calls but never answers them, if there is one."""
+        """Names a rank that accepts calls but does not answer them, if there is one."""
         timeout_s = _ANSWER_SHARE * self._hang_timeout_s
         request = worker_pb2.GetInfoRequest()
         answers = await asyncio.gather(
@@ -210,10 +211,10 @@ class WorkerClient:
         return None
 
     async def _prove(self) -> None:
-        """Has all ranks run a step of one token, in a block that nobody is using yet.
+        """Makes all ranks run a step of one token, in a block that no sequence uses yet.
 
         Raises:
-            WorkersLostError: one fails to.
+            WorkersLostError: a rank fails to run it.
         """
         seq = Sequence((-1, 0), [0], SamplingParams(max_tokens=1, temperature=0.0))
         seq.block_table.append(0)
@@ -244,7 +245,7 @@ class WorkerClient:
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        # Together: the ranks meet each other in this call.
+        # At the same time, because the ranks meet each other in this call.
         await asyncio.gather(*(stub.Configure(request) for stub in self._stubs))
         self._streams = [ExecuteStream(stub) for stub in self._stubs]
         self._metrics.epochs += 1

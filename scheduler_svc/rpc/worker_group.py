@@ -1,4 +1,4 @@
-"""The ranks of an engine, checked against each other."""
+"""Checks the ranks of an engine against each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
     """Combines the ranks into a group with the smallest block count, length and limits of any.
 
     Raises:
-        WorkerMismatchError: ranks are out of order or missing, or loaded different things.
+        WorkerMismatchError: ranks are out of order or missing, or differ in what they have loaded.
     """
     for rank, info in enumerate(infos):
         if (info.rank, info.world_size) != (rank, len(infos)):

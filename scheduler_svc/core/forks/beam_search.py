@@ -1,8 +1,8 @@
-"""Beam search: the most likely continuations of the live beams live on.
+"""Beam search: the most likely continuations of the live beams become the next live beams.
 
-After transformers 5's `GenerationMixin._beam_search` with `do_sample=False` and
-`early_stopping=False`, step for step and in float32 as there, so that the same log-probabilities
-give the same hypotheses in the same order.
+The search follows transformers 5's `GenerationMixin._beam_search` with `do_sample=False` and
+`early_stopping=False`, step for step and in float32. The same log-probabilities therefore give the
+same hypotheses in the same order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from scheduler_svc.core.sampling import num_continuations
 
-# What may follow a live beam: token ids int[k] and their log-probabilities float32[k], descending.
+# Tokens that may follow a live beam: ids int[k] and log-probabilities float32[k], descending.
 Candidates = tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class Hypothesis(NamedTuple):
-    """A finished completion: `end_token` is its last token, or it has the maximum length."""
+    """A finished completion. `end_token` is its last token, or None at the maximum length."""
 
     token_ids: tuple[int, ...]
     score: float  # sum of log-probabilities / length ** length_penalty
@@ -29,14 +29,14 @@ class Hypothesis(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A live beam of the next step: one of this step's, extended by a token."""
+    """A live beam of the next step: a live beam of this step, extended by a token."""
 
     parent: int
     token: int
 
 
-# A beam's tokens, the last one first: (tokens before, token), None at the start. Beams share what
-# they have in common, so that a step takes the same time however long they are.
+# A beam's tokens, the last token first: (tokens before, token), None at the start. Beams share
+# their common tokens, so that the time of a step does not depend on their length.
 _Path = tuple["_Path | None", int]
 
 
@@ -46,7 +46,7 @@ class _Beam(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A hypothesis, its tokens not yet gathered."""
+    """A hypothesis whose tokens are not gathered yet."""
 
     path: _Path
     score: float
@@ -54,12 +54,12 @@ class _Found(NamedTuple):
 
 
 class BeamSearch:
-    """Searches for the best completions of one prompt, which is the first and only live beam.
+    """Searches for the best completions of one prompt. The prompt is the first live beam.
 
     Args:
-        width: live beams, and hypotheses in the end.
+        width: the number of live beams, and of hypotheses at the end.
         length_penalty: above 0 it favours long completions, below 0 short ones.
-        end_token_ids: all that end a completion; they count as a part of it.
+        end_token_ids: all tokens that end a completion; they count as a part of it.
         max_tokens, min_tokens: of a completion; before `min_tokens` no end token is chosen.
     """
 
@@ -113,10 +113,10 @@ class BeamSearch:
             if not (ends or at_limit):
                 if len(live) < self.width:
                     live.append((Continuation(parent, token), _Beam(path, score)))
-            elif rank < self.width:  # the rest only make up for those that end
+            elif rank < self.width:  # later ranks only replace beams that end
                 found = _Found(path, self._penalized(score), token if ends else None)
                 self._found.append(found)
-        self._found.sort(key=lambda h: -h.score)  # stable: among equals the first found
+        self._found.sort(key=lambda h: -h.score)  # stable: the first found leads among equals
         del self._found[self.width :]
         if live and not self._may_improve(live[0][1].score):
             live = []
@@ -137,15 +137,15 @@ class BeamSearch:
         ]
         token, score = np.concatenate(tokens), np.concatenate(scores)
         parent = np.repeat(np.arange(len(tokens)), [len(ids) for ids in tokens])
-        if self.num_tokens <= self.min_tokens:  # of the token being chosen
+        if self.num_tokens <= self.min_tokens:  # counts the token being chosen
             allowed = ~np.isin(token, self._ends)
             parent, token, score = parent[allowed], token[allowed], score[allowed]
         order = np.lexsort((token, parent, -score))[: self._num_kept]
         return [(int(parent[i]), int(token[i]), score[i]) for i in order]
 
     def _may_improve(self, best: np.float32) -> bool:
-        """Whether the best live beam, if it ended now, would rank among the hypotheses. What it
-        might still reach is ignored, which is the heuristic of `early_stopping=False`."""
+        """Whether the best live beam would rank among the hypotheses if it ended now. The scores
+        that it might still reach are ignored, which is the heuristic of `early_stopping=False`."""
         if len(self._found) < self.width:
             return True
         return self._penalized(best) > self._found[-1].score

@@ -1,9 +1,9 @@
-"""Beam search over a scheduler's sequences: each live beam is a sequence, and they share blocks.
+"""Beam search over a scheduler's sequences: each live beam is a sequence, and beams share blocks.
 
-Live beams advance together. The candidates that the workers find after a beam wait here until those
-of all have come; then the next live beams are chosen. A beam's first successor goes on as the same
-sequence, the others are forked from it, and a beam without any ends. The completions come out in
-the end, all at once.
+Live beams advance together. A beam's candidates wait here until the workers have found candidates
+for all beams; then the next live beams are chosen. A beam's sequence continues as its first
+successor, and its other successors are forked from it. A beam without successors ends. All
+completions are output when the search ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Advance:
 
 
 class BeamGroup:
-    """The live beams of one request, numbered from `first`, the prompt."""
+    """The live beams of one request. `first` is the prompt; its number is the lowest."""
 
     def __init__(self, first: Sequence) -> None:
         params = first.params
@@ -44,17 +44,18 @@ class BeamGroup:
         self.live = [first]
 
     def keys(self) -> list[SequenceKey]:
-        """The keys that live beams may ever have, which are those of the completions."""
+        """The keys that live beams may ever have, which are also the keys of the completions."""
         connection, number = self._first.key
         return [SequenceKey(connection, number + i) for i in range(self._search.width)]
 
     def has_candidates(self, seq: Sequence) -> bool:
-        """Whether a live beam is waiting for the others, with nothing left to compute."""
+        """Whether a live beam waits for the other beams, with nothing left to compute."""
         return seq in self._candidates
 
     def add_candidates(self, seq: Sequence, found: Logprobs) -> bool:
-        """Takes in the tokens that may follow a live beam: the sampled one, which does not count,
-        then the most likely. True once all live beams have theirs, and `advance` may be called."""
+        """Adds the tokens that may follow a live beam: the sampled token, which is ignored, then
+        the most likely ones. Returns whether all live beams have theirs, so that `advance` may be
+        called."""
         self._candidates[seq] = found
         return len(self._candidates) == len(self.live)
 
@@ -84,7 +85,7 @@ class BeamGroup:
         return Advance(dropped, forks, kept)
 
     def _completions(self) -> list[Output]:
-        """The outcome of the search, best first: each completion's tokens, then its end."""
+        """The outputs of the completions, best first: each completion's tokens, then its end."""
         outputs: list[Output] = []
         found = self._search.hypotheses
         for key, hypothesis in zip(self.keys(), found, strict=False):
@@ -93,11 +94,11 @@ class BeamGroup:
             outputs += [Output(seq, token, offset) for offset, token in tokens]
             end = End(self._cause(hypothesis), score=hypothesis.score)
             outputs.append(Output(seq, end=end))
-        # A small vocabulary may not yield as many as were asked for.
+        # A small vocabulary may yield fewer completions than the request asked for.
         return outputs + self.ends(End(FinishCause.LENGTH))[len(found) :]
 
     def ends(self, end: End) -> list[Output]:
-        """The given end for each completion that the request asked for."""
+        """An output with `end` for each completion that the request asked for."""
         return [Output(self._sequence(key), end=end) for key in self.keys()]
 
     def _child(self, key: SequenceKey, parent: Sequence, token: int) -> Sequence:

@@ -1,9 +1,9 @@
 """Sequences of one request that share blocks: its n completions, or the beams of its search.
 
-Of n completions the first one leads: it computes the prompt. The others follow: they wait, in no
-queue, until the prompt is in the cache, and are then forked from the leader. If the leader ends
-before that, the next one leads. Beams are forked and ended as the search chooses; one that is
-preempted while it waits for the others is parked until they have caught up.
+The first of n completions is the leader, which computes the prompt. The others are followers, which
+wait outside the queue until the prompt is in the cache. Then they are forked from the leader. If
+the leader ends before that, the next completion leads. Beams are forked and ended as the search
+chooses. A beam that is preempted while it waits for the others is parked until they have caught up.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _SEEDS = 1 << 64
 
 
 class Forks:
-    """Hears from the scheduler what happens to its sequences, most of which have no relatives, and
-    decides what it is to do with those that have."""
+    """Tracks the scheduler's sequences, most of which share no blocks, and decides when those that
+    do are forked, queued and ended."""
 
     def __init__(self) -> None:
-        # By each of several completions that await their prompt: all of them, the leader first.
+        # For each of n completions whose prompt is not computed yet: all n, the leader first.
         self._completions: dict[Sequence, list[Sequence]] = {}
         self._beams: dict[Sequence, BeamGroup] = {}  # live ones
-        self._beam_keys: set[SequenceKey] = set()  # that live beams have, or may come to have
+        self._beam_keys: set[SequenceKey] = set()  # that live beams have or may get
 
     @property
     def beams(self) -> Collection[Sequence]:
-        """The live beams. The tokens sampled for them do not count: their search picks others."""
+        """The live beams. Tokens sampled for them are ignored: their search chooses others."""
         return self._beams
 
     def may_claim(self, key: SequenceKey) -> bool:
-        """Whether a key belongs to a beam, or may come to."""
+        """Whether a beam has this key or may get it."""
         return key in self._beam_keys
 
     def add(self, seq: Sequence, n: int) -> list[Sequence]:
-        """Takes in a new sequence and makes its n - 1 followers."""
+        """Adds a new sequence, and returns its n - 1 new followers."""
         if seq.params.beam_width:
             group = self._beams[seq] = BeamGroup(seq)
             self._beam_keys.update(group.keys())
@@ -50,12 +50,12 @@ class Forks:
         return followers
 
     def followers_of(self, seq: Sequence) -> list[Sequence]:
-        """The completions that wait for this one to compute their prompt."""
+        """The completions that wait for this sequence to compute their prompt."""
         completions = self._completions.get(seq)
         return completions[1:] if completions and completions[0] is seq else []
 
     def all_of(self, seq: Sequence) -> list[Sequence]:
-        """The sequences that end along with this one: all beams of its search, or just itself."""
+        """The sequences that end together with this one: all beams of its search, or itself."""
         group = self._beams.get(seq)
         return list(group.live) if group else [seq]
 
@@ -65,8 +65,8 @@ class Forks:
         return group.ends(end) if group else [Output(seq, end=end)]
 
     def prompts_computed(self, step: Step) -> list[tuple[Row, Sequence]]:
-        """The followers to fork now from a row's sequence: those whose prompt this answered step
-        completed."""
+        """The followers whose prompt this answered step completed, each with the row from whose
+        sequence it is to be forked."""
         if not self._completions:
             return []
         found = []
@@ -78,8 +78,8 @@ class Forks:
         return found
 
     def advance_beams(self, found: Mapping[Sequence, Logprobs]) -> list[Advance]:
-        """Takes in the candidates found for live beams, and moves each search on that has all of
-        its own."""
+        """Adds the candidates found for live beams, and advances each search that has all its
+        candidates."""
         advances = []
         for seq, logprobs in found.items():
             group = self._beams.get(seq)
@@ -92,13 +92,13 @@ class Forks:
         return advances
 
     def is_idle(self, seq: Sequence) -> bool:
-        """Whether this is a beam that waits for the others, with nothing left to compute."""
+        """Whether this is a beam that waits for the other beams, with nothing left to compute."""
         group = self._beams.get(seq)
         return group is not None and group.has_candidates(seq)
 
     def closed(self, seq: Sequence) -> Sequence | None:
-        """Notes that a sequence has ended. Returns the completion that now leads in its place, and
-        is to be queued, if there is one."""
+        """Notes that a sequence has ended. Returns the completion that now leads in its place, if
+        there is one; the caller must queue it."""
         group = self._beams.pop(seq, None)
         if group and not any(beam in self._beams for beam in group.live):
             self._beam_keys.difference_update(group.keys())
@@ -132,8 +132,8 @@ class Forks:
 
 
 def _sibling(seq: Sequence, i: int) -> Sequence:
-    """Completion `i` of a new sequence's prompt, numbered and seeded from it onwards. Only the
-    first sequence reports the prompt's log-probabilities."""
+    """Makes completion `i` of a new sequence's prompt; `i` is added to the number and to the seed.
+    Only the first completion reports the prompt's log-probabilities."""
     connection, number = seq.key
     prompt = seq.tokens[: seq.num_prompt_tokens]
     seed = (seq.params.seed + i) % _SEEDS
