@@ -77,7 +77,7 @@ def shield_stderr(notice: Callable[[int], str]) -> None:
     `notice`: see `LogOutput`.
     """
     # Without `sys.stderr`, descriptor 2 was closed when the program started. The null device then
-    # takes that number. Otherwise another file would get it, and libraries would write to that file.
+    # takes that number. Otherwise another file would get it, and libraries would write to the file.
     fd = sys.stderr.fileno() if sys.stderr else os.open(os.devnull, os.O_WRONLY)
     # Line buffering makes each line one write.
     sys.stderr = io.TextIOWrapper(
