@@ -54,10 +54,10 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 def block_of(
     table: tl.tensor, start: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Blocks of the positions [start, start + TILE), which do not exist from `end` on: int32 [TILE],
-    or one number if BLOCK_SIZE is a multiple of TILE, as `start` must then be. Kernels look up a
-    tile's blocks one iteration before they load the tile. Otherwise the load would have to wait for
-    the look-up, or halve the pipeline."""
+    """Blocks of the positions [start, start + TILE), of which none exists from `end` on. Returns
+    int32 [TILE], or one number if BLOCK_SIZE is a multiple of TILE, as `start` must then be.
+    Kernels look up a tile's blocks one iteration before they load the tile. Otherwise the load
+    would have to wait for the look-up, or halve the pipeline."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
     else:

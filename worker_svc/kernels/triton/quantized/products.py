@@ -20,8 +20,8 @@ import triton.language as tl
 from worker_svc.kernels.triton.launch import INTERPRETED, kernel
 
 SPLIT_ROWS = 64  # maximum rows of x; with more, there are many tiles and the parts' sums are large
-# Two for each multiprocessor of an H100 or H200. Every GPU uses this number, so that all of them add
-# up equal parts.
+# Two for each multiprocessor of an H100 or H200. Every GPU uses this number, so that sums are made
+# of equal parts on all of them.
 PROGRAMS = 264
 MAX_SPLITS = 16
 COMBINED = 512  # numbers that a program of the second kernel adds up
