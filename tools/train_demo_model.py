@@ -229,8 +229,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.bfloat16().save_pretrained(args.out)
-    # The file is small in bfloat16. The model runs in float32, in which all ways to compute give the
-    # same tokens.
+    # The file is small in bfloat16. The model runs in float32, in which all ways to compute a token
+    # give the same token.
     model.config.dtype = torch.float32
     model.config.save_pretrained(args.out)
     (args.out / "model.safetensors").chmod(0o644)  # only its owner could read the file
